@@ -34,10 +34,10 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from trainer.commands.train import read_config
+from trainer.common.errors import UserError
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.standard_library import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.task import NeedleTaskSettings

@@ -48,7 +48,7 @@ def download(directory: Path) -> Path:
 
 def fetch(target: Path) -> None:
     """Put all files into ``target``, each complete or not at all."""
-    from trainer.report.atomic import write_atomically
+    from trainer.common.files import write_atomically
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -65,7 +65,7 @@ def main() -> None:
     ).parse_args()
     target = benchmark_directory()
     if not all((target / name).is_file() for name in MEMBERS):
-        from trainer.errors import UserError
+        from trainer.common.errors import UserError
 
         try:
             fetch(target)

@@ -70,7 +70,7 @@ def main() -> None:
     ).parse_args()
     target = model_directory()
     if not target.is_dir():
-        from trainer.errors import UserError
+        from trainer.common.errors import UserError
 
         try:
             fetch()

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.index import CLASSES, DTYPES, FILE, read_index
 
 MOST = 256 << 20

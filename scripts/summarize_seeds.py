@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 from statistics import mean
 
-from trainer.report.outcomes import Outcomes, Result
-from trainer.report.results import Report
+from trainer.evaluation.outcomes import Outcomes, Result
+from trainer.evaluation.results import Report
 
 
 def spread(values: list[float], form: str) -> str:

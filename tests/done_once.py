@@ -8,8 +8,9 @@ import functools
 
 import pytest
 
-from trainer.commands import config_files, configuration
-from trainer.report import saving
+from trainer.commands.hydra import composing as configuration
+from trainer.commands.hydra import files as config_files
+from trainer.plotting import style
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg"
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
@@ -47,4 +48,4 @@ def blank(figure, suffix, **_):
 def blank_figures(request, monkeypatch):
     """But in tests of reports."""
     if "tests/report/" not in request.path.as_posix():
-        monkeypatch.setattr(saving, "_rendered", blank)
+        monkeypatch.setattr(style, "_rendered", blank)

@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-import trainer.report.writing
+import trainer.report.pages
 import trainer.workflows.analyze
 import trainer.workflows.experiment  # noqa: F401
 from trainer.data.config import DataConfig, TokenizerConfig

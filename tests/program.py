@@ -97,9 +97,9 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], said: str) 
     os.environ.update(environment)
     if "FIGURES" not in environment:
         from tests.done_once import blank
-        from trainer.report import saving
+        from trainer.plotting import style
 
-        saving._rendered = blank
+        style._rendered = blank
     try:
         if words[0] == "-m":
             sys.path.insert(0, cwd)

@@ -150,3 +150,43 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports():
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PICTURE.read_text() == script.drawing(), "run python scripts/draw_rooms.py"
+
+
+STRING_METHODS = {
+    *("partition", "rpartition", "replace", "removeprefix", "removesuffix"),
+    *("startswith", "endswith", "split", "rsplit"),
+}
+MESSAGES = re.compile(
+    r"str\((error|problem|p)\)|(\w+\.)?(problem|problems\[.*\]|message|hint)|error\.problems.*"
+)
+
+
+def test_no_message_is_taken_apart():
+    """Problems are values: their key, hint and kind are fields, and nobody reads their text."""
+    found = []
+    for path in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_message = MESSAGES.fullmatch(ast.unparse(node.func.value))
+                if is_message and node.args and node.func.attr in STRING_METHODS:
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+                if re.fullmatch(r"(\w+\.)?(message|hint)", ast.unparse(node.comparators[0])):
+                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_help_needs_no_pydantic_and_a_wrong_configuration_no_torch():
+    code = """if True:
+        import contextlib, io, sys
+        from trainer.__main__ import main
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(["--help"])
+        assert not {"pydantic", "hydra", "torch"} & {*sys.modules}
+        try:
+            main(["optimizer.lr=x"])
+        except SystemExit as stop:
+            assert stop.code == 2
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -8,19 +8,19 @@ import os
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.lock import locked
 
 
 def test_the_holder_is_named(tmp_path):
     me = f"process {os.getpid()} of {os.uname().nodename}"
     with (
-        locked(tmp_path / "lock", ""),
-        pytest.raises(UserError, match=f"^here: {me} works$"),
-        locked(tmp_path / "lock", "here: {holder} works"),
+        locked(tmp_path / "lock", "data", ""),
+        pytest.raises(UserError, match=f"^here: {me} works\\.$"),
+        locked(tmp_path / "lock", "here", "works"),
     ):
         pass
-    with locked(tmp_path / "lock", ""):
+    with locked(tmp_path / "lock", "data", ""):
         pass
 
 
@@ -32,7 +32,7 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
         raise OSError(answer, os.strerror(answer))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path / "lock", ""):
+    with locked(tmp_path / "lock", "data", ""):
         pass
     assert "cannot be locked on this file system" in caplog.text
 
@@ -42,5 +42,5 @@ def test_any_other_failure_is_raised(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(OSError, match="Input/output"), locked(tmp_path / "lock", ""):
+    with pytest.raises(OSError, match="Input/output"), locked(tmp_path / "lock", "data", ""):
         pass

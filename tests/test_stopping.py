@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from trainer.errors import PreemptedError
+from trainer.common.errors import PreemptedError
 from trainer.stopping import partial_directory, stopping_at_once
 
 

@@ -8,9 +8,9 @@ import sys
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
+from trainer.commands.hydra.running import run_command
 from trainer.commands.other_trainer import check_other_trainer
-from trainer.commands.running import run_command
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,8 +44,8 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     if not first or "=" in first or first.startswith(("-", "+", "~")):
         return "train", words
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
-    raise UserError(
-        f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
+    raise UserError.at(
+        "", f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
     )
 
 

@@ -7,14 +7,13 @@ newer one is refused, not misread.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.common.validation import adapter
 
 T = TypeVar("T")
 FIRST = 1
@@ -77,30 +76,26 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
     return path.read_bytes()
 
 
-def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """The checker of a type, made once."""
-    return _adapter(kind)
-
-
-_adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
-
-
-def check_format(found: Any, newest: int, what: str, otherwise: str) -> None:
+def check_format(found: Any, newest: int, key: str, what: str, otherwise: str) -> None:
     """Refuse what a newer version of this program wrote.
 
     Args:
         found: the number that stands there, :data:`FIRST` where there is none.
         newest: the last format that this version reads.
-        what: names key and file, as an error begins.
+        key: the configuration key that led there.
+        what: names the file.
         otherwise: what to do but installing a newer version.
 
     Raises:
         UserError: the number is newer, or no format's.
     """
     if not isinstance(found, int) or isinstance(found, bool) or found < FIRST:
-        raise UserError(f"{what} is damaged: its format is {found!r}, expected a whole number.")
+        raise UserError.at(
+            key, f"{what} is damaged: its format is {found!r}, expected a whole number."
+        )
     if found > newest:
-        raise UserError(
+        raise UserError.at(
+            key,
             f"{what} has format {found}, this version of unrope reads up to {newest}; install a "
-            f"newer one, or {otherwise}."
+            f"newer one, or {otherwise}.",
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,13 @@ def try_lock(file: IO[str]) -> bool | None:
 
 
 @contextmanager
-def locked(path: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, key: str, doing: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock on a file, which stays; where the file system knows none, a warning says so.
 
     Args:
         path: the file, which a killed process may have left behind: that locks nothing.
-        busy: what is said when another process holds the lock, which ``{holder}`` names.
+        key: the configuration key that an error about the lock names.
+        doing: what the process that holds it does, such as ``packs 'DIRECTORY'``.
         wait: until it lets go.
 
     Raises:
@@ -51,10 +52,10 @@ def locked(path: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
             log.warning("%s cannot be locked on this file system; start nothing twice", path)
         elif not held:
             file.seek(0)
-            said = busy.replace("{holder}", file.read().strip() or "another process")
+            message = f"{file.read().strip() or 'another process'} {doing}"
             if not wait:
-                raise UserError(said)
-            log.info("Waiting: %s", said)
+                raise UserError.at(key, f"{message}.")
+            log.info("Waiting: %s", message)
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"process {os.getpid()} of {os.uname().nodename}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 def load_plugins(paths: Sequence[str]) -> None:
@@ -21,13 +21,15 @@ def load_plugins(paths: Sequence[str]) -> None:
     """
     for path in paths:
         if not Path(path).is_file():
-            raise UserError(f"plugins: there is no file {path!r}.")
+            raise UserError.at("plugins", f"there is no file {path!r}.")
         spec = importlib.util.spec_from_file_location(f"unrope_plugin_{Path(path).stem}", path)
         if spec is None or spec.loader is None:
-            raise UserError(f"plugins: {path!r} is not a Python file (expected a name in .py).")
+            raise UserError.at(
+                "plugins", f"{path!r} is not a Python file (expected a name in .py)."
+            )
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # where dataclasses look for the module of a class
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            raise UserError(f"plugins: {path!r} failed to import: {error!r}.") from error
+            raise UserError.at("plugins", f"{path!r} failed to import: {error!r}.") from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trainer.errors import PreemptedError
+from trainer.common.errors import PreemptedError
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import torch
 
 from tests.reference import softmax
 from trainer.analysis.capture import Heads
-from trainer.positional.alibi import alibi_slopes
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import alibi_slopes, make_spectrum
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rotation import rotary_table, rotate
 

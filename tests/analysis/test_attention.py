@@ -21,9 +21,9 @@ from trainer.analysis.attention import (
     stable_rank,
 )
 from trainer.analysis.capture import capture
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.config import SoftmaxConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 
 def expected_rows(attention, dots):

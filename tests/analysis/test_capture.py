@@ -9,7 +9,7 @@ import torch
 from tests.reference import turned
 from trainer.analysis.capture import capture, observing
 from trainer.model.config import QKNormConfig
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 
 IDS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(4))
 MODELS = {

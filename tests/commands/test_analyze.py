@@ -14,8 +14,8 @@ from trainer.__main__ import main
 from trainer.analysis.capture import capture
 from trainer.analysis.settings import kinds
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.positional.rescaling import ntk_aware
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
@@ -23,10 +23,10 @@ from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
 from trainer.workflows.analysis_method import use_method
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import page_texts
 from trainer.workflows.analyze import analyze
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 
@@ -125,13 +125,13 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
     [
         ("analysis.prefixes=[48]", "analysis.prefixes: expected fewer tokens than the text of 48"),
         ("analysis.attenuation.choice_length=60", "choice_length: expected at most 48, the tokens"),
-        ("analysis.attenuation.alphas=[2]", "analysis.attenuation.alphas: expected numbers from 0"),
+        ("analysis.attenuation.alphas=[2]", "analysis.attenuation.alphas[0]: expected at most 1"),
         (
             'analysis.attenuation.gates=["spektrum<1"]',
             "analysis.attenuation.gates: expected an",
         ),
-        ("analysis.needle.depth=2", "analysis.needle.depth: expected a number from 0 (beginning)"),
-        ("analysis.attenuation.tokens=[0]", "analysis.attenuation.tokens: expected numbers of tok"),
+        ("analysis.needle.depth=2", "analysis.needle.depth: expected at most 1"),
+        ("analysis.attenuation.tokens=[0]", "analysis.attenuation.tokens[0]: expected 1 or more"),
     ],
 )
 def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
@@ -339,7 +339,10 @@ def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
         (["+analysis=sinks", "analysis.length=5"], "+analysis=sinks: expected a text of 8 tokens"),
         (["+analysis=sinks", "analysis.length=99999"], "too few for a text of 99,999"),
         (["+analysis=sinks", "analysis.texts=999"], "analysis.texts: 999 texts"),
-        (["+analysis=sinks", "analysis.chosen=[[0,1,2]]"], "expected pairs [layer, head]"),
+        (
+            ["+analysis=sinks", "analysis.chosen=[[0,1,2]]"],
+            "chosen[0]: expected a list of 2",
+        ),
         (["+analysis=sinks", "analysis.chosen=[[2,0]]"], "expected layers 0 to 1 and heads 0 to 1"),
         (["+analysis=offset_features", "analysis.pairs=[8]"], "no pair 8; expected 0 to 7"),
         (
@@ -351,7 +354,10 @@ def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
             ["+analysis=frequency_entropy", "analysis.frequency_entropy={frame: 64, hop: 65}"],
             "analysis.frequency_entropy.hop: expected 1 to 64 tokens",
         ),
-        (["+analysis=sinks", "analysis.dtype=fp8"], "analysis.dtype: got 'fp8'"),
+        (
+            ["+analysis=sinks", "analysis.dtype=fp8"],
+            "dtype: expected one of fp32, bf16, got",
+        ),
         (["+analysis=sinks", "threads=0"], "threads: expected 1 or more"),
         (
             ["+analysis=sinks", "compare=runs/other"],

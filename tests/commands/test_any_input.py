@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.commands.malformed import files, runs
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoint_files import MANIFEST, damage
 from trainer.runs.checkpoints import load_decoder, read_state
@@ -50,7 +50,7 @@ def sound_or_said(function):
     try:
         return function()
     except UserError as error:
-        problems = error.problems
+        problems = [*map(str, error.problems)]
     assert problems
     assert all(problem and "\n" not in problem for problem in problems)
     return None

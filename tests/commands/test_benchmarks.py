@@ -10,11 +10,11 @@ from tests.model.test_decoder import published
 from tests.report.described import check_text
 from trainer.commands import benchmarks, evaluate
 from trainer.commands.benchmarks import table
-from trainer.commands.running import run_command
+from trainer.commands.hydra.running import run_command
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score, Scored
-from trainer.workflows import evaluation_request
+from trainer.workflows import requests
 from trainer.workflows.benchmarks import Benchmarks
 
 
@@ -88,7 +88,7 @@ def test_table_and_numbers(place, capsys):
         ),
         (
             [*CHOICE, "evaluation.tasks=[piqa]", "evaluation.factor=0.5"],
-            "evaluation.factor: expected a number from 1 on, got 0.5",
+            "evaluation.factor: expected 1 or more, got 0.5",
         ),
         (
             [
@@ -106,13 +106,13 @@ def test_table_and_numbers(place, capsys):
 def test_mistakes(place, words, said):
     with pytest.raises(UserError) as error:
         run_command(evaluate.COMMAND, words)
-    (sentence,) = error.value.problems
+    (sentence,) = map(str, error.value.problems)
     assert said in sentence
     assert not (place / "evaluation").exists()
 
 
 def test_a_missing_package_is_named(place, monkeypatch):
-    monkeypatch.setattr(evaluation_request, "find_spec", lambda _: None)
+    monkeypatch.setattr(requests, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'unrope\[eval\]'"):
         run_command(
             evaluate.COMMAND, ["checkpoint=model", "+evaluation=harness", "evaluation.tasks=[piqa]"]

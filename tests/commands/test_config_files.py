@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from trainer.commands import analyze, evaluate, train
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
 from trainer.commands.evaluate import read
-from trainer.commands.running import run_command
-from trainer.errors import UserError
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.running import run_command
+from trainer.common.errors import UserError
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def own(tmp_path):
 def refused(module, *words):
     with pytest.raises(UserError) as error:
         run_command(module.COMMAND, list(words))
-    assert all("\n" not in problem for problem in error.value.problems)
-    return error.value.problems
+    assert all("\n" not in problem for problem in map(str, error.value.problems))
+    return tuple(map(str, error.value.problems))
 
 
 def test_an_option_of_ones_own_inherits_what_it_is(own):
@@ -68,7 +68,7 @@ def test_an_analysis_of_ones_own(own):
         ("defaults: [mine]\n", "mine.yaml: its defaults list leads back to itself (mine -> mine)"),
         ("defaults: [rular]\n", "there is no evaluation 'rular'. Did you mean 'ruler'?"),
         ("defaults: [{/modle: nano}]\n", "there is no group 'modle'. Did you mean 'model'?"),
-        ("kind: lengths\nlast: ${oc.env:X_NOT}\n", "'X_NOT' not found (FILE)"),
+        ("kind: lengths\nlast: ${oc.env:X_NOT}\n", "'X_NOT' not found"),
         ("kind: lengths\nlast: ${.last}\n", "evaluation.last: Recursive interpolation"),
         ("kind: lengths\nlast: ???\n", "evaluation.last: Missing mandatory value: last (FILE)"),
         ("last: 3\n", "evaluation: 'mine' does not say what it is"),

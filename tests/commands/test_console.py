@@ -13,8 +13,8 @@ from rich.logging import RichHandler
 from tests.report.described import check_text
 from tests.report.examples import cell, report
 from trainer.commands import console
-from trainer.report.results import Arm, Change, Drop, Observation
-from trainer.report.text import terminal_tables
+from trainer.evaluation.results import Arm, Change, Drop, Observation
+from trainer.report.tables import terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
 DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.described import check_text
 from trainer.commands.drill import COMMAND
-from trainer.commands.running import run_command
+from trainer.commands.hydra.running import run_command
 from trainer.workflows import drill as workflow
 from trainer.workflows.drill import Fault, Outcome
 

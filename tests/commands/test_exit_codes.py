@@ -11,8 +11,8 @@ import pytest
 
 from trainer.commands.console import print_report
 from trainer.commands.exit_codes import exit_codes
-from trainer.errors import PreemptedError, TransientError, UserError
-from trainer.report.results import Observation, Report
+from trainer.common.errors import PreemptedError, Problem, UserError
+from trainer.evaluation.results import Observation, Report
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a")
 ENDS = {
@@ -22,7 +22,11 @@ ENDS = {
         130,
         "Interrupted; the same command goes on from what was",
     ),
-    "a mistake": (UserError("a: wrong.", "b: too."), 2, "error: a: wrong.\nerror: b: too.\n"),
+    "a mistake": (
+        UserError(Problem("a", "wrong."), Problem("b", "too.")),
+        2,
+        "error: a: wrong.\nerror: b: too.\n",
+    ),
     "a disk": (OSError(errno.EIO, "Broken"), 2, "error: Broken.\n"),
     "closed pipe": (BrokenPipeError(), 141, ""),
     "kept": (PreemptedError("Stopped."), 85, "Stopped. The same command goes on from there."),
@@ -53,7 +57,7 @@ def test_ranks_that_lost_each_other_have_their_traceback(error):
         raise error
 
 
-@pytest.mark.parametrize("error", [UserError("a"), TransientError("a")])
+@pytest.mark.parametrize("error", [UserError.at("", "a"), UserError.at("", "a", transient=True)])
 def test_only_what_would_fail_again_keeps_a_job_from_being_started_again(
     tmp_path, monkeypatch, error
 ):
@@ -61,7 +65,7 @@ def test_only_what_would_fail_again_keeps_a_job_from_being_started_again(
     monkeypatch.setenv("UNROPE_MISTAKE_FILE", str(mark))
     with pytest.raises(SystemExit), exit_codes():
         raise error
-    assert mark.exists() == (not isinstance(error, TransientError))
+    assert mark.exists() == (not error.is_transient)
 
 
 def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
@@ -74,7 +78,7 @@ def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Gone())
     with pytest.raises(SystemExit) as stop, exit_codes():
-        raise UserError("a")
+        raise UserError.at("", "a")
     assert stop.value.code == 2
 
 

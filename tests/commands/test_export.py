@@ -9,13 +9,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.commands import export as command
-from trainer.commands.running import run_command
+from trainer.commands.hydra.running import run_command
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.errors import UserError
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse

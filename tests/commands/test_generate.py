@@ -9,13 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from trainer.commands import generate as command
-from trainer.commands.configuration import compose_words
-from trainer.commands.running import run_command
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.running import run_command
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.workflows import generate as workflow
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 TOKENIZER = train_tokenizer(["the text of a small tokenizer, 中文 and 🙂 in it"], 280, [])
 END = TOKENIZER.token_to_id(END_OF_TEXT)
@@ -117,7 +117,7 @@ def test_all_mistakes_are_reported_at_once():
     words = ["prompt=x", "max_new_token=3", "temperature=-1", "top_p=2", "threads=0", "seed=one"]
     with pytest.raises(UserError) as error:
         run_command(command.COMMAND, words)
-    said = "\n".join(error.value.problems)
+    said = "\n".join(map(str, error.value.problems))
     assert "Did you mean 'max_new_tokens'" in said
     for key in ("checkpoint", "temperature", "top_p", "threads", "seed"):
         assert f"{key}: " in said

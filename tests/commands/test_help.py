@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.commands import config_files
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.help import COLUMN, _two_columns, help_text
+from trainer.commands.hydra import files as config_files
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.help import COLUMN, _two_columns, help_text
 
 FILES = {
     "start": """\

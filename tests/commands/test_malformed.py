@@ -21,8 +21,8 @@ import yaml
 
 from tests.commands.malformed import files, runs, words
 from trainer.__main__ import main
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.directory import open_run_directory

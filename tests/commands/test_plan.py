@@ -94,7 +94,7 @@ def test_a_recipe_is_planned_without_its_weights_and_text(capsys, tmp_path, monk
     assert "in all 361,862,080" in out  # with the norms that come on at the drop
     assert "GPUs 16, strategy fsdp2" in out
     assert "16 x 2,048 tokens, 2 a step" in out
-    assert "model weights 'HuggingFaceTB/SmolLM-360M' are not on this machine" in out
+    assert "the weights 'HuggingFaceTB/SmolLM-360M' are not on this machine" in out
     assert "has not been prepared" in out
     assert "does not fit" not in out
 

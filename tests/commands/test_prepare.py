@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from trainer.__main__ import main
+from trainer.common.errors import UserError
+from trainer.common.progress import Progress
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
 from trainer.data.preparing import prepare_command
-from trainer.errors import UserError
-from trainer.report.progress import Progress
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
 from trainer.workflows.held_out import held_out_corpus

@@ -13,10 +13,11 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, analyze, evaluate, export, hydra_main, train
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.running import run_command
-from trainer.errors import UserError
+from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.commands.hydra import jobs as hydra_main
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.running import run_command
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
@@ -41,7 +42,7 @@ def done(monkeypatch):
 def refused(name, *words):
     with pytest.raises(UserError) as error:
         run_command(MODULES[name].COMMAND, list(words))
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
@@ -58,24 +59,24 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
     ("words", "said"),
     [
         (["evaluate", "--help"], "  evaluation.windows=96"),
-        (["evaluate", "+evaluation=niah", "--help"], "  evaluation.lengths=[1, 2]     times the"),
+        (["evaluate", "+evaluation=niah", "--help"], "  evaluation.lengths=[1, 2]     Lengths in"),
         (["analyze", "--help"], "  sinks                         Attention on the first token"),
-        (["generate", "--help"], "  top_p=1.0                     draw from the likeliest"),
-        (["slurm", "--help"], "  slurm.gpus_per_node=null      and workers; null: as many of 8 as"),
+        (["generate", "--help"], "  top_p=1.0                     Draw from the likeliest"),
+        (["slurm", "--help"], "  slurm.gpus_per_node=null      GPUs and workers of a node"),
         (["--help"], "  positional: alibi, half_rope"),
         (
             ["--help"],
             "  encoding_zoo_demo             Every encoding, the same model, text and number",
         ),
-        (["help"], "  run_dir=runs/${name}          stable: the same command resumes"),
+        (["help"], "  run_dir=runs/${name}          Directory of the run; the same"),
         (["help", "evaluate"], "  evaluation.windows=96"),
         (["help", "slurm", "prepare"], "  slurm.prepare=0"),
         (
             ["optimizer=muon", "--help"],
-            "  optimizer.lr=0.003            of AdamW, times the schedule",
+            "  optimizer.lr=0.003            Learning rate of AdamW, times",
         ),
-        (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      repeated over"),
-        (["+experiment=drope_demo", "--help"], "  drop.at=0.75\n"),
+        (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      "),
+        (["+experiment=drope_demo", "--help"], "  drop.at=0.75                  RoPE retrieves"),
         (["+experiment=drope_demo", "--help"], "  controls.nope.model.qk_norm.when=never\n"),
     ],
 )
@@ -250,7 +251,7 @@ def test_multirun_names_a_launcher_that_is_not_there(done, place):
 
 def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
     def fail(request):
-        raise UserError(f"to: {request.to!r} is full.")
+        raise UserError.at("to", f"{request.to!r} is full.")
 
     monkeypatch.setattr(export, "COMMAND", replace(export.COMMAND, execute=fail))
     with pytest.raises(SystemExit) as stop:
@@ -261,8 +262,7 @@ def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
 
 def test_help_and_requests_need_neither_torch_nor_lightning():
     modules = [f"trainer.commands.{name}" for name in COMMANDS]
-    requests = ("analysis_request", "evaluation_request", "export_request", "generation_request")
-    modules += [f"trainer.workflows.{name}" for name in requests]
+    modules.append("trainer.workflows.requests")
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -280,7 +280,7 @@ def test_who_lacks_published_weights_hears_what_else_is_missing_and_what_shows_t
         main(["+experiment=drope_smollm", f"trainer.max_tokens={tokens}"])
     assert stop.value.code == 2
     said = capsys.readouterr().err.splitlines()
-    begins = ["model weights 'HuggingFaceTB/SmolLM-360M' are not on this machine", "data: "]
+    begins = ["model.from_pretrained: the weights 'HuggingFaceTB/SmolLM-360M' are not on", "data: "]
     begins.insert(1, "experiment: on any machine +experiment=drope_smollm2_135m_local drops")
     begins[1:1] = [f"trainer.max_tokens: {tokens:,} tokens take GPUs, and torch"] if told else []
     assert [line[: len(start) + 7] for line, start in zip(said, begins, strict=True)] == [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data import batches
 from trainer.data.batches import Batch, batches_of
 from trainer.data.config import SourceConfig
 from trainer.data.rows import BadRow
-from trainer.errors import UserError
 
 
 def bad(number):

@@ -15,10 +15,8 @@ FILES = {"source": "files", "files": ["a.txt"]}
     [
         DataConfig(),
         DataConfig(
-            sequence_length=2, num_workers=0, shuffle_group=1, bad_rows=0.0, min_characters=0,
-            validation_tokens=1, test_tokens=1, validation=0.5, test=0.49,
+            sequence_length=2, shuffle_group=1, validation=0.5, test=0.49,
         ),
-        DataConfig(sequence_length=(1 << 31) - 1, bad_rows=1.0, validation=1e-9, test=1e-9),
         DataConfig(restart_positions=True, document_mask=True),
         DataConfig(prepared="x", source="files", validation=0.0),  # whose source is not read
         DataConfig(source="hub", hub_name="x"),
@@ -36,9 +34,6 @@ def test_what_lies_just_within_the_bounds_is_possible(config):
     assert config.problems() == []
 
 
-LENGTH = "data.sequence_length: expected 2 to 2^31 - 1 tokens, got"
-TRAIN = "expected positive shares that leave documents to train on, got"
-ORDERED = "expected smallest and largest, 1 <= smallest <= largest, got"
 VOCABULARY = "tokenizer.vocab_size: expected 257 entries, which hold every byte, to 1,000,000; got"
 PASSWORD = (
     "data.files: an address with a password in it would be written into every run; leave it to the "
@@ -49,10 +44,6 @@ TOO_LITTLE = (
     f"exact; give {1 / PERIOD:.2g} or more."
 )
 WRONG = [
-    ({"sequence_length": 1}, f"{LENGTH} 1."),
-    ({"sequence_length": 1 << 31}, f"{LENGTH} {1 << 31}."),
-    ({"num_workers": -1}, "data.num_workers: expected 0 or more, got -1."),
-    ({"shuffle_group": 0}, "data.shuffle_group: expected 1 or more, got 0."),
     ({"cache_dir": "a\0"}, "data.cache_dir: a name cannot hold a NUL character."),
     ({"prepared": "a\0"}, "data.prepared: a name cannot hold a NUL character."),
     ({"restart_positions": True}, "data.restart_positions: needs data.document_mask=true."),
@@ -68,21 +59,9 @@ WRONG = [
         "data.allow_patterns: they choose from a list, and data.files names none, as @LIST does; a "
         "glob may stand there itself.",
     ),
-    *(
-        (
-            {"validation": validation, "test": test},
-            f"data.validation, data.test: {TRAIN} {validation} and {test}.",
-        )
-        for validation, test in ((0.0, 0.1), (0.1, 0.0), (1.0, 0.1), (0.1, 1.0), (0.5, 0.5))
-    ),
-    ({"validation_tokens": 0}, "data.validation_tokens: expected 1 or more tokens, got 0."),
-    ({"test_tokens": 0}, "data.test_tokens: expected 1 or more tokens, got 0."),
-    ({"min_characters": -1}, "data.min_characters: expected 0 or more, got -1."),
-    ({"bad_rows": -0.1}, "data.bad_rows: expected a share from 0 to 1, got -0.1."),
-    ({"bad_rows": 1.1}, "data.bad_rows: expected a share from 0 to 1, got 1.1."),
     (
-        {"mixture": {"a": 3}},
-        "data.mixture.a: expected a weight and a source's keys, got 3.",
+        {"validation": 0.5, "test": 0.5},
+        "data.validation: 0.5 and data.test 0.5 leave no documents to train on.",
     ),
     (
         {"mixture": {"a": FILES | {"weigth": 1.0}}},
@@ -93,11 +72,12 @@ WRONG = [
             {"mixture": {"a": FILES | {"weight": weight}}},
             f"data.mixture.a.weight: expected a positive number, got {weight!r}.",
         )
-        for weight in (0, -1.0, True, "1", float("inf"))
+        for weight in (0, -1.0)
     ),
     (
         {"mixture": {"a": FILES | {"files": "a"}}},
-        "data.mixture.a.files: got 'a'; input should be a valid list.",
+        "data.mixture.a.files: expected a list in brackets, got 'a'. Of this one alone it is "
+        "files=[a].",
     ),
     (
         {"mixture": {"a": {"source": "files"}}},
@@ -106,31 +86,22 @@ WRONG = [
     ({"mixture": {"a": FILES, "b": FILES | {"weight": 1e-6}}}, TOO_LITTLE),
     *(
         (
-            {"needles": NeedlesConfig(share=share)},
-            f"data.needles.share: expected a share from 0 to 1, got {share}.",
+            {"needles": NeedlesConfig(**{key: (3, 2)})},
+            f"data.needles.{key}: expected smallest and largest, got [3, 2].",
         )
-        for share in (-0.1, 1.1)
-    ),
-    *(
-        ({"needles": NeedlesConfig(**{key: pair})}, f"data.needles.{key}: {ORDERED} {list(pair)}.")
         for key in ("names", "mentions")
-        for pair in ((0, 1), (3, 2))
     ),
     (
         {"sequence_length": 60, "needles": NeedlesConfig(share=0.1)},
         "data.needles.mentions: 20 statements of 3 tokens do not fit data.sequence_length 60; at "
         "most 19.",
     ),
-    (
-        {"needles": NeedlesConfig(weight=0)},
-        "data.needles.weight: expected a positive number, got 0.",
-    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "said"), WRONG)
 def test_what_is_impossible_is_said_in_one_sentence(values, said):
-    assert DataConfig(**values).problems() == [said]
+    assert [*map(str, DataConfig(**values).problems())] == [said]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +110,10 @@ def test_what_is_impossible_is_said_in_one_sentence(values, said):
         ({"path": ""}, "tokenizer.path: expected a file, or null to train one, got ''."),
         ({"vocab_size": 256}, f"{VOCABULARY} 256."),
         ({"vocab_size": 1_000_001}, f"{VOCABULARY} 1000001."),
-        ({"sample_megabytes": 0}, "tokenizer.sample_megabytes: expected 1 or more, got 0."),
     ],
 )
 def test_what_is_impossible_of_a_tokenizer(values, said):
-    assert TokenizerConfig(**values).problems() == [said]
+    assert [*map(str, TokenizerConfig(**values).problems())] == [said]
 
 
 def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():

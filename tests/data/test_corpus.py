@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
+from trainer.common.errors import UserError
 from trainer.data import plan, preparing
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
@@ -21,7 +22,6 @@ from trainer.data.encoding import document_hash
 from trainer.data.plan import exact_thresholds
 from trainer.data.preparing import unprepared
 from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
-from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -133,12 +133,14 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
 def test_what_a_mixture_cannot_be_is_named(changes, said):
     import re
 
-    (problem,) = DataConfig(mixture={"a": changes}).problems()
+    (problem,) = map(str, DataConfig(mixture={"a": changes}).problems())
     assert re.search(said, problem)
 
 
 def test_prepared_text_is_named_in_the_mixture_where_there_is_one():
-    (problem,) = DataConfig(prepared="x", mixture={"a": {"source": "stdlib_docs"}}).problems()
+    (problem,) = map(
+        str, DataConfig(prepared="x", mixture={"a": {"source": "stdlib_docs"}}).problems()
+    )
     assert problem.startswith("data.prepared: one text, but data.mixture names several")
 
 

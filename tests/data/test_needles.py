@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
+from trainer.common.errors import UserError
 from trainer.data.config import NeedlesConfig
 from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.errors import UserError
 
 # Names are 100 .. 115, numbers 200 .. 289, the full stop 300; text is below 100.
 VOCABULARY = NeedleVocabulary(np.arange(100, 116), np.arange(200, 290), 300)

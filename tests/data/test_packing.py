@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.data import plan
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples, as_batch
 from trainer.data.packing import BestFitBlocks, _best_fit, is_packed, packing_problems
 from trainer.data.prepared import open_prepared
-from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
 

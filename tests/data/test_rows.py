@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data import rows
 from trainer.data.files import find_files
 from trainer.data.rows import PIECE, BadRow, read_rows
-from trainer.errors import UserError
 
 TEXTS = ["one", "zwei ü", "three\nlines\u2028here"]
 
@@ -211,7 +211,7 @@ def test_every_file_that_is_none_is_named_at_once(tmp_path):
     patterns = [str(tmp_path / name) for name in ("missing.txt", "empty.txt", "a.csv", "*.nothing")]
     with pytest.raises(UserError) as error:
         find_files(patterns, "data.files")
-    said = " ".join(error.value.problems)
+    said = " ".join(map(str, error.value.problems))
     assert len(error.value.problems) == 4
     for expected in ("there is no file", "is empty", "is not in .txt", "names no file"):
         assert expected in said

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.files import File
 from trainer.data.plan import request_of
@@ -19,7 +20,6 @@ from trainer.data.sources import (
     text_source,
 )
 from trainer.data.standard_library import stdlib_docs
-from trainer.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_a_source_cannot_take_the_name_of_one_that_is_built_in():
 
 def test_a_password_in_an_address_is_refused():
     for address in ("https://me:secret@host/a.txt", "@s3://key:secret@bucket/list"):
-        (problem,) = DataConfig(source="files", files=[address]).problems()
+        (problem,) = map(str, DataConfig(source="files", files=[address]).problems())
         assert "~/.netrc" in problem
         assert "secret" not in problem
     for address in (

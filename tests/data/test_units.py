@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import write_texts
+from trainer.common.errors import UserError
 from trainer.data import batches, plan, units
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -23,7 +24,6 @@ from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
-from trainer.errors import UserError
 from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -188,7 +188,7 @@ def test_malformed_rows_are_named_ten_at_once(config, tmp_path):
     path.write_text(path.read_text() + "{\n" * 14)
     with pytest.raises(UserError) as error:
         work_of(config).run(workers=1)
-    *named, last = error.value.problems
+    *named, last = map(str, error.value.problems)
     assert len(named) == 10
     assert "1.jsonl' line 41 is not JSON" in named[0]
     assert last.startswith("data.bad_rows: 10 of the first 90 rows are malformed")
@@ -224,7 +224,7 @@ def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
         rows = list(original(given, file))
         yield from rows[:25]
         if calls < 3:
-            raise units.UnreadableError("data.files: 'hf://x' cannot be read to its end: reset.")
+            raise units.UnreachableError.at("data.files", "'hf://x' cannot be read.")
         yield from rows[25:]
 
     monkeypatch.setattr(units, "read_source", read_source)
@@ -241,7 +241,7 @@ def test_two_processes_do_not_prepare_the_same(config, many_pieces, part):
     work = work_of(config)
     (work.directory / "pieces").mkdir(parents=True)
     with (
-        locked(work.directory / "pieces" / ".00001.lock", "is busy"),
+        locked(work.directory / "pieces" / ".00001.lock", "data", "is busy"),
         pytest.raises(UserError, match=r"process \d+ of .* prepares .* already; wait"),
     ):
         work_of(config).run(part, workers=1)
@@ -303,7 +303,7 @@ def test_text_without_a_usable_row_says_why(tmp_path, config):
     config = replace(config, files=[str(tmp_path / "rows.jsonl")], min_characters=9, bad_rows=1.0)
     with pytest.raises(UserError) as error:
         work_of(config).run(workers=1)
-    first, second, whole = error.value.problems
+    first, second, whole = map(str, error.value.problems)
     assert "rows.jsonl' line 1 has no 'text' (data.text_field); it has 'body'" in first
     assert "line 2" in second
     assert "2 rows are malformed; 1 are empty; 3 have less than data.min_characters=9" in whole

@@ -16,8 +16,8 @@ from scripts.write_reproduce import DATA
 from tests.interchange.families import made
 from tests.small_runs import trained_in
 from trainer.commands import analyze as analyze_command
-from trainer.commands import configuration
 from trainer.commands import evaluate as evaluate_command
+from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import engine

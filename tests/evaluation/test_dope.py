@@ -11,7 +11,7 @@ import torch
 from tests.reference import attend, turned
 from trainer.analysis.capture import capture
 from trainer.analysis.matrix_entropy.measure import matrix_entropy_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.dope import (
     Chosen,
     DopeSettings,
@@ -20,8 +20,7 @@ from trainer.evaluation.dope import (
     select,
 )
 from trainer.generation.generate import generate
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
@@ -406,20 +405,6 @@ def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
 def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
     with pytest.raises(UserError, match=r"evaluation.dope: .* without rotation"):
         select(tiny_decoder(layers=["nope"]), IDS, DopeSettings(heads=1))
-
-
-def test_impossible_settings_are_named_together(model):
-    settings = DopeSettings(r=0, spectral="norm", heads=-1, seed=-1, sigma=-1.0)
-    assert [p.split(":")[0] for p in settings.problems()] == [
-        "evaluation.dope.r",
-        "evaluation.dope.spectral",
-        "evaluation.dope.heads",
-        "evaluation.dope.seed",
-        "evaluation.dope.sigma",
-    ]
-    with pytest.raises(UserError):
-        select(model, IDS, settings)
-    assert not DopeSettings(r=None).problems()
 
 
 def test_gains_that_are_there_already_are_not_overwritten(model):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.model.test_decoder import published
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import HarnessConfig
 from trainer.evaluation.requests import Encoder
 

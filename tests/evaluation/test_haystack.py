@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.common.errors import UserError
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.haystack import Excerpt, Haystack
 
 SENTENCES = [

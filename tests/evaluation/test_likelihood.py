@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation import likelihood
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Request

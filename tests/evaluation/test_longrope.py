@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.factor_spaces import EveryPair
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import with_factors

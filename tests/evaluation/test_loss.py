@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.loss import (
     by_bucket,
     losses_by_position,

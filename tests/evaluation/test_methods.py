@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig

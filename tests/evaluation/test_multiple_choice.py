@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, mean_score
 from trainer.evaluation.likelihood import Likelihood

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needle_loss import AnsweredTexts, answer_loss, answered_texts
 

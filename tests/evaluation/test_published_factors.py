@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.positional.examples import one_layer
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.layouts import check_published, with_published
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.encodings import make_spectrum

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.evaluation import sharing
-from trainer.evaluation.sharing import POLL, Claims, Share, idle_share
+from trainer.evaluation.sharing import Claims, Share, idle_share
 
 
 def test_a_job_is_claimed_once_in_an_attempt(tmp_path):
@@ -18,11 +20,16 @@ def test_a_job_is_claimed_once_in_an_attempt(tmp_path):
     assert not first.take("cell", {"x": 2})
 
 
-def test_claims_of_an_earlier_attempt_mean_nothing(tmp_path):
+def test_claims_of_an_earlier_attempt_mean_nothing_and_are_removed_after_a_day(tmp_path):
     Claims(tmp_path, Share(0, 2, "killed")).take("cell", 1)
+    other = Claims(tmp_path, Share(1, 2, "beside"))  # another evaluation into the same store
+    yesterday = time.time() - 86500
+    os.utime(tmp_path / "claims-killed", (yesterday, yesterday))
     later = Claims(tmp_path, Share(0, 2, "restarted"))
     assert later.take("cell", 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["claims-restarted"]
+    assert other.take("cell", 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["claims-beside", "claims-restarted"]
 
 
 def test_one_process_claims_everything_and_writes_nothing(tmp_path):
@@ -46,11 +53,12 @@ def test_the_first_waits_for_the_others_and_says_how_long_all_were_idle(
 ):
     """On a clock by hand: both begin at 0, the first works for 8 s, the other for 9 - 3 s."""
     clock = SimpleNamespace(now=0.0, looks=0)
+    monkeypatch.setattr(sharing, "POLL", 1.0)
     monkeypatch.setattr(sharing.time, "perf_counter", lambda: clock.now)
     first, other = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
 
     def sleep(seconds):
-        assert seconds == POLL
+        assert seconds == 1.0
         clock.looks += 1
         if clock.looks == 5:
             clock.now = 9.0

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.store import Store
 
 

@@ -7,7 +7,7 @@ import torch
 
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy.measure import frequency_entropies
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 from trainer.generation.generate import generate
@@ -112,7 +112,7 @@ def test_errors_are_clear(tiny_decoder):
     wrong = WeightedRopeSettings(tau=1.5, alpha=-0.1)
     with pytest.raises(UserError) as error:
         select(model, SHORT, [wrong])
-    assert [p.split(":")[0] for p in error.value.problems] == [
+    assert [p.split(":")[0] for p in map(str, error.value.problems)] == [
         "evaluation.weighted_rope.tau",
         "evaluation.weighted_rope.alpha",
     ]

@@ -74,30 +74,3 @@ def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]])
     assert Sampler(Sampling(1.0, top_p), 1)(logits, [0]).item() == (1 if top_p == 1 else 3)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "said"),
-    [
-        (Sampling(), []),
-        (Sampling(1e9, 1.0, 0), []),
-        (Sampling(0.1, 1e-9), []),
-        *(
-            (Sampling(t), [f"temperature: expected 0 or a positive number, got {t}."])
-            for t in (-0.1, math.nan, math.inf)
-        ),
-        *(
-            (Sampling(top_p=p), [f"top_p: expected a number above 0 and up to 1, got {p}."])
-            for p in (0.0, 1.1, math.nan)
-        ),
-        (Sampling(seed=-1), ["seed: expected 0 or a positive number, got -1."]),
-    ],
-)
-def test_problems_are_said_in_one_sentence_each(sampling, said):
-    assert sampling.problems() == said
-
-
-def test_problems_are_all_found():
-    assert [p.split(":")[0] for p in Sampling(-1, 0, -5).problems()] == [
-        "temperature", "top_p", "seed",
-    ]  # fmt: skip

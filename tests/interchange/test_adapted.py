@@ -18,15 +18,14 @@ from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
 from trainer.analysis.positional_bias.measure import prefix_spreads
 from trainer.analysis.sinks.measure import Sinks
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding
+from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import position_interpolation, yarn
 from trainer.positional.spectrum import Spectrum
 
@@ -82,7 +81,7 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         sink = expected[:, :, 1:, 0].mean().item()
         assert measured["sink_mass"][heads.layer] == pytest.approx(sink, abs=2e-5)
         rows, i = attention_rows(heads), torch.arange(T)
-        torch.testing.assert_close(rows.diagonal, expected[..., i, i], rtol=0, atol=2e-5)
+        torch.testing.assert_close(rows.own, expected[..., i, i], rtol=0, atol=2e-5)
         distance = (expected * (i[:, None] - i)).sum(dim=-1) / expected.sum(dim=-1)
         torch.testing.assert_close(rows.distance, distance, rtol=0, atol=2e-3)
 
@@ -371,7 +370,7 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     def said(directory):
         with pytest.raises(UserError) as caught:
             read_adapted(f"hf:{directory}")
-        (problem,) = caught.value.problems
+        (problem,) = map(str, caught.value.problems)
         return problem
 
     assert "none at" in said(f"{saved}x")

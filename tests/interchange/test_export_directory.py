@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.directory import (
-    destination_problem,
+    check_destination,
     export_model,
     prompting,
     write_files,
@@ -66,15 +67,12 @@ def test_prompts_begin_as_sequences_of_the_training_did():
 
 
 def test_an_export_goes_into_a_directory_that_is_new_or_empty(tmp_path):
-    assert destination_problem(tmp_path / "new") is None
-    assert destination_problem(tmp_path) is None
+    check_destination(tmp_path / "new")
+    check_destination(tmp_path)
     (tmp_path / "file").touch()
-    assert destination_problem(tmp_path) == (
-        f"to: {str(tmp_path)!r} is not empty; choose another directory, or remove it."
-    )
-    assert destination_problem(tmp_path / "file") == (
-        f"to: {str(tmp_path / 'file')!r} is a file; expected a directory that is new or empty."
-    )
+    for place, why in ((tmp_path, "is not empty; choose"), (tmp_path / "file", "is a file")):
+        with pytest.raises(UserError, match=re.escape(f"to: {str(place)!r} {why}")):
+            check_destination(place)
 
 
 @pytest.fixture

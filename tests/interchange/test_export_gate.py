@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from tests import program
 from tests.interchange.test_export import dynamic_ntk
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export import gate
 from trainer.interchange.export.custom import modeling_unrope

@@ -8,8 +8,7 @@ import pytest
 
 from trainer.interchange.export.plan import make_plan
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
-from trainer.positional.alibi import alibi_slopes
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import alibi_slopes, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.finding import find_pretrained
 
 
@@ -32,7 +32,9 @@ def test_what_names_no_model_is_said_in_one_sentence(tmp_path, given, said):
     (tmp_path / "othr").mkdir()
     with pytest.raises(UserError) as error:
         find_pretrained(given.format(tmp_path))
-    assert error.value.problems == (f"model.from_pretrained: {said.format(tmp_path)}",)
+    assert tuple(map(str, error.value.problems)) == (
+        f"model.from_pretrained: {said.format(tmp_path)}",
+    )
 
 
 def test_a_home_directory_and_a_gguf_file_are_found(tmp_path, monkeypatch):
@@ -51,10 +53,11 @@ def test_a_hub_id_without_a_network(tmp_path, monkeypatch):
     def refused():
         with pytest.raises(UserError) as error:
             find_pretrained("somebody/some-model")
-        return error.value.problems[0]
+        return str(error.value.problems[0])
 
     assert refused() == (
-        "model weights 'somebody/some-model' are not on this machine (HF_HUB_OFFLINE is set); go "
+        "model.from_pretrained: the weights 'somebody/some-model' are not on this machine "
+        "(HF_HUB_OFFLINE is set); go "
         "online, or get them where there is a network (hf download somebody/some-model "
         "--local-dir DIR) and give model.from_pretrained=DIR."
     )

@@ -17,7 +17,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.interchange.test_pretrained import IDS, LLAMA3, published
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.gguf import convert_gguf
 from trainer.interchange.pretrained import read_pretrained
 

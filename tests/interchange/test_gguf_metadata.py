@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.gguf import _config, _divided_frequencies, _hf_name, _tokenizer
 
 SIZES = {
@@ -83,7 +83,7 @@ def test_keys_become_those_of_a_config_json(more, changed):
 def test_what_is_missing_or_not_supported_is_said(changes, said):
     with pytest.raises(UserError) as error:
         _config(SIZES | changes)
-    assert error.value.problems == (said,)
+    assert tuple(map(str, error.value.problems)) == (said,)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.files import GOLDEN
 from tests.program import ROOT
-from trainer.commands import configuration
 from trainer.commands import evaluate as evaluate_command
+from trainer.commands.hydra import composing as configuration
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.drope_config import TARGETS
 from trainer.interchange.hf_config import ARCHITECTURES
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_a_drope_checkpoint_is_named(tmp_path):
     )
     with pytest.raises(UserError) as error:
         read_pretrained(path)
-    attention, scale, activation = error.value.problems
+    attention, scale, activation = map(str, error.value.problems)
     assert "attention_type: expected 'nope' or 'qk_norm_nope' or 'q_norm_nope'" in attention
     assert "softmax_scale: expected a number from 1e-06 to 1e+06, got -1." in scale
     assert "hidden_act='relu' is not supported" in activation

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
 
 LLAMA = {
@@ -312,7 +312,7 @@ MALFORMED = [
 def test_what_is_malformed_is_said_in_one_sentence(changes, said):
     with pytest.raises(UserError) as error:
         read(**changes)
-    assert error.value.problems == (f"here: {said}",)
+    assert tuple(map(str, error.value.problems)) == (f"here: {said}",)
 
 
 def test_what_lies_just_within_the_bounds_is_read():
@@ -332,7 +332,7 @@ def test_what_lies_just_within_the_bounds_is_read():
 def test_without_a_size_of_the_layers_their_list_is_not_judged():
     with pytest.raises(UserError) as error:
         read(num_hidden_layers=None, layer_types=["full_attention"])
-    assert [problem.split(": ")[1] for problem in error.value.problems] == [
+    assert [problem.split(": ")[1] for problem in map(str, error.value.problems)] == [
         "num_hidden_layers", "layer_types",
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.positional.examples import encode, one_layer, slowed
 from tests.reference import turned
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_rope import ROPE_TYPES, spectrum_from_rope_parameters
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, position_interpolation
@@ -270,7 +270,7 @@ WRONG = [
 def test_what_is_wrong_is_said_in_one_sentence(values, said):
     with pytest.raises(UserError) as error:
         ours(values)
-    assert error.value.problems == (f"rope_parameters.{said}",)
+    assert tuple(map(str, error.value.problems)) == (f"rope_parameters.{said}",)
 
 
 def test_what_lies_just_within_the_bounds_is_read():

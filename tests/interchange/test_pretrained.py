@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
@@ -201,8 +201,8 @@ def rename(old, new):
 def problems(directory):
     with pytest.raises(UserError) as error:
         read_pretrained(str(directory))
-    assert all(problem.startswith(str(directory)) for problem in error.value.problems)
-    return error.value.problems
+    assert all(problem.startswith(str(directory)) for problem in map(str, error.value.problems))
+    return tuple(map(str, error.value.problems))
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.wheels import check_sum, download_wheel
 
 

@@ -14,7 +14,7 @@ import torch
 from trainer.model.cache import KVCache
 from trainer.model.config import QKNormConfig, SoftmaxConfig
 from trainer.positional.encodings import ENCODINGS
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import drop
 

@@ -19,7 +19,7 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import CausalBias
 
 from tests.reference import attend
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model import backend_choice, backends
 from trainer.model.backend_choice import Needs, choose_backend
 from trainer.model.backends import BACKENDS, eager, prepared

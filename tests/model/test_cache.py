@@ -11,7 +11,7 @@ from tests.reference import softmax, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig, SoftmaxConfig
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.model.config import ModelConfig, SoftmaxConfig
+from trainer.model.config import ModelConfig
 
 GOOD = ModelConfig(64, 96, 2, 8, 4, vocab_size=100)
 
@@ -22,32 +22,19 @@ def test_head_size_is_a_share_of_the_width_unless_given():
 @pytest.mark.parametrize(
     ("change", "start"),
     [
-        ({"hidden_size": 0}, "model.hidden_size: expected a positive number, got 0"),
-        ({"vocab_size": -1}, "model.vocab_size: expected a positive number, got -1"),
-        ({"head_dim": 0}, "model.head_dim: expected a positive number, got 0"),
-        ({"rms_norm_eps": 0.0}, "model.rms_norm_eps: expected a positive number"),
         ({"num_attention_heads": 24}, "model.num_attention_heads: 24 heads do not divide"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads: 3 does not divide"),
         ({"num_key_value_heads": 16}, "model.num_key_value_heads: 16 does not divide"),
         ({"head_dim": 7}, "model.head_dim: 7 is odd"),
         ({"hidden_size": 24}, "model.head_dim: 3 is odd"),
-        (
-            {"softmax": SoftmaxConfig(softcap=-1.0)},
-            "model.softmax.softcap: expected a number from 0.001, or null for none, got -1.0",
-        ),
-        (
-            {"softmax": SoftmaxConfig(final_softcap=0.0)},
-            "model.softmax.final_softcap: expected a number from 0.001",
-        ),
     ],
 )
 def test_a_wrong_value_is_named(change, start):
-    (problem,) = replace(GOOD, **change).problems()
+    (problem,) = map(str, replace(GOOD, **change).problems())
     assert problem.startswith(start)
 
 
 def test_all_problems_come_at_once():
-    assert len(replace(GOOD, hidden_size=0, num_hidden_layers=-1, vocab_size=0).problems()) == 3
     assert len(replace(GOOD, num_key_value_heads=3, head_dim=7).problems()) == 2
 
 

@@ -10,9 +10,9 @@ import torch
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
-from trainer.model.attention import Encoding
 from trainer.model.backends import BACKENDS
 from trainer.model.cache import KVCache
+from trainer.model.forward_pass import Encoding, LayerPass
 from trainer.model.masks import Mask
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.layout import Layout
@@ -47,7 +47,8 @@ def test_attention_is_llama_4_s_of_a_layer_without_rotation(tiny_decoder):
     later = torch.full((50, 50), -math.inf).triu(1)[None, None]
     expected, _ = theirs(x, position_embeddings=torch.zeros(()), attention_mask=later)
     (groups, _) = head_groups(model.layout, positions, 50)
-    found = ours(x, Encoding(groups, positions), Mask(), False)
+    encoding = Encoding(groups, positions)
+    found = ours(x, LayerPass(encoding, encoding, Mask()))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.reference import attention_layer, watch_attention
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 
 def test_eight_heads_have_the_slopes_of_the_paper():

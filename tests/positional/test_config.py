@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.spectrum import Temperature

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.reference import attention_layer, turned, watch_attention
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.plugins import load_plugins
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 

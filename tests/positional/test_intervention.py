@@ -12,8 +12,8 @@ from tests.reference import attend, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.intervening import Intervene
-from trainer.positional.intervention import Intervention
+from trainer.positional.intervention import Intervene
+from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
 

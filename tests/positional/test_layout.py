@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
 from tests.positional.test_spectrum import spectra
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout, layer_problems
+from trainer.positional.layout import Intervention, LayerEncoding, Layout, layer_problems
 from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,

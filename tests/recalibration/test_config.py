@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.recalibration.config import DropConfig
-from trainer.recalibration.schedule import ScheduleConfig
 
 
 @pytest.mark.parametrize(
@@ -62,22 +61,19 @@ def test_possible_drops(drop):
             "drop.heads: head 2 does not exist in a model of 2 key-",
         ),
         (DropConfig(heads=[]), "drop.heads: an empty list drops nothing"),
-        (DropConfig(slower_than=0), "drop.slower_than: expected a number of tokens, got 0."),
         (DropConfig(faster_than=8, to="alibi"), "drop.to: pairs, and what shrinks over steps,"),
         (DropConfig(at=990, anneal_steps=11), "drop.anneal_steps: expected 0 to 10, the steps"),
         (DropConfig(anneal_steps=5, anneal="heads", heads=[0]), "drop.anneal: 'heads' goes"),
-        (DropConfig(effect_sequences=0), "drop.effect_sequences: expected 1 or more, got 0"),
-        (DropConfig(schedule=ScheduleConfig(peak=-1)), "drop.schedule.peak: expected a positive"),
     ],
 )
 def test_an_impossible_drop_is_named(drop, start):
-    (problem,) = drop.problems(1000, 128, 4, 2)
+    (problem,) = map(str, drop.problems(1000, 128, 4, 2))
     assert problem.startswith(start)
 
 
 def test_of_two_times_the_one_that_counts_is_named():
     """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
-    problems = DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2)
+    problems = [*map(str, DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2))]
     assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
 
 
@@ -119,16 +115,12 @@ def test_what_lies_just_within_the_bounds_is_possible(drop):
             "drop.heads: head -3 does not exist in a model of 2 key-value heads.",
         ),
         (
-            DropConfig(faster_than=-1.0),
-            "drop.faster_than: expected a number of tokens, got -1.0.",
-        ),
-        (
             DropConfig(to="rope", anneal_steps=1),
             "drop.to: pairs, and what shrinks over steps, are dropped to nope alone, got 'rope'.",
         ),
         (
-            DropConfig(anneal_steps=-1),
-            "drop.anneal_steps: expected 0 to 1000, the steps that are left, got -1.",
+            DropConfig(anneal_steps=1001),
+            "drop.anneal_steps: expected 0 to 1000, the steps that are left, got 1001.",
         ),
         (
             DropConfig(anneal_steps=1, anneal="heads", slower_than=8.0),
@@ -137,11 +129,11 @@ def test_what_lies_just_within_the_bounds_is_possible(drop):
     ],
 )
 def test_what_is_impossible_is_said_in_one_sentence(drop, said):
-    assert drop.problems(1000, 128, 4, 2) == [said]
+    assert [*map(str, drop.problems(1000, 128, 4, 2))] == [said]
 
 
 def test_trained_weights_may_drop_at_once():
     assert DropConfig(at=0).problems(10, 1, 4, 2, trained=True) == []
-    (problem,) = DropConfig(at=-1).problems(10, 1, 4, 2, trained=True)
+    (problem,) = map(str, DropConfig(at=-1).problems(10, 1, 4, 2, trained=True))
     assert "the run has steps 0 to 9 to drop at" in problem
     assert DropConfig(at=85, enabled=False).step(1000, 128) is None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import ntk_aware

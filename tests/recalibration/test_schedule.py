@@ -85,21 +85,3 @@ def test_neighbouring_steps_have_neighbouring_rates(schedule, length):
 def test_the_peak_multiplies_everything(schedule, step, by):
     louder = replace(schedule, peak=schedule.peak * by)
     assert louder.factor(step, 100) == pytest.approx(by * schedule.factor(step, 100))
-
-
-@pytest.mark.parametrize(
-    ("change", "start"),
-    [
-        ({"peak": 0}, "schedule.peak: expected a positive number, got 0"),
-        ({"warmup_steps": -1}, "schedule.warmup_steps: expected 0 or more, got -1"),
-        ({"final": 1.5}, "schedule.final: expected a fraction from 0 to 1, got 1.5"),
-        ({"decay_fraction": -0.1}, "schedule.decay_fraction: expected a fraction from 0 to 1"),
-    ],
-)
-def test_a_wrong_value_is_named(change, start):
-    (problem,) = ScheduleConfig(**change).problems("schedule")
-    assert problem.startswith(start)
-
-
-def test_the_defaults_are_possible():
-    assert ScheduleConfig().problems("schedule") == []

@@ -64,7 +64,7 @@ def test_a_demo_runs_from_the_wheel_in_an_empty_directory(archives, tmp_path):
         **os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1",
         "UNROPE_CACHE": str(tmp_path / "cache"),
     }  # fmt: skip
-    where = "import trainer, trainer.commands.config_files as c; print(c.config_directory())"
+    where = "import trainer, trainer.commands.hydra.files as c; print(c.config_directory())"
 
     def run(*words):
         done = subprocess.run(

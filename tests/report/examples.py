@@ -7,15 +7,7 @@ import math
 
 import numpy as np
 
-from trainer.report.results import (
-    PERPLEXITY,
-    STATEMENTS,
-    Arm,
-    Cell,
-    Drop,
-    Observation,
-    Report,
-)
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Drop, Observation, Report
 
 TRAINED = 1024
 FACTORS = (1, 2, 4, 8)

@@ -14,8 +14,7 @@ from PIL import Image
 
 from tests.report.examples import EXPERIMENT, report, statements
 from tests.report.geometry.test_page import report as geometry
-from trainer.report.geometry.page import write_geometry_report
-from trainer.report.writing import write_renderings
+from trainer.report.pages import write_geometry_report, write_renderings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in the path")

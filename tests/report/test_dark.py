@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.report import saving
-from trainer.report.dark import COLOURS, ON_BRIGHT, follows_scheme
-from trainer.report.plotting import Frame, Series, blank, draw, paper_style
-from trainer.report.saving import save
+from trainer.plotting import style
+from trainer.plotting.lines import Frame, Series, draw
+from trainer.plotting.style import DARK_COLOURS, ON_BRIGHT, blank, follow_scheme, paper_style, save
 
 
 def luminance(colour):
@@ -41,21 +40,21 @@ def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
     for colour in drawn:
         if contrast(colour, "#ffffff") < 2:  # the grid, which stands out from neither
             continue
-        assert contrast(COLOURS.get(colour, colour), "#181818") > 3, colour
-    assert ON_BRIGHT not in COLOURS
+        assert contrast(DARK_COLOURS.get(colour, colour), "#181818") > 3, colour
+    assert ON_BRIGHT not in DARK_COLOURS
 
 
 def test_every_element_of_a_colour_gets_its_counterpart(drawing):
     for light in ("#000000", "#0072b2"):
-        assert f'[style*="stroke: {light}"]{{stroke:{COLOURS[light]}!important}}' in drawing
+        assert f'[style*="stroke: {light}"]{{stroke:{DARK_COLOURS[light]}!important}}' in drawing
     assert drawing.count("@media (prefers-color-scheme:dark)") == 1
-    assert follows_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
+    assert follow_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
 
 
 def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):
     sizes = []
     for limit in (10**6, 100):
-        monkeypatch.setattr(saving, "LARGEST_SVG", limit)
+        monkeypatch.setattr(style, "LARGEST_SVG", limit)
         with paper_style():
             figure = blank(2)
             points = np.random.default_rng(0).random((2, 500))
@@ -65,7 +64,7 @@ def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch)
 
 
 def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_SVG", 10_000)
+    monkeypatch.setattr(style, "LARGEST_SVG", 10_000)
     with paper_style():
         figure = blank(2)
         figure.add_subplot().scatter(*np.random.default_rng(0).random((2, 500)))

@@ -8,9 +8,9 @@ import pytest
 
 from tests.report.described import check, check_csv
 from tests.report.examples import report
-from trainer.report import drawn
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
+from trainer.report import files
 from trainer.report.figures import write_figures
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
 SCORES = {
@@ -58,7 +58,7 @@ def made(tmp_path_factory):
         task={"chance": 0.015, "chance_listed": 0.25},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn, "save", keep)
+        patch.setattr(files, "save", keep)
         written = write_figures(given, tmp_path_factory.mktemp("figures"))
     return {one.path.stem: (figures[one.path.stem], one) for one in written}
 
@@ -79,31 +79,30 @@ def test_perplexity_against_retrieval(made):
     check(
         figure,
         """
-            6.75 x 2.90 inches
-            panel 1,1 of 1x2
-              x log 53.33..307.2 ticks 64='1×\\n64' 256='4×\\n256'
-              y linear 8.2..41.8 'perplexity' ticks 10 15 20 25 30 35 40 grid
-              line #000000 - o: x 64 256; y 10 40
-              line #000000 (1 1.2) v: x 256; y 40
-              line #d55e00 - v: x 64 256; y 10 40
-              line #707070 --: upright at 64
-            panel 1,2 of 1x2
-              x log 53.33..307.2 ticks 64='1×\\n64' 256='4×\\n256'
-              y linear -4..106 'success (%)' ticks 0 25 50 75 100 grid
-              line #000000 - o: x 62.68 250.7; y 100 25
-              line #000000 (1 1.2) v: x 256; y 50
-              line #d55e00 - v: x 65.34 261.4; y 75 75
-              line #707070 --: upright at 64
-              bars #000000: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
-              bars #000000: 256 15, 256 85
-              bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-            below 'sequence length (multiple of the training length; tokens)'
-            legend upper, upper center, columns: 4
-              'RoPE' #000000 - o
-              'RoPE + cropped' #000000 (1 1.2) v
-              'DroPE' #d55e00 - v
-              'training length' #707070 --
-            """,
+        panel 1,1 of 1x2
+          x log
+          y linear 'perplexity'
+          line #000000 - o: x 64 256; y 10 40
+          line #000000 (1 1.2) v: x 256; y 40
+          line #d55e00 - v: x 64 256; y 10 40
+          line #707070 --: upright at 64
+        panel 1,2 of 1x2
+          x log
+          y linear 'success (%)'
+          line #000000 - o: x 62.68 250.7; y 100 25
+          line #000000 (1 1.2) v: x 256; y 50
+          line #d55e00 - v: x 65.34 261.4; y 75 75
+          line #707070 --: upright at 64
+          bars #000000: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
+          bars #000000: 256 15, 256 85
+          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+        below 'sequence length (multiple of the training length; tokens)'
+        legend
+          'RoPE' #000000 - o
+          'RoPE + cropped' #000000 (1 1.2) v
+          'DroPE' #d55e00 - v
+          'training length' #707070 --
+        """,
     )
     assert "on the last 64 tokens of held-out" in one.caption
     check_csv(
@@ -125,34 +124,32 @@ def test_success_over_length(made):
     check(
         figure,
         """
-            6.75 x 3.10 inches
-            panel 1,1 of 1x1
-              x log 53.33..307.2 'sequence length (multiple of the training length; tokens)'
-                  ticks 64='1×\\n64' 256='4×\\n256'
-              y linear -4..106 'success (%)' ticks 0 25 50 75 100 grid
-              line #000000 - o: x 61.39 245.6; y 100 25
-              line #000000 (1 1.2) v: x 250.7; y 50
-              line #0072b2 - s: x 64; y 75
-              line #d55e00 - v: x 65.34 261.4; y 75 75
-              line #56b4e9 - D: x 66.72 266.9; y 0 0
-              line #707070 :: level at 1.5
-              line #707070 -.: level at 25
-              line #707070 --: upright at 64
-              note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-              bars #000000: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
-              bars #000000: 250.7 15, 250.7 85
-              bars #0072b2: 64 30.06, 64 95.44
-              bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-              bars #56b4e9: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
-            legend right, center right, columns: 1
-              'RoPE + PI' #0072b2 - s
-              'DroPE' #d55e00 - v
-              'RoPE + cropped' #000000 (1 1.2) v
-              'RoPE' #000000 - o
-              'DroPE + YaRN' #56b4e9 - D
-              'chance (1.5%)' #707070 :
-              'any listed value (25.0%)' #707070 -.
-            """,
+        panel 1,1 of 1x1
+          x log 'sequence length (multiple of the training length; tokens)'
+          y linear 'success (%)'
+          line #000000 - o: x 61.39 245.6; y 100 25
+          line #000000 (1 1.2) v: x 250.7; y 50
+          line #0072b2 - s: x 64; y 75
+          line #d55e00 - v: x 65.34 261.4; y 75 75
+          line #56b4e9 - D: x 66.72 266.9; y 0 0
+          line #707070 :: level at 1.5
+          line #707070 -.: level at 25
+          line #707070 --: upright at 64
+          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
+          bars #000000: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
+          bars #000000: 250.7 15, 250.7 85
+          bars #0072b2: 64 30.06, 64 95.44
+          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+          bars #56b4e9: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
+        legend
+          'RoPE + PI' #0072b2 - s
+          'DroPE' #d55e00 - v
+          'RoPE + cropped' #000000 (1 1.2) v
+          'RoPE' #000000 - o
+          'DroPE + YaRN' #56b4e9 - D
+          'chance (1.5%)' #707070 :
+          'any listed value (25.0%)' #707070 -.
+        """,
     )
     assert "Grey" not in one.caption
     check_csv(
@@ -177,20 +174,19 @@ def test_perplexity_by_position(made):
     check(
         figure,
         """
-            6.75 x 3.10 inches
-            panel 1,1 of 1x1
-              x linear 0..256 'position in sequences of 256 tokens' ticks 0 64 128 192 256
-              y linear 37.6..82.4 'perplexity' ticks 40 50 60 70 80 grid
-              line #000000 -: x 16 144; y 40 80
-              line #000000 (1 1.2): x 16 144; y 40 80
-              line #d55e00 -: x 16 144; y 40 nan
-              line #707070 --: upright at 64
-              note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-            legend right, center right, columns: 1
-              'RoPE' #000000 -
-              'RoPE + cropped' #000000 (1 1.2)
-              'DroPE' #d55e00 -
-            """,
+        panel 1,1 of 1x1
+          x linear 'position in sequences of 256 tokens'
+          y linear 'perplexity'
+          line #000000 -: x 16 144; y 40 80
+          line #000000 (1 1.2): x 16 144; y 40 80
+          line #d55e00 -: x 16 144; y 40 nan
+          line #707070 --: upright at 64
+          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
+        legend
+          'RoPE' #000000 -
+          'RoPE + cropped' #000000 (1 1.2)
+          'DroPE' #d55e00 -
+        """,
     )
     check_csv(
         one.path.with_suffix(".csv"),
@@ -211,61 +207,60 @@ def test_success_by_depth(made):
     check(
         figure,
         """
-            6.75 x 1.29 inches
-            panel 1,1 of 1x5 'RoPE'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-              y linear 1.5..-0.5 ticks 0='0' 1='100' unmarked
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 50
-                  / 100 0
-              text '100' #010101 center center: 0 0
-              text '50' #ffffff center center: 1 0
-              text '100' #010101 center center: 0 1
-              text '0' #ffffff center center: 1 1
-            panel 1,2 of 1x5 'RoPE + cropped'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: nan 100
-                  / nan 0
-              text '·' #010101 center center: 0 0
-              text '100' #010101 center center: 1 0
-              text '·' #010101 center center: 0 1
-              text '0' #ffffff center center: 1 1
-            panel 1,3 of 1x5 'RoPE + PI'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
-                  / 50 nan
-              text '100' #010101 center center: 0 0
-              text '·' #010101 center center: 1 0
-              text '50' #ffffff center center: 0 1
-              text '·' #010101 center center: 1 1
-            panel 1,4 of 1x5 'DroPE'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 100
-                  / 50 50
-              text '100' #010101 center center: 0 0
-              text '100' #010101 center center: 1 0
-              text '50' #ffffff center center: 0 1
-              text '50' #ffffff center center: 1 1
-            panel 1,5 of 1x5 'DroPE + YaRN'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 0 / 0
-                  0
-              text '0' #ffffff center center: 0 0
-              text '0' #ffffff center center: 1 0
-              text '0' #ffffff center center: 0 1
-              text '0' #ffffff center center: 1 1
-            bar 'success (%)' cividis 0..100 ticks 0 50 100 beside 1 2 3 4 5
-            below 'sequence length (multiple of the training length)'
-            left 'depth (% of the text)'
-            """,
+        panel 1,1 of 1x5 'RoPE'
+          x linear
+          y linear
+          spines none
+          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 50
+              / 100 0
+          text '100' #010101 center center: 0 0
+          text '50' #ffffff center center: 1 0
+          text '100' #010101 center center: 0 1
+          text '0' #ffffff center center: 1 1
+        panel 1,2 of 1x5 'RoPE + cropped'
+          x linear
+          y linear
+          spines none
+          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: nan 100
+              / nan 0
+          text '·' #010101 center center: 0 0
+          text '100' #010101 center center: 1 0
+          text '·' #010101 center center: 0 1
+          text '0' #ffffff center center: 1 1
+        panel 1,3 of 1x5 'RoPE + PI'
+          x linear
+          y linear
+          spines none
+          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
+              / 50 nan
+          text '100' #010101 center center: 0 0
+          text '·' #010101 center center: 1 0
+          text '50' #ffffff center center: 0 1
+          text '·' #010101 center center: 1 1
+        panel 1,4 of 1x5 'DroPE'
+          x linear
+          y linear
+          spines none
+          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 100
+              / 50 50
+          text '100' #010101 center center: 0 0
+          text '100' #010101 center center: 1 0
+          text '50' #ffffff center center: 0 1
+          text '50' #ffffff center center: 1 1
+        panel 1,5 of 1x5 'DroPE + YaRN'
+          x linear
+          y linear
+          spines none
+          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 0 / 0
+              0
+          text '0' #ffffff center center: 0 0
+          text '0' #ffffff center center: 1 0
+          text '0' #ffffff center center: 0 1
+          text '0' #ffffff center center: 1 1
+        bar 'success (%)' cividis 0..100
+        below 'sequence length (multiple of the training length)'
+        left 'depth (% of the text)'
+        """,
     )
     check_csv(
         one.path.with_suffix(".csv"),

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from tests.report.described import check_csv, check_text, styled
 from tests.report.examples import METHODS, cell, example, report, statements
-from trainer.report.html import measured, write_html
-from trainer.report.latex import escaped, latex_tables
-from trainer.report.results import PERPLEXITY, Cell
-from trainer.report.text import csv_table, markdown_tables, terminal_tables
+from trainer.evaluation.results import PERPLEXITY, Cell
+from trainer.report.pages import measured, write_html
+from trainer.report.tables import csv_table, escaped, latex_tables, markdown_tables, terminal_tables
 
 
 @pytest.fixture(scope="module")

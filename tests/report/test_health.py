@@ -9,9 +9,8 @@ from rich.console import Console
 
 from tests.report.examples import report
 from trainer.commands import console
-from trainer.report.health import troubles
-from trainer.report.html import write_html
-from trainer.report.results import Arm, Change, Drop
+from trainer.evaluation.results import Arm, Change, Drop, troubles
+from trainer.report.pages import write_html
 
 
 def test_what_was_changed_in_training_stands_there_too(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import cell
-from trainer.report.heatmap import Depths, draw_heatmaps
-from trainer.report.plotting import paper_style
+from trainer.plotting.style import paper_style
+from trainer.report.figures import Depths, draw_heatmaps
 
 
 def test_a_depth_is_a_row_until_there_are_more_than_eleven():
@@ -40,31 +40,30 @@ def test_heat_maps_as_a_whole():
         check(
             draw_heatmaps(panels, depths, {64: "1×", 256: "4×"}),
             """
-                6.75 x 1.29 inches
-                panel 1,1 of 1x2 'RoPE'
-                  x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-                  y linear 1.5..-0.5 ticks 0='0' 1='100' unmarked
-                  spines none
-                  image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 10 20 /
-                      55 56
-                  text '10' #ffffff center center: 0 0
-                  text '20' #ffffff center center: 1 0
-                  text '55' #010101 center center: 0 1
-                  text '56' #010101 center center: 1 1
-                panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
-                  x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
-                  y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
-                  spines none
-                  image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
-                      / 0 12.5
-                  text '100' #010101 center center: 0 0
-                  text '·' #010101 center center: 1 0
-                  text '0' #ffffff center center: 0 1
-                  text '12' #ffffff center center: 1 1
-                bar 'success (%)' cividis 0..100 ticks 0 20 40 60 80 100 beside 1 2
-                below 'sequence length (multiple of the training length)'
-                left 'depth (% of the text)'
-                """,
+            panel 1,1 of 1x2 'RoPE'
+              x linear
+              y linear
+              spines none
+              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 10 20 /
+                  55 56
+              text '10' #ffffff center center: 0 0
+              text '20' #ffffff center center: 1 0
+              text '55' #ffffff center center: 0 1
+              text '56' #010101 center center: 1 1
+            panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
+              x linear
+              y linear
+              spines none
+              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
+                  / 0 12.5
+              text '100' #010101 center center: 0 0
+              text '·' #010101 center center: 1 0
+              text '0' #ffffff center center: 0 1
+              text '12' #ffffff center center: 1 1
+            bar 'success (%)' cividis 0..100
+            below 'sequence length (multiple of the training length)'
+            left 'depth (% of the text)'
+            """,
         )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.report.comparison import Measured
-from trainer.report.judging import Claim, cropping, fall, reach, same_loss
-from trainer.report.outcomes import Result
-from trainer.report.statistics import Estimate
+from trainer.evaluation.outcomes import Result
+from trainer.evaluation.statistics import Estimate
+from trainer.report.claims import Claim, Measured, cropping, fall, reach, same_loss
 
 CLAIM = Claim("what a paper says", "where")
 MARGIN = 0.05

@@ -3,12 +3,18 @@
 import pytest
 
 from tests.report.examples import report, statements
-from trainer.report.comparison import Measured, certainly_exceeds, in_words, loss_change
-from trainer.report.judging import losses_in_words
-from trainer.report.observations import ROLES, observe
-from trainer.report.outcomes import Outcomes, Result
-from trainer.report.results import PERPLEXITY, Arm, Cell, Drop
-from trainer.report.statistics import estimate, wilson_interval
+from trainer.evaluation.outcomes import Outcomes, Result
+from trainer.evaluation.results import PERPLEXITY, Arm, Cell, Drop
+from trainer.evaluation.statistics import estimate, wilson_interval
+from trainer.report.claims import (
+    ROLES,
+    Measured,
+    certainly_exceeds,
+    in_words,
+    loss_change,
+    losses_in_words,
+    observe,
+)
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task

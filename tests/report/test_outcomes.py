@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.report.outcomes import Outcomes, labelled, natural
+from trainer.evaluation.outcomes import Outcomes, labelled, natural
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():

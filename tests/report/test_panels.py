@@ -6,9 +6,9 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import cell, report
-from trainer.report.outcomes import Outcomes
-from trainer.report.panels import apart, draw_rows, pair
-from trainer.report.plotting import Frame, Series, paper_style
+from trainer.evaluation.outcomes import Outcomes
+from trainer.plotting.lines import Frame, Panel, Series, paper_style, side_by_side
+from trainer.report.figures import apart, draw_rows
 
 
 def plain(axes):
@@ -33,24 +33,23 @@ def test_up_to_eight_lines_share_a_panel():
         check(
             draw_rows(outcomes, lines, FRAME),
             """
-                6.75 x 3.10 inches
-                panel 1,1 of 1x1
-                  x linear 0..10 'step' ticks 0 2 4 6 8 10
-                  y linear -0.15..3.15 'loss' ticks 0 0.5 1 1.5 2 2.5 3 grid
-                  line #d55e00 -: x 1 2; y 0 0
-                  line #56b4e9 - D: x 1 2; y 1 1
-                  line #000000 - o: x 1 2; y 2 2
-                  line #0072b2 - s: x 1 2; y 3 3
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                  note 'here' #707070 center bottom: 0 3 offset points from 4 1
-                legend right, center right, columns: 1
-                  'RoPE + PI' #0072b2 - s
-                  'RoPE' #000000 - o
-                  'DroPE + PI' #56b4e9 - D
-                  'DroPE' #d55e00 -
-                  'chance' #707070 :
-                """,
+            panel 1,1 of 1x1
+              x linear 'step'
+              y linear 'loss'
+              line #d55e00 -: x 1 2; y 0 0
+              line #56b4e9 - D: x 1 2; y 1 1
+              line #000000 - o: x 1 2; y 2 2
+              line #0072b2 - s: x 1 2; y 3 3
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+              note 'here' #707070 center bottom: 0 3 offset points from 4 1
+            legend
+              'RoPE + PI' #0072b2 - s
+              'RoPE' #000000 - o
+              'DroPE + PI' #56b4e9 - D
+              'DroPE' #d55e00 -
+              'chance' #707070 :
+            """,
         )
 
 
@@ -67,46 +66,45 @@ def test_more_lines_have_a_panel_for_each_model():
         check(
             figure,
             """
-                6.75 x 3.80 inches
-                panel 1,1 of 2x3 'RoPE'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear -0.45..9.45 ticks 0 2 4 6 8 grid
-                  line #dcdcdc -: x 1 2; y 0 0
-                  line #dcdcdc -: x 1 2; y 2 2
-                  line #dcdcdc -: x 1 2; y 3 3
-                  line #dcdcdc -: x 1 2; y 4 4
-                  line #dcdcdc -: x 1 2; y 5 5
-                  line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 9 9
-                  line #000000 -: x 1 2; y 0 0
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                panel 1,2 of 2x3 'HoPE'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear -0.45..9.45 ticks 0 2 4 6 8 unlabelled grid
-                  line #dcdcdc -: x 1 2; y 0 0
-                  line #dcdcdc -: x 1 2; y 2 2
-                  line #dcdcdc -: x 1 2; y 3 3
-                  line #dcdcdc -: x 1 2; y 4 4
-                  line #dcdcdc -: x 1 2; y 5 5
-                  line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 9 9
-                  line #000000 - o: x 1 2; y 2 2
-                  line #0072b2 - s: x 1 2; y 3 3
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                below 'step'
-                left 'loss'
-                legend upper, upper center, columns: 4
-                  'as is' #000000 - o
-                  'YaRN' #0072b2 - s
-                  'chance' #707070 :
-                  'here' #707070 --
-                """,
+            panel 1,1 of 2x3 'RoPE'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 0 0
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 5 5
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #d0d0d0 -: x 1 2; y 9 9
+              line #000000 -: x 1 2; y 0 0
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            panel 1,2 of 2x3 'HoPE'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 0 0
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 5 5
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #d0d0d0 -: x 1 2; y 9 9
+              line #000000 - o: x 1 2; y 2 2
+              line #0072b2 - s: x 1 2; y 3 3
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            below 'step'
+            left 'loss'
+            legend
+              'as is' #000000 - o
+              'YaRN' #0072b2 - s
+              'chance' #707070 :
+              'here' #707070 --
+            """,
         )
 
 
@@ -124,83 +122,86 @@ def test_more_methods_than_models_have_a_panel_for_each_method():
         check(
             figure,
             """
-                6.75 x 3.80 inches
-                panel 1,1 of 2x3 'as is'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear 0.025..10.47 ticks 2 4 6 8 10 grid
-                  line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 1 1
-                  line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 2 2
-                  line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 3 3
-                  line #dcdcdc -: x 1 2; y 9 9
-                  line #dcdcdc -: x 1 2; y 4 4
-                  line #dcdcdc -: x 1 2; y 10 10
-                  line #cc79a7 - X: x 1 2; y 6 6
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                panel 1,2 of 2x3 'PI'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear 0.025..10.47 ticks 2 4 6 8 10 unlabelled grid
-                  line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 1 1
-                  line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 2 2
-                  line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 3 3
-                  line #dcdcdc -: x 1 2; y 9 9
-                  line #dcdcdc -: x 1 2; y 4 4
-                  line #dcdcdc -: x 1 2; y 10 10
-                  line #0072b2 - s: x 1 2; y 1 1
-                  line #cc79a7 - X: x 1 2; y 7 7
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                below 'step'
-                left 'loss'
-                legend upper, upper center, columns: 4
-                  'RoPE' #0072b2 - s
-                  'Mine' #cc79a7 - X
-                  'chance' #707070 :
-                  'here' #707070 --
-                """,
+            panel 1,1 of 2x3 'as is'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 1 1
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 9 9
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 10 10
+              line #cc79a7 - X: x 1 2; y 6 6
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            panel 1,2 of 2x3 'PI'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 1 1
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 9 9
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 10 10
+              line #0072b2 - s: x 1 2; y 1 1
+              line #cc79a7 - X: x 1 2; y 7 7
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            below 'step'
+            left 'loss'
+            legend
+              'RoPE' #0072b2 - s
+              'Mine' #cc79a7 - X
+              'chance' #707070 :
+              'here' #707070 --
+            """,
         )
 
 
-def test_a_pair_of_panels_shares_one_legend():
+def test_panels_side_by_side_share_one_legend():
     one = Series("one", 0, [1, 2], [0, 1], low=[0, 0.5], high=[0.5, 1])
     two = Series("two", 1, [1, 2], [1, 1], low=[0, 0.5], high=[1, 1])
     three = Series("three", 2, [1, 2], [3, 3])
     right = Frame("other", "success", plain, None, ((0.25, "only here"),))
     with paper_style():
         check(
-            pair(([one, two], [two, three]), (FRAME, right)),
+            side_by_side(
+                [Panel("", [one, two], FRAME), Panel("", [two, three], right)],
+                x_label="step",
+                balanced=True,
+            ),
             """
-                6.75 x 2.90 inches
-                panel 1,1 of 1x2
-                  x linear 0..10 ticks 0 2 4 6 8 10
-                  y linear -0.05..1.05 'loss' ticks 0 0.2 0.4 0.6 0.8 1 grid
-                  line #000000 - o: x 0.9897 1.979; y 0 1
-                  line #0072b2 - s: x 1.01 2.021; y 1 1
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                  bars #000000: 0.9897 0, 0.9897 0.5; 1.979 0.5, 1.979 1
-                  bars #0072b2: 1.01 0, 1.01 1; 2.021 0.5, 2.021 1
-                panel 1,2 of 1x2
-                  x linear 0..10 ticks 0 2 4 6 8 10
-                  y linear -0.15..3.15 'success' ticks 0 0.5 1 1.5 2 2.5 3 grid
-                  line #0072b2 - s: x 0.9897 1.979; y 1 1
-                  line #56b4e9 - D: x 1 2; y 3 3
-                  line #707070 :: level at 0.25
-                  bars #0072b2: 0.9897 0, 0.9897 1; 1.979 0.5, 1.979 1
-                below 'step'
-                legend upper, upper center, columns: 5
-                  'one' #000000 - o
-                  'two' #0072b2 - s
-                  'three' #56b4e9 - D
-                  'chance' #707070 :
-                  'here' #707070 --
-                """,
+            panel 1,1 of 1x2
+              x linear
+              y linear 'loss'
+              line #000000 - o: x 1 2; y 0 1
+              line #0072b2 - s: x 1 2; y 1 1
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+              bars #000000: 1 0, 1 0.5; 2 0.5, 2 1
+              bars #0072b2: 1 0, 1 1; 2 0.5, 2 1
+            panel 1,2 of 1x2
+              x linear
+              y linear 'success'
+              line #0072b2 - s: x 1 2; y 1 1
+              line #56b4e9 - D: x 1 2; y 3 3
+              line #707070 :: level at 0.25
+              bars #0072b2: 1 0, 1 1; 2 0.5, 2 1
+            below 'step'
+            legend
+              'one' #000000 - o
+              'two' #0072b2 - s
+              'three' #56b4e9 - D
+              'chance' #707070 :
+              'here' #707070 --
+              'only here' #707070 :
+            """,
         )
 
 

@@ -9,21 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.report.described import check
-from trainer.report.frames import perplexity_axis
-from trainer.report.panels import pair
-from trainer.report.plotting import (
+from trainer.plotting.lines import (
     Frame,
+    Panel,
     Series,
-    blank,
     draw,
-    finish,
     legend_above,
     line_handle,
     log_axis,
-    paper_style,
+    side_by_side,
     training_length_mark,
 )
-from trainer.report.saving import save
+from trainer.plotting.style import blank, paper_style, save
+from trainer.report.figures import perplexity_axis
 
 NAME = r"costs $\frac$ or \$5"
 """As a formula it has no meaning, and matplotlib would refuse it."""
@@ -48,7 +46,8 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
     names = ["RoPE", "DroPE", "NoPE from scratch", "RoPE-ID", "HalfRoPE", "High-frequency RoPE"]
     with paper_style():
         lines = [Series(name, n, (1, 10), (1, n)) for n, name in enumerate(names)]
-        figure = pair([lines, lines], [frame, frame])
+        panels = [Panel(title, lines, frame) for title in "ab"]
+        figure = side_by_side(panels, balanced=True)
         figure.canvas.draw()
         (legend,) = figure.legends
         drawn = legend.get_window_extent()
@@ -100,30 +99,29 @@ def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends(
         check(
             figure,
             """
-                6.75 x 3.10 inches
-                panel 1,1 of 1x1
-                  x linear 0..10 'step' ticks 0 2 4 6 8 10
-                  y linear 0.225..6.275 'loss' ticks 1 2 3 4 5 6 grid
-                  line #000000 - o: x 1 2; y 3 1
-                  line #0072b2 -: x 1 2; y 2 4
-                  line #000000 - alpha 0.3: x 1 2; y 1 3
-                  line #000000 (4 1.5) < alpha 0.5: x 1 2; y 2 nan
-                  line #56b4e9 (4 1.5) *: x 1 2; y nan nan
-                  line #56b4e9 - D: x 1 2; y 1 1.5
-                  line #707070 :: level at 0.5
-                  line #707070 -.: level at 3
-                  line #707070 --: upright at 4
-                  note 'here\\nor there' #707070 center bottom: 0 3 offset points from 4 1
-                  bars #0072b2: 1 1, 1 2.5; 2 3, 2 6
-                legend right, center right, columns: 1
-                  'high' #0072b2 -
-                  'ends early' #000000 (4 1.5) < alpha 0.5
-                  'half' #56b4e9 - D
-                  'low' #000000 - o
-                  'nothing' #56b4e9 (4 1.5) *
-                  'chance' #707070 :
-                  'best' #707070 -.
-                """,
+            panel 1,1 of 1x1
+              x linear 'step'
+              y linear 'loss'
+              line #000000 - o: x 1 2; y 3 1
+              line #0072b2 -: x 1 2; y 2 4
+              line #000000 - alpha 0.3: x 1 2; y 1 3
+              line #000000 (4 1.5) < alpha 0.5: x 1 2; y 2 nan
+              line #56b4e9 (4 1.5) *: x 1 2; y nan nan
+              line #56b4e9 - D: x 1 2; y 1 1.5
+              line #707070 :: level at 0.5
+              line #707070 -.: level at 3
+              line #707070 --: upright at 4
+              note 'here\\nor there' #707070 center bottom: 0 3 offset points from 4 1
+              bars #0072b2: 1 1, 1 2.5; 2 3, 2 6
+            legend
+              'high' #0072b2 -
+              'ends early' #000000 (4 1.5) < alpha 0.5
+              'half' #56b4e9 - D
+              'low' #000000 - o
+              'nothing' #56b4e9 (4 1.5) *
+              'chance' #707070 :
+              'best' #707070 -.
+            """,
         )
 
 
@@ -138,43 +136,42 @@ def test_many_lines_have_panels_of_their_own_over_the_others():
         check(
             figure,
             """
-                6.75 x 4.41 inches
-                panel 1,1 of 3x3 '0'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear -0.4..8.4 ticks 0 2 4 6 8 grid
-                  line #d0d0d0 -: x 1 2; y 0 0
-                  line #d0d0d0 -: x 1 2; y 1 1
-                  line #d0d0d0 -: x 1 2; y 2 2
-                  line #d0d0d0 -: x 1 2; y 3 3
-                  line #d0d0d0 -: x 1 2; y 4 4
-                  line #d0d0d0 -: x 1 2; y 5 5
-                  line #d0d0d0 -: x 1 2; y 6 6
-                  line #d0d0d0 -: x 1 2; y 7 7
-                  line #d0d0d0 -: x 1 2; y 8 8
-                  line #000000 -: x 1 2; y 0 0
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                panel 1,2 of 3x3 '1'
-                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear -0.4..8.4 ticks 0 2 4 6 8 unlabelled grid
-                  line #d0d0d0 -: x 1 2; y 0 0
-                  line #d0d0d0 -: x 1 2; y 1 1
-                  line #d0d0d0 -: x 1 2; y 2 2
-                  line #d0d0d0 -: x 1 2; y 3 3
-                  line #d0d0d0 -: x 1 2; y 4 4
-                  line #d0d0d0 -: x 1 2; y 5 5
-                  line #d0d0d0 -: x 1 2; y 6 6
-                  line #d0d0d0 -: x 1 2; y 7 7
-                  line #d0d0d0 -: x 1 2; y 8 8
-                  line #0072b2 -: x 1 2; y 1 1
-                  line #707070 :: level at 0.5
-                  line #707070 --: upright at 4
-                below 'step'
-                left 'loss'
-                legend upper, upper center, columns: 2
-                  'chance' #707070 :
-                  'here' #707070 --
-                """,
+            panel 1,1 of 3x3 '0'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 0 0
+              line #d0d0d0 -: x 1 2; y 1 1
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 5 5
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #000000 -: x 1 2; y 0 0
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            panel 1,2 of 3x3 '1'
+              x linear
+              y linear
+              line #d0d0d0 -: x 1 2; y 0 0
+              line #d0d0d0 -: x 1 2; y 1 1
+              line #d0d0d0 -: x 1 2; y 2 2
+              line #d0d0d0 -: x 1 2; y 3 3
+              line #d0d0d0 -: x 1 2; y 4 4
+              line #d0d0d0 -: x 1 2; y 5 5
+              line #d0d0d0 -: x 1 2; y 6 6
+              line #d0d0d0 -: x 1 2; y 7 7
+              line #d0d0d0 -: x 1 2; y 8 8
+              line #0072b2 -: x 1 2; y 1 1
+              line #707070 :: level at 0.5
+              line #707070 --: upright at 4
+            below 'step'
+            left 'loss'
+            legend
+              'chance' #707070 :
+              'here' #707070 --
+            """,
         )
     assert [title for title, _ in titles] == [str(n) for n in range(9)]
     assert [colour for _, colour in titles[5:8]] == ["#E69F00", "#CC79A7", "#000000"]
@@ -210,19 +207,18 @@ def test_looks_differ_in_colour_and_mark_then_in_dashes_too():
     check(
         figure,
         """
-            6.75 x 1.00 inches
-            legend upper, upper center, columns: 2
-              '0' #000000 - o
-              '1' #0072b2 - s
-              '6' #cc79a7 - X
-              '7' #000000 (4 1.5) <
-              '9' #56b4e9 (4 1.5) *
-              '10' #009e73 (4 1.5) o
-              '13' #cc79a7 (4 1.5) ^
-              '14' #000000 (1 1.2) v
-              '20' #cc79a7 (1 1.2) o
-              '21' #000000 - s
-            """,
+        legend
+          '0' #000000 - o
+          '1' #0072b2 - s
+          '6' #cc79a7 - X
+          '7' #000000 (4 1.5) <
+          '9' #56b4e9 (4 1.5) *
+          '10' #009e73 (4 1.5) o
+          '13' #cc79a7 (4 1.5) ^
+          '14' #000000 (1 1.2) v
+          '20' #cc79a7 (1 1.2) o
+          '21' #000000 - s
+        """,
     )
 
 
@@ -230,8 +226,7 @@ def test_looks_differ_in_colour_and_mark_then_in_dashes_too():
     ("x", "aligned"), [(3.2, "left"), (3.4, "center"), (6.6, "center"), (6.8, "right")]
 )
 def test_a_note_grows_towards_the_wider_side(x, aligned):
-    axes = blank(1).add_subplot()
-    finish(axes, Frame("x", "y", plain, (x, "note")), with_note=True)
+    (axes,) = draw([], Frame("x", "y", plain, (x, "note"))).axes
     (note,) = axes.texts
     assert note.get_horizontalalignment() == aligned
     assert note.xycoords == axes.get_xaxis_transform()

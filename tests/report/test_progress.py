@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from trainer.report import progress
-from trainer.report.progress import Progress
+from trainer.common import progress
+from trainer.common.progress import Progress
 
 
 @pytest.fixture

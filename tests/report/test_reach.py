@@ -9,11 +9,11 @@ import pytest
 
 from tests.report.described import check, check_csv
 from tests.report.examples import report
+from trainer.evaluation.results import Drop, Reach
+from trainer.plotting.style import paper_style
 from trainer.report.figures import write_figures
-from trainer.report.html import write_html
-from trainer.report.plotting import paper_style
-from trainer.report.reach import reach_figures
-from trainer.report.results import Drop, Reach
+from trainer.report.pages import write_html
+from trainer.report.training_figures import reach_figures
 
 EDGES = tuple(range(0, 257, 32))
 
@@ -81,17 +81,16 @@ def test_reach_as_a_whole(tmp_path):
         check(
             both.draw(),
             """
-            6.75 x 3.10 inches
             panel 1,1 of 1x1
-              x linear 3.8..8.2 'training step' ticks 4 5 6 7 8
-              y linear -4..106 'retrieval (%)' ticks 0 25 50 75 100 grid
+              x linear 'training step'
+              y linear 'retrieval (%)'
               line #0072b2 - alpha 0.5: x 4 8; y 100 75
               line #0072b2 -: x 4 8; y 50 nan
               line #000000 -: x 4; y 12.5
               line #707070 --: upright at 6
               note 'encoding dropped at step 6' #707070 center bottom: 0 3 offset points from 6
                   1
-            legend right, center right, columns: 1
+            legend
               'Mine, 1×' #0072b2 - alpha 0.5
               'Mine, 2×' #0072b2 -
               'RoPE, 2×' #000000 -
@@ -100,16 +99,14 @@ def test_reach_as_a_whole(tmp_path):
         check(
             by_position.draw(),
             """
-                6.75 x 2.60 inches
-                panel 1,1 of 1x1
-                  x linear 0..2 'training step of the measurement' ticks 0.5='4' 1.5='8'
-                  y linear 0..128 'position (tokens)' ticks 0 64 128
-                  cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
-                  line #010101 :: level at 64
-                  line #010101 --: upright at 1
-                bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1 ticks -1 -0.75 -0.5 -0.25 0
-                    0.25 0.5 0.75 1 beside 1
-                """,
+            panel 1,1 of 1x1
+              x linear 'training step of the measurement'
+              y linear 'position (tokens)'
+              cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
+              line #010101 :: level at 64
+              line #010101 --: upright at 1
+            bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1
+            """,
         )
     history = tuple(replace(one, retrieval=()) for one in history)
     with paper_style():
@@ -117,13 +114,12 @@ def test_reach_as_a_whole(tmp_path):
         check(
             loss.draw(),
             """
-            6.75 x 3.10 inches
             panel 1,1 of 1x1
-              x linear 3.8..8.2 'training step' ticks 4 5 6 7 8
-              y linear 3.95..5.05 'held-out loss (nats/token)' ticks 4 4.2 4.4 4.6 4.8 5 grid
+              x linear 'training step'
+              y linear 'held-out loss (nats/token)'
               line #0072b2 - alpha 0.5: x 4 8; y 4 4.5
               line #0072b2 -: x 4 8; y 5 nan
-            legend right, center right, columns: 1
+            legend
               'Mine, 2×' #0072b2 -
               'Mine, 1×' #0072b2 - alpha 0.5
             """,

@@ -8,11 +8,11 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import report
+from trainer.evaluation.results import Drop, Milestone, Report
+from trainer.plotting.style import paper_style
 from trainer.report.figures import write_figures
-from trainer.report.html import write_html
-from trainer.report.plotting import paper_style
-from trainer.report.recovery import recoveries, recovery_figure, value_of
-from trainer.report.results import Drop, Milestone, Report
+from trainer.report.pages import write_html
+from trainer.report.training_figures import recoveries, recovery_figure, value_of
 
 
 def history(*scores, dropped_at=2, key="piqa/acc"):
@@ -100,18 +100,16 @@ def test_benchmarks_as_a_whole():
         check(
             plan.draw(),
             """
-            6.75 x 3.10 inches
             panel 1,1 of 1x1
-              x linear -100..2100 'training tokens' ticks 0='0' 500='500' 1000='1 k' 1500='1.5
-                  k' 2000='2 k'
-              y linear 21.88..90.62 'score (%)' ticks 30 40 50 60 70 80 90 grid
+              x linear 'training tokens'
+              y linear 'score (%)'
               line #000000 -: x 0 1000 2000; y 37.5 87.5 37.5
               line #0072b2 -: x 0 1000 2000; y 50 75 50
               line #56b4e9 -: x 0 1000 2000; y 25 nan 25
               line #009e73 -: x 0; y 37.5
               line #707070 --: upright at 2000
               note 'encoding dropped' #707070 right bottom: 0 3 offset points from 2000 1
-            legend right, center right, columns: 1
+            legend
               'DroPE, a' #0072b2 -
               'DroPE, mean' #000000 -
               'RoPE, mean' #009e73 -

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from jinja2 import DictLoader, UndefinedError
 
-from trainer.report import rendering
-from trainer.report.rendering import base64, csv_text, render
+from trainer.common.files import csv_text
+from trainer.report import files
+from trainer.report.files import base64, render
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def template(monkeypatch):
     """Set a text as if it were one of the templates."""
 
     def given(text, filters=None, **values):
-        monkeypatch.setattr(rendering, "PackageLoader", lambda _: DictLoader({"a": text}))
+        monkeypatch.setattr(files, "PackageLoader", lambda _: DictLoader({"a": text}))
         return render("a", filters or {}, **values)
 
     return given

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.report.described import check_text
 from tests.report.examples import EXPERIMENT, cell, example, report
-from trainer.errors import UserError
-from trainer.report.results import Arm, Cell, Drop, Observation, Reach, Report
+from trainer.common.errors import UserError
+from trainer.evaluation.results import Arm, Cell, Drop, Observation, Reach, Report
 
 fractions = st.floats(0, 1)
 numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
-from trainer.report.statistics import (
+from trainer.evaluation.statistics import (
     Comparison,
     Estimate,
     average,

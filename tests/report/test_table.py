@@ -4,8 +4,8 @@ import math
 
 from tests.report.examples import cell, example, report
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
-from trainer.report.results import PERPLEXITY
-from trainer.report.table import number, perplexity, tables
+from trainer.evaluation.results import PERPLEXITY
+from trainer.report.tables import number, perplexity, tables
 
 
 def by_key(made):

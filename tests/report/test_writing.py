@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 from tests.report.examples import DEPTHS, EXPERIMENT, TRAINED, cell, example, report, statements
-from trainer.report.figures import write_figures
-from trainer.report.heatmap import Depths
-from trainer.report.html import lead, measured, tally
-from trainer.report.outcomes import Outcomes
-from trainer.report.panels import is_panelled
-from trainer.report.results import PERPLEXITY, Arm, Drop
-from trainer.report.table import tables
-from trainer.report.training_curves import smoothed, training_figure
-from trainer.report.writing import write_renderings
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import PERPLEXITY, Arm, Drop
+from trainer.report.figures import Depths, is_panelled, write_figures
+from trainer.report.pages import lead, measured, tally, write_renderings
+from trainer.report.tables import tables
+from trainer.report.training_figures import smoothed, training_figure
 
 FIGURES = {
     "success_mean",
@@ -217,7 +214,7 @@ class _Page(HTMLParser):
 
 def test_the_tables_and_the_observations_load_no_plotting_library():
     code = (
-        "import sys, trainer.report.text, trainer.report.observations; "
+        "import sys, trainer.report.tables, trainer.report.claims; "
         "print({'torch', 'lightning', 'hydra', 'matplotlib'} & set(sys.modules))"
     )
     result = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.program import ROOT
+from trainer.common.errors import Problem
 from trainer.runs.arms import (
     MAIN,
     arm_problems,
@@ -57,22 +58,23 @@ def test_a_fault_in_any_phase_of_any_arm_is_found(arms, place):
 
     def fault(config):
         wrong = (config.trainer.batch_size, config.data.sequence_length) == (batch, length)
-        return [f"trainer.batch_size: {batch}"] if wrong else []
+        return [Problem("trainer.batch_size", str(batch))] if wrong else []
 
     said = "" if name == MAIN or (batch, length) == (4, 64) else f"controls.{name}."
-    assert arm_problems(arms, of_phase=[fault]) == [f"{said}trainer.batch_size: {batch}"]
+    found = arm_problems(arms, of_phase=[fault])
+    assert found == [Problem(f"{said}trainer.batch_size", str(batch))]
 
 
 def test_what_is_wrong_with_all_is_said_once_and_of_a_control_alone_under_its_name(arms):
     def dtype(config):
-        return ["trainer.precision: bf16"]
+        return [Problem("trainer.precision", "bf16")]
 
     def seed(config):
-        return [f"seed: {config.seed}"] if config.seed else []
+        return [Problem("seed", str(config.seed))] if config.seed else []
 
     arms["late"] = replace(arms["late"], seed=7)
     found = arm_problems(arms, of_run=[dtype, seed], of_phase=[seed, dtype])
-    assert found == ["trainer.precision: bf16", "controls.late.seed: 7"]
+    assert [*map(str, found)] == ["trainer.precision: bf16", "controls.late.seed: 7"]
 
 
 @pytest.mark.parametrize("file", ["workflows/experiment", "commands/slurm", "commands/plan"])

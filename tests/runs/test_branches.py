@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse

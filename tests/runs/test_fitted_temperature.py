@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature

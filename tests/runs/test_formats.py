@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import check_format
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests
 from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name
 from trainer.runs.directory import MARK
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 
 def change_state(checkpoint, change):
@@ -68,7 +67,7 @@ READERS = {
 def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(newer, run, reader):
     with pytest.raises(UserError) as error:
         READERS[reader](newer, run)
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith("checkpoint: ")
     assert f"{step_name(12)}' has format 2, this version of unrope reads up to 1;" in problem
     assert "install a newer one, or give a checkpoint that an older one wrote." in problem

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.index import FILE, read_index
 
 

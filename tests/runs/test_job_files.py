@@ -9,17 +9,22 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.commands.exit_codes import exit_codes
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import Problem, UserError
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(UserError, True), (TransientError, False), (RuntimeError, False)]
+    ("error", "said"),
+    [
+        (UserError.at("", "something"), True),
+        (UserError.at("", "something", transient=True), False),
+        (RuntimeError("something"), False),
+    ],
 )
 def test_only_a_mistake_of_the_users_is_not_to_be_tried_again(tmp_path, monkeypatch, error, said):
     """A disk, a GPU or another process may do better the next time."""
     monkeypatch.setenv("UNROPE_MISTAKE_FILE", str(tmp_path / "mistake"))
     with pytest.raises((SystemExit, RuntimeError)), exit_codes():
-        raise error("something")
+        raise error
     assert (tmp_path / "mistake").exists() == said
 
 
@@ -32,7 +37,7 @@ def test_torchrun_s_summary_names_the_mistake_and_the_terminal_once(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     with pytest.raises(SystemExit) as stop, exit_codes():
-        raise UserError("model.x: unknown key.", "seed: expected a number.")
+        raise UserError(Problem("model.x", "unknown key."), Problem("seed", "expected a number."))
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("error: ") == (2 if rank == 0 else 0)
     failure = ProcessFailure(rank, pid=1, exitcode=2, error_file=str(path))

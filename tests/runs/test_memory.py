@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.results import PERPLEXITY
 from trainer.model.config import ModelConfig
 from trainer.recalibration.config import DropConfig
-from trainer.report.results import PERPLEXITY
 from trainer.runs import memory
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.memory import (

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs import metrics_file
 from trainer.runs.metrics_file import COLUMNS, append_metrics, continue_metrics, read_metrics
 from trainer.training.metrics_logger import MetricsFile

@@ -12,8 +12,8 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from tests.training.test_run import checkpoint_of
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.runs.models import _files_fingerprint, distinct, find_candidate
 
 

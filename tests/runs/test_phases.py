@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import (
@@ -108,7 +108,7 @@ IMPOSSIBLE = {
     "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
         "a": {"steps": 1, "rescale": {"method": "yarm"}}
     },
-    "phases.a.rescale.factor: expected more than 1, which changes nothing, and at most": {
+    "phases.a.rescale.factor: expected more than 1, got 0.5.": {
         "a": {"steps": 1, "rescale": {"factor": 0.5}}
     },
     "phases.b.rescale.layers: layer 4 does not exist in a model of 2 layers; expected 0 to 1": {
@@ -152,7 +152,7 @@ IMPOSSIBLE = {
     "phases.b.drop.anneal_steps: expected 0 to 3, the steps that are left, got 4.": {
         "a": {"steps": 1}, "b": {"steps": 3, "drop": {"anneal_steps": 4}}
     },
-    "phases.a: trainer.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
+    "phases.a.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
         "a": {"steps": 1, "micro_batch_size": 3}
     },
     "phases.a.until: give phases.a.until.flat or phases.a.until.back_within": {
@@ -172,7 +172,7 @@ IMPOSSIBLE = {
 def test_what_is_impossible_is_named(problem):
     with pytest.raises(UserError) as error:
         configured(IMPOSSIBLE[problem])
-    (found,) = error.value.problems
+    (found,) = map(str, error.value.problems)
     assert found.startswith(problem)
 
 
@@ -206,7 +206,7 @@ def test_a_branch_is_until_there_as_the_run_is(run, control, problem):
     with pytest.raises(UserError) as error:
         parse(RunConfig, merged({**SMALL, **run}, {"controls": controls}))
     assert [f"controls.x.branch: {problem}"] == [
-        p[: len(f"controls.x.branch: {problem}")] for p in error.value.problems
+        p[: len(f"controls.x.branch: {problem}")] for p in map(str, error.value.problems)
     ]
 
 
@@ -332,13 +332,13 @@ REFUSED = {
     },
     "phases.a.tokens: expected 1 or more, got 0.": {"a": {"tokens": 0}},
     "phases.a.tokens: expected 1 or more, got -3.": {"a": {"tokens": -3, "steps": 5}},
-    "phases.a.sequence_length: expected 2 to 2^31 - 1 tokens, got 1.": {
+    "phases.a.sequence_length: expected 2 or more, got 1.": {
         "a": {"steps": 1, "sequence_length": 1}
     },
     "phases.a.weights.oen: no text of data.mixture. Did you mean 'one'?": {
         "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
     },
-    "phases.a.weights.one: expected a positive number, got 0.0; leave out what is not read.": {
+    "phases.a.weights.one: expected a positive number, got 0.0.": {
         "a": {"steps": 1, "weights": {"one": 0.0, "two": 1.0}}
     },
     "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
@@ -351,7 +351,7 @@ REFUSED = {
     "phases.a.until.patience: expected 1 or more, got 0.": {
         "a": {"steps": 1, "until": {"flat": 0.1, "patience": 0}}
     },
-    "phases.a.until.flat: expected a positive number of nats, got 0.0.": {
+    "phases.a.until.flat: expected a positive number, got 0.0.": {
         "a": {"steps": 1, "until": {"flat": 0.0}}
     },
     f"phases.b.schedule: {ENDS}": {
@@ -368,7 +368,7 @@ REFUSED = {
 def test_what_is_refused_is_said_in_one_whole_sentence(problem):
     with pytest.raises(UserError) as error:
         configured(REFUSED[problem], data={"mixture": MIXED})
-    assert error.value.problems == (problem,)
+    assert tuple(map(str, error.value.problems)) == (problem,)
 
 
 def test_what_lies_just_within_the_bounds_is_possible():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.program import run_ranks
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.runs import ranks as ranks_module
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import (
@@ -85,7 +85,7 @@ def test_a_batch_script_without_srun_is_alone(environment):
 def test_alone_the_first_does_everything():
     assert on_rank_zero(lambda: 3) == 3
     with pytest.raises(UserError, match="no"):
-        on_rank_zero(lambda: (_ for _ in ()).throw(UserError("no")))
+        on_rank_zero(lambda: (_ for _ in ()).throw(UserError.at("", "no")))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
         environment.setenv(name, value)
     with pytest.raises(UserError) as error:
         init_distributed(RunConfig())
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         "strategy: 2 processes were started, but strategy=single uses one; choose strategy=ddp, "
         "fsdp2 or hsdp.",
     )
@@ -268,7 +268,8 @@ def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
 
 
 @pytest.mark.parametrize(
-    "error", [None, PreemptedError("stop"), UserError("no"), RuntimeError("x"), KeyboardInterrupt()]
+    "error",
+    [None, PreemptedError("stop"), UserError.at("", "no"), RuntimeError("x"), KeyboardInterrupt()],
 )
 def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
     kinds = type(error) if error else ()
@@ -286,7 +287,7 @@ def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, e
     [
         (None, False, False),
         (PreemptedError("stop"), False, False),
-        (UserError("no"), True, False),
+        (UserError.at("", "no"), True, False),
         (RuntimeError("x"), True, True),
     ],
 )

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs import run_lock
 from trainer.runs.run_lock import LEASE, RunLock
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.training.test_run import checkpoint_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.checkpoints import read_state
 from trainer.runs.saved_state import callback_states, check_resumable, read_saved
 

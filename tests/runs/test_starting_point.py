@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.training.test_run import checkpoint_of
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import append_metrics, read_metrics

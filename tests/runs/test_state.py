@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.state import (
     check_shapes,
     load,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.runs.sweep import RECORD, Swept, failure, noting_failure, open_sweep, read_sweep
 
 
@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
     [
         (RuntimeError("out of memory\nand more"), "RuntimeError: out of memory"),
         (RuntimeError(), "RuntimeError:"),
-        (UserError("trainer: too large."), "trainer: too large."),
+        (UserError.at("trainer", "too large."), "trainer: too large."),
         (PreemptedError("Stopped."), None),
         (KeyboardInterrupt(), None),
     ],

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.training.test_run import assert_same_state, checkpoint_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.parsing import merged, parse

@@ -7,20 +7,14 @@ import pytest
 from trainer.runs.monitoring import BenchmarksConfig, MonitorConfig
 from trainer.runs.timeouts import TimeoutConfig
 from trainer.runs.training_config import (
-    COUNTS,
-    OptimizerConfig,
     StrategyConfig,
     TrainerConfig,
     seconds_of,
 )
 
 POSSIBLE = [
-    OptimizerConfig(
-        lr=1e-9, eps=1e-30, muon_lr=1e-9, weight_decay=0, betas=(0, 0.99), muon_momentum=0
-    ),
     TrainerConfig(
-        **dict.fromkeys(COUNTS, 1), gradient_clip=0, z_loss=0, keep_best=0, step_timeout=0.1,
-        checkpoint_minutes=0.1, max_time="0:59:59", profile_steps=[1, 1],
+        max_steps=1, batch_size=1, micro_batch_size=1, max_time="0:59:59", profile_steps=[1, 1]
     ),
     TrainerConfig(step_timeout=None, profile_steps=[1, 1000], batch_size=6, micro_batch_size=3),
     StrategyConfig("hsdp", shard_size=1, cpu_offload=True),
@@ -40,8 +34,6 @@ def test_defaults_and_what_lies_just_within_the_bounds_are_possible(config):
     assert config.problems() == []
 
 
-BETAS = "optimizer.betas, optimizer.muon_momentum: expected numbers in [0, 1)."
-NOT_NEGATIVE = "trainer.gradient_clip, trainer.z_loss: expected 0 or more."
 TIME = "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
 PROFILED = (
     "trainer.profile_steps: expected the first and the last of steps 1 to 1000, such as [10, 13], "
@@ -49,43 +41,15 @@ PROFILED = (
 )
 SHARDS = "strategy.shard_size: a number of ranks, for strategy=hsdp only."
 IMPOSSIBLE = [
-    *(
-        (OptimizerConfig, {key: 0.0}, f"optimizer.{key}: expected a positive number, got 0.0.")
-        for key in ("lr", "eps", "muon_lr")
-    ),
-    (
-        OptimizerConfig, {"weight_decay": -0.1},
-        "optimizer.weight_decay: expected 0 or more, got -0.1.",
-    ),
-    (OptimizerConfig, {"betas": (-0.1, 0.9)}, BETAS),
-    (OptimizerConfig, {"betas": (0.9, 1.0)}, BETAS),
-    (OptimizerConfig, {"muon_momentum": 1.0}, BETAS),
-    *((TrainerConfig, {key: 0}, f"trainer.{key}: expected 1 or more, got 0.") for key in COUNTS),
-    (TrainerConfig, {"gradient_clip": -1.0}, NOT_NEGATIVE),
-    (TrainerConfig, {"z_loss": -1e-4}, NOT_NEGATIVE),
-    (TrainerConfig, {"keep_best": -1}, "trainer.keep_best: expected 0 or more, got -1."),
-    (TrainerConfig, {"step_timeout": 0}, "trainer.step_timeout: expected seconds, got 0."),
-    (
-        TrainerConfig, {"checkpoint_minutes": -1},
-        "trainer.checkpoint_minutes: expected minutes, got -1.",
-    ),
     *((TrainerConfig, {"max_time": t}, f"{TIME}{t!r}.") for t in ("1:60:00", "10:00", "1:1:1")),
     *(
         (TrainerConfig, {"profile_steps": steps}, f"{PROFILED}{steps}.")
-        for steps in ([3], [0, 2], [5, 4], [2, 1001], [1, 2, 3])
+        for steps in ([3], [5, 4], [2, 1001], [1, 2, 3])
     ),
     (
         TrainerConfig, {"batch_size": 8, "micro_batch_size": 3},
         "trainer.micro_batch_size: 3 does not divide trainer.batch_size 8.",
     ),
-    *(
-        (
-            StrategyConfig, {"timeouts": TimeoutConfig(**{key: 0.0})},
-            f"strategy.timeouts.{key}: expected seconds, got 0.0.",
-        )
-        for key in ("start", "collective", "one_rank")
-    ),
-    (StrategyConfig, {"name": "hsdp", "shard_size": 0}, SHARDS),
     (StrategyConfig, {"name": "fsdp2", "shard_size": 2}, SHARDS),
     *(
         (
@@ -94,30 +58,7 @@ IMPOSSIBLE = [
         )
         for name in ("single", "ddp")
     ),
-    *(
-        (MonitorConfig, {key: 0}, f"monitor.{key}: expected 1 or more, got 0.")
-        for key in ("lengths_every", "windows", "probe_every", "probe_sequences")
-    ),
-    *(
-        (
-            MonitorConfig, {"lengths": lengths},
-            "monitor.lengths: expected multiples of the training length, 1 or more, got "
-            f"{lengths}.",
-        )
-        for lengths in ([], [2, 0])
-    ),
-    (MonitorConfig, {"trials": -1}, "monitor.trials: expected 0 or more, got -1."),
-    (
-        MonitorConfig, {"benchmarks": BenchmarksConfig(limit=0)},
-        "monitor.benchmarks.limit: expected 1 or more, got 0.",
-    ),
-    *(
-        (
-            BenchmarksConfig, {key: 0, "tasks": ["perplexity"]},
-            f"monitor.benchmarks.{key}: expected 1 or more, got 0.",
-        )
-        for key in ("every", "every_tokens")
-    ),
+    (MonitorConfig, {"lengths": []}, "monitor.lengths: expected one or more, got none."),
     (
         BenchmarksConfig, {"every": 1, "every_tokens": 1, "tasks": ["perplexity"]},
         "monitor.benchmarks.every_tokens: give steps (every) or tokens, not both.",
@@ -142,28 +83,16 @@ IMPOSSIBLE = [
         BenchmarksConfig, {"every": 1, "tasks": ["perplexity", "perplexit"]},
         "monitor.benchmarks.tasks: unknown task 'perplexit'. Did you mean 'perplexity'?",
     ),
-    *(
-        (
-            BenchmarksConfig, {"lengths": lengths},
-            "monitor.benchmarks.lengths: expected positive multiples of the training length, got "
-            f"{lengths}.",
-        )
-        for lengths in ([], [1.0, 0.0])
+    (
+        BenchmarksConfig, {"lengths": []},
+        "monitor.benchmarks.lengths: expected positive multiples of the training length, got [].",
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "values", "said"), IMPOSSIBLE)
 def test_what_is_impossible_is_said_in_one_sentence(group, values, said):
-    assert group(**values).problems() == [said]
-
-
-def test_two_mistakes_are_named_and_sizes_are_compared_only_without_any():
-    wrong = TrainerConfig(batch_size=0, micro_batch_size=3, keep_best=-1)
-    assert [problem.split(":")[0] for problem in wrong.problems()] == [
-        "trainer.batch_size",
-        "trainer.keep_best",
-    ]
+    assert [*map(str, group(**values).problems())] == [said]
 
 
 @pytest.mark.parametrize(

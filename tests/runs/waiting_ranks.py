@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.errors import TransientError
+from trainer.common.errors import UserError
 from trainer.runs.config import LoggerConfig, RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, limit_collectives, on_rank_zero
 from trainer.training import loggers
@@ -24,8 +24,8 @@ print("alone:", on_rank_zero(lambda: time.sleep(1) or "done"))
 
 try:
     on_rank_zero(Path("nowhere").stat)
-except TransientError as error:
-    print("disk:", error)
+except UserError as error:
+    print("disk:" if error.is_transient else "mistake:", error)
 
 if not ranks.is_rank_zero:
     loggers.wandb_id = None  # nobody else may call it

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import fetch_benchmarks
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.benchmarks import MultipleChoiceConfig
 from trainer.evaluation.multiple_choice import benchmark_directory, read_questions
 from trainer.interchange import wheels

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from scripts import first_hour
-from trainer.commands import configuration
 from trainer.commands.evaluate import COMMAND
+from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_config
 from trainer.model.masks import Mask
 from trainer.model.softmax import PLAIN, eager

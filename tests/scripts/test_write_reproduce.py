@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from scripts.write_reproduce import DATA, DOCS, PAGE, STATES, page
-from trainer.commands import configuration
 from trainer.commands.evaluate import COMMAND
-from trainer.workflows import evaluation_request
+from trainer.commands.hydra import composing as configuration
+from trainer.workflows import requests
 
 ROOT = Path(__file__).parents[2]
 WHOLE = yaml.safe_load(DATA.read_text())
@@ -64,7 +64,7 @@ def test_tests_that_are_named_are_there(words):
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if "harness" in words])
 def test_commands_for_lm_eval_are_right(words, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation_request, "find_spec", lambda name: name)
+    monkeypatch.setattr(requests, "find_spec", lambda name: name)
     composed = configuration.compose_words(shlex.split(words)[1:], COMMAND.root)
     assert COMMAND.read(composed).request.evaluation.tasks
 

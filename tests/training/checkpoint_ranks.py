@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from tests.training.test_checkpoint_callbacks import steps_saved
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training.callbacks import checkpointing

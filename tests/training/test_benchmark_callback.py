@@ -22,12 +22,12 @@ from tests.training.test_run import (
     checkpoint_of,
     rows_of,
 )
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.requests import Encoder
-from trainer.report.results import Milestone
+from trainer.evaluation.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
@@ -191,7 +191,7 @@ def test_impossible_values_are_named(base, asked, changes, said):
     given = merged(asked, {"monitor": {"benchmarks": changes}})
     with pytest.raises(UserError) as caught:
         parse(RunConfig, merged(base, given | {"run_dir": "x"}))
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     assert said in problem
 
 

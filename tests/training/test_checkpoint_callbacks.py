@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.program import run_ranks
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.runs.timeouts import TimeoutConfig
@@ -184,7 +184,7 @@ def test_only_the_last_checkpoint_must_be_written(saving, caplog):
         "checkpoints are untouched"
         for step in (3, 6)
     ]
-    with pytest.raises(TransientError, match=r"step 7 could not be written \(No space left\)"):
+    with pytest.raises(UserError, match=r"step 7 could not be written \(No space left\)"):
         saving(7, failing=(7,))
 
 
@@ -196,7 +196,7 @@ def test_what_is_no_failure_to_write_is_raised(saving):
 def test_the_reason_of_a_failure_is_its_first_line():
     wrapped = checkpointing.CheckpointException("write", {1: (OSError("full\nmore"), None)})
     assert checkpointing.reason(wrapped) == "full"
-    assert checkpointing.reason(UserError("said.")) == "said."
+    assert checkpointing.reason(UserError.at("", "said.")) == "said."
     assert checkpointing.reason(RuntimeError()) == "RuntimeError"
     assert checkpointing.reason(RuntimeError("a\nb")) == "a"
 

@@ -19,10 +19,10 @@ from tests.training.test_run import (
     checkpoint_of,
     rows_of,
 )
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
+from trainer.evaluation.results import Reach
 from trainer.model.backends import BACKENDS, cudnn_attention
-from trainer.report.results import Reach
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import lightning.pytorch.loggers
 import pytest
 
-from trainer.errors import UserError
-from trainer.report.outcomes import Result
-from trainer.report.results import Reach
-from trainer.report.statistics import estimate
+from trainer.common.errors import UserError
+from trainer.evaluation.outcomes import Result
+from trainer.evaluation.results import Reach
+from trainer.evaluation.statistics import estimate
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import loggers

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.report.results import Milestone
+from trainer.evaluation.results import Milestone
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.monitor import Monitor, Remembering
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from tests.small_runs import trained_in
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
-from trainer.errors import PreemptedError, UserError
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs import checkpoint_files
@@ -28,7 +28,7 @@ from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.preemption import Preemption
 from trainer.workflows.prepare import prepare
-from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.directory import overwrite_problems, write_mark
 from trainer.training import stretch
 from trainer.training.callbacks import profiling

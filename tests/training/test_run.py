@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import wandb
 
 from tests.small_runs import decoder_of
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import UserError
+from trainer.evaluation.outcomes import Result
 from trainer.positional.encodings import make_spectrum
 from trainer.recalibration.drop import drop
-from trainer.report.outcomes import Result
 from trainer.runs import state
 from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig

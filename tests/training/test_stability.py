@@ -13,8 +13,8 @@ import pytest
 
 from tests.program import run as run_process
 from tests.training.test_run import checkpoint_of, rows_of
+from trainer.common.errors import UserError
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training.callbacks import stability

@@ -12,10 +12,10 @@ import torch
 
 from tests.runs.test_formats import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.train import read_config, read_run
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
@@ -27,10 +27,9 @@ from trainer.training.user_callbacks import (
     states_of,
 )
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 CODE = '''
 import torch
@@ -192,7 +191,7 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
     wrong["data"] = {"cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=said) as error:
         run_experiment(parse(RunConfig, merged(base, wrong)))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith("callbacks.mine")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
@@ -203,7 +202,7 @@ def test_all_that_is_wrong_is_said_together():
     (missing,) = callback_problems(given)
     with pytest.raises(UserError) as error:
         make_callbacks(given)
-    _, same = error.value.problems
+    _, same = map(str, error.value.problems)
     assert "no_such" in missing
     assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
     assert "state_key" in same

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.interchange.families import made
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.study import Target, run
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.answering import answers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
@@ -22,10 +22,9 @@ from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate
 from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analyze import analyze
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest, EvaluationRequest
 
 C = 320
 

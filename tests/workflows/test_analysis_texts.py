@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
-from trainer.workflows.analysis_request import AnalysisConfig
 from trainer.workflows.analysis_texts import choice_texts, page_texts
+from trainer.workflows.requests import AnalysisConfig
 
 END = 10**6
 

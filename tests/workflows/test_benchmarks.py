@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.model.test_decoder import published
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
 from trainer.evaluation.loss import windows_with_common_ends
@@ -25,8 +25,8 @@ from trainer.evaluation.settings import ChoiceSettings, DopeSettings, WeightedRo
 from trainer.runs.models import find_candidate
 from trainer.workflows import benchmarks
 from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks
-from trainer.workflows.evaluation_request import MultipleChoiceRequest
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import MultipleChoiceRequest
 
 C, FACTOR = 32, 4
 WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "until", "it", "ends"]

@@ -18,14 +18,14 @@ from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
-from trainer.report.statistics import change, sign_test, wilson_interval
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
+from trainer.evaluation.statistics import change, sign_test, wilson_interval
+from trainer.report.pages import write_sweep_report
+from trainer.report.sweep import terminal_sweep
 from trainer.report.sweep_figures import axes, sweep_figure
-from trainer.report.sweep_page import write_sweep_report
-from trainer.report.sweep_table import terminal_sweep
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain
@@ -33,7 +33,7 @@ from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 TRIALS = 40
 WINDOWS = 6
@@ -146,7 +146,7 @@ def sweeps(tmp_path_factory):
             return
         started.append(config.run_dir)
         if started.count("runs/rate_0.001_always") == 1 == len(started) - 1:
-            raise UserError(f"trainer: {config.run_dir} does not fit.")
+            raise UserError.at("trainer", f"{config.run_dir} does not fit.")
         fabricate(config)
 
     with pytest.MonkeyPatch.context() as patch, chdir(place):
@@ -246,7 +246,7 @@ def test_a_run_that_failed_shows_nothing_of_a_report_from_before(place):
     report = Path(config.run_dir) / "report.json"
     assert compared(made).runs[0].state == "finished"
     with pytest.raises(UserError), noting_failure(made, config.run_dir):
-        raise UserError("evaluation: it does not fit.")
+        raise UserError.at("evaluation", "it does not fit.")
     (note,) = (made / "failed").iterdir()
     os.utime(report, ns=(1, 1))
     (found,) = compared(made).runs
@@ -497,7 +497,7 @@ def held_against_each_other(found):
 
 def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
     own = {one.name for one in fields(EvaluationConfig)}
-    assert own == {*OTHER, "methods", "lengths"}
+    assert own == {*OTHER, "methods", "lengths", "prefill_chunk"}
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -549,6 +549,20 @@ def test_runs_measured_on_other_text_are_not_tested_against_each_other(place):
     path = Path("runs/by_1/report.json")
     path.write_text(path.read_text().replace('"the same"', '"another"'))
     assert held_against_each_other(compared(Path("multirun") / found.name)) == [False, False]
+
+
+@pytest.mark.parametrize(("precision", "paired"), [("fp32", True), ("tf32", False)])
+def test_runs_measured_in_other_precisions_are_not_tested_against_each_other(
+    place, precision, paired
+):
+    """Reports of earlier versions say fp32 in their settings, later ones what it came to."""
+    earlier, chunks = {"dtype": "fp32"}, {"prefill_chunk": 512}
+    found = compared_by({"seed": 1, "evaluation": earlier}, {"seed": 2, "evaluation": chunks})
+    path = Path("runs/by_1/report.json")
+    named = f'"the same", "precision": "{precision}"'
+    path.write_text(path.read_text().replace('"the same"', named))
+    again = compared(Path("multirun") / found.name)
+    assert held_against_each_other(again) == [paired] * 2
 
 
 @pytest.mark.parametrize("lengths", [1, 4, 9])

@@ -13,10 +13,10 @@ import yaml
 
 from tests.report.examples import report as reported
 from trainer.commands.train import read_config
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.results import troubles
 from trainer.evaluation.sharing import Share
-from trainer.report.health import troubles
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
@@ -27,7 +27,6 @@ from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
 from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import (
@@ -38,6 +37,7 @@ from trainer.workflows.remarks import (
     say_other_budgets,
     say_unreached_encodings,
 )
+from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.training_text import open_corpus
 
 SWA = "positional=rnope_swa", "data.sequence_length=256"
@@ -82,7 +82,7 @@ def test_control_that_keeps_the_encoding_is_called_by_it_and_not_by_the_label_of
 def test_runs_that_tables_could_not_tell_apart_are_refused():
     config = read_config(["+controls.again.seed=7", "+controls.other.seed=8"])
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
-    (problem,) = label_problems(configs)
+    (problem,) = map(str, label_problems(configs))
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
 
 
@@ -224,17 +224,21 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
 
         def problems(config, *_, check=check):
             names = [config.name] if isinstance(config, RunConfig) else [*config]
-            return [f"{check} of {', '.join(names)}"]
+            return [Problem(check, f"of {', '.join(names)}")]
 
         monkeypatch.setattr(experiment, f"{check}_problems", problems)
-    monkeypatch.setattr(experiment, "writable_problem", lambda place: f"writing to {place}")
+
+    def refuse(place):
+        raise UserError.at("writing", f"to {place}")
+
+    monkeypatch.setattr(experiment, "check_writable", refuse)
     controls = {"other": {"seed": 9, "label": "other", "trainer": {"max_steps": 13}}}
     values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
     both = {"label", "length", "text"}
-    said = [f"{check} of {'main, other' if check in both else 'x'}" for check in checks]
-    assert error.value.problems == (*said, f"writing to {tmp_path}")
+    said = [f"{check}: of {'main, other' if check in both else 'x'}" for check in checks]
+    assert tuple(map(str, error.value.problems)) == (*said, f"writing: to {tmp_path}")
 
 
 PHASES = {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}
@@ -282,7 +286,7 @@ def test_a_fault_in_a_control_or_a_later_phase_alone_is_refused_before_anything_
     values = merged(values, {"run_dir": str(tmp_path / "x"), **changes})
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     begin = "controls.odd" if in_a_control else ""
     assert problem.removeprefix(begin).lstrip(".:").startswith(SAID[wrong])
     assert problem.startswith(begin)

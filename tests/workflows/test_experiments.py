@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.runs.config import RunConfig

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks

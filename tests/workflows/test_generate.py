@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.runs.memory import cache_memory
 from trainer.workflows import generate
 from trainer.workflows.generate import Continuations, continue_prompts
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 
 def test_keys_and_values_have_to_fit_before_weights_are_read(tiny_decoder, monkeypatch):
@@ -32,7 +32,7 @@ def test_keys_and_values_have_to_fit_before_weights_are_read(tiny_decoder, monke
     size = f"{needed / 2**30:,.1f} GiB"
     with pytest.raises(UserError) as error:
         continue_prompts(request, print, print)
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         f"max_new_tokens: keys and values of 1,000,005 tokens need {size}, and {size} are free; "
         "choose fewer.",
     )

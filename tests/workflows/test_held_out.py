@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.errors import UserError
 from trainer.workflows import held_out
 from trainer.workflows.held_out import held_out_corpus
 
@@ -25,7 +25,7 @@ def opened(monkeypatch):
         def prepare(*given, **options):
             asked.append((given, options))
             if problem is not None:
-                raise UserError(problem)
+                raise UserError(Problem(*problem.split(": ", 1)))
             return SimpleNamespace(tokenizer=found)
 
         monkeypatch.setattr(held_out, "prepare_corpus", prepare)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from tests.report.examples import report
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import STATEMENTS, Cell
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import STATEMENTS, Cell
 from trainer.workflows import measuring
 from trainer.workflows.measuring import with_observations
 

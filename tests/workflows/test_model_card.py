@@ -11,12 +11,12 @@ import pytest
 
 from tests.report.described import check_text
 from tests.report.examples import report
+from trainer.common.files import write_atomically
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.interchange.export.plan import make_plan
 from trainer.model.config import SoftmaxConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.report.atomic import write_atomically
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.workflows import model_card as card_module
 from trainer.workflows.model_card import _padding, describe, model_card, renewed_card

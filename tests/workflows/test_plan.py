@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import plan as plans
 from trainer.workflows.plan import GIB, plan
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 
 MODEL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}  # fmt: skip
@@ -188,7 +188,7 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
     model["tokenizer"] = {"path": "no/such/tokenizer.json"}
     with pytest.raises(UserError) as error:
         planned(model, **gpu)
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         "model.vocab_size: not known before the text is prepared; give it, such as "
         "model.vocab_size=49152.",
     )

@@ -11,7 +11,7 @@ import pytest
 from trainer.data.config import DataConfig
 from trainer.data.units import Advance
 from trainer.workflows import prepare
-from trainer.workflows.prepare_request import PrepareConfig
+from trainer.workflows.requests import PrepareConfig
 
 FILES = [
     SimpleNamespace(path=f"{i}.jsonl", size=size, text_bytes=10 * size)

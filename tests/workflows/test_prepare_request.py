@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.prepare_request import PrepareConfig
+from trainer.workflows.requests import PrepareConfig
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,6 @@ def test_a_part_is_one_of_so_many(part, numbers):
 
 @pytest.mark.parametrize("part", ["0/1", "2/1", "1", 1, "1/x", "1/2/3", "-1/2", " 1/2", "1/0", ""])
 def test_what_is_no_part_is_named(part):
-    assert PrepareConfig(part).problems() == [
+    assert [*map(str, PrepareConfig(part).problems())] == [
         f"prepare.part: expected a part and how many there are, such as 3/16, got {part!r}."
     ]
-
-
-def test_there_is_a_worker_at_least():
-    assert PrepareConfig(workers=0).problems() == ["prepare.workers: expected 1 or more, got 0."]

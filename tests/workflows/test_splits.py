@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from trainer.analysis.settings import AttenuationSettings
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
@@ -28,9 +28,9 @@ from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.probe import Probe
 from trainer.training.stretch import effect_batch
 from trainer.workflows import measuring
-from trainer.workflows.analysis_request import AnalysisConfig
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.measuring import Text, measure_models
+from trainer.workflows.requests import AnalysisConfig
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
 SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9, 1.0, 100)}
@@ -110,8 +110,8 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         PositionalConfig(), num_layers=2, num_key_value_heads=1, head_dim=16, training_length=32
     )
     candidate = SimpleNamespace(
-        name="tiny", fingerprint="", config=config.model, layout=layout, bos_token=None, run=config,
-        computed_by=None,
+        name="tiny", fingerprint="", config=replace(config.model, vocab_size=600), layout=layout,
+        bos_token=None, run=config, computed_by=None,
     )  # fmt: skip
     asked = {}
 

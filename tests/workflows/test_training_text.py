@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
@@ -134,7 +134,7 @@ def test_a_model_has_an_embedding_for_every_token(monkeypatch):
             if size == 299:
                 with pytest.raises(UserError) as error:
                     check_vocabularies(arms, corpus)
-                (problem,) = error.value.problems
+                (problem,) = map(str, error.value.problems)
                 assert problem.startswith(f"{begin}model.vocab_size: 299 embeddings, but the")
             else:
                 check_vocabularies(arms, corpus)

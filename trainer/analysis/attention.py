@@ -15,12 +15,12 @@ from torch import Tensor
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads, observing
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19
 """Scores in memory at a time: 2 MiB, which a core's cache holds."""
@@ -259,9 +259,10 @@ def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tens
         UserError: the vocabularies differ in size.
     """
     if model.config.vocab_size != other.config.vocab_size:
-        raise UserError(
-            f"model: the two models must share a vocabulary, got {model.config.vocab_size} "
-            f"and {other.config.vocab_size} tokens."
+        raise UserError.at(
+            "model",
+            f"the two models must share a vocabulary, got {model.config.vocab_size} and "
+            f"{other.config.vocab_size} tokens.",
         )
     states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
     size = chunk_size(model.vocab_size, model.device)

@@ -14,6 +14,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from trainer.analysis.arrays import Array, Averages, bucket_means, position_edges, prefix_lengths
@@ -26,17 +29,91 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters.measure import Clusters
 from trainer.analysis.positional_bias.measure import biases
 from trainer.analysis.positional_bias.study import KINDS, STRONG
-from trainer.analysis.studies.section import Part, joined
+from trainer.analysis.studies.section import Grid, Part, Picture, Section, joined
 from trainer.analysis.studies.study import Target
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
-from trainer.report.geometry.drop_figures import (
-    head_figure,
-    indicator_figure,
-    position_figure,
-    recovery_figure,
-)
-from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.plotting.lines import Frame, Panel, Series, draw, log_if_wide, side_by_side, unscaled
+from trainer.plotting.points import HeadCloud, head_points
+from trainer.plotting.style import style_numbers
+
+
+def head_figure(panels: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -> Figure:
+    """Draw ``panels``: by measure, ``[layers, heads]`` before and after."""
+    layers = len(next(iter(panels.values()))[0])
+    return head_points(
+        [
+            HeadCloud.of_layers(title, before, after, names[0], names[1], diagonal=True)
+            for title, (before, after) in panels.items()
+        ],
+        layers,
+    )
+
+
+def position_figure(
+    middles: Array, divergence: Array, losses: Sequence[Array], names: Sequence[str], trained: int
+) -> Figure:
+    """Draw means over buckets of positions with these ``middles``, in nats a token."""
+
+    def prepare(axes: Axes) -> None:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    vertical = (float(trained), "training length")
+    curves = [
+        Series(name, style_numbers(names)[name], middles.tolist(), loss.tolist(), marked=False)
+        for name, loss in zip(names, losses, strict=True)
+    ]
+    apart = Series(
+        f"KL({names[0]} ‖ {names[1]})", 0, middles.tolist(), divergence.tolist(), marked=False
+    )
+    kl, nats = (
+        Frame("tokens read", label, prepare, vertical)
+        for label in ("KL divergence (nats)", "loss (nats/token)")
+    )
+    return side_by_side([Panel("next-token predictions", [apart], kl), Panel("loss", curves, nats)])
+
+
+def indicator_figure(
+    lengths: Sequence[int],
+    panels: Mapping[str, tuple[Array, Array]],
+    names: Sequence[str],
+    trained: int,
+) -> Figure:
+    """Draw ``panels``: by indicator, ``[lengths]`` before and after; the first on a log axis."""
+
+    def prepare(axes: Axes) -> None:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths[:: -(-len(lengths) // 6)])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+
+    def first(axes: Axes) -> None:
+        log_if_wide(axes)
+        prepare(axes)
+
+    vertical = (float(trained), "training length")
+    return side_by_side(
+        [
+            Panel(
+                title,
+                [
+                    Series(name, style_numbers(names)[name], lengths, values.tolist())
+                    for name, values in zip(names, both, strict=True)
+                ],
+                Frame("tokens read", "", prepare if number else first, vertical),
+            )
+            for number, (title, both) in enumerate(panels.items())
+        ]
+    )
+
+
+def recovery_figure(steps: Sequence[int], losses: Sequence[float], drop_step: int) -> Figure:
+    """Draw training loss by step."""
+    mark = (float(drop_step), f"dropped at step {drop_step}")
+    curve = Series("training loss", 1, steps, losses, marked=False)
+    return draw([curve], Frame("training step", "loss (nats/token)", unscaled, mark))
+
 
 POINTS = 256
 """Queries and keys each that the silhouette score is computed from."""
@@ -60,13 +137,10 @@ class Reading:
 
 @torch.no_grad()
 def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
-    """Read ``ids`` ``[B, T]`` in one pass, layer by layer.
+    """Read ``ids`` ``[B, T]``, of at least two tokens, in one pass, layer by layer.
 
-    Args:
-        model: a decoder.
-        ids: texts of at least two tokens, each after a beginning-of-text token.
-        within: number of first tokens on which heads are measured.
-        seed: seed of the subsample for the silhouette score.
+    ``within``: number of first tokens on which heads are measured. ``seed``: seed of the subsample
+    for the silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
     averages, clusters = Averages(), Clusters(POINTS, seed)
@@ -118,15 +192,8 @@ class Recovery:
 
 
 def recovery(curve: Sequence[tuple[int, float]], drop_step: int) -> Recovery | None:
-    """Measure the recovery of a loss curve.
-
-    Args:
-        curve: (step, loss) by step.
-        drop_step: the last step before the drop.
-
-    Returns:
-        None if the curve has no loss before the drop or none after it.
-    """
+    """Measure the recovery of a ``curve`` of (step, loss) after ``drop_step``, the last step before
+    the drop; return None if the curve has no loss before the drop or none after it."""
     before = [loss for step, loss in curve if step <= drop_step]
     after = [(step, loss) for step, loss in curve if step > drop_step]
     if not before or not after:
@@ -169,14 +236,14 @@ class DropStudy:
     ) -> None:
         sizes = [target.model.config.vocab_size for target in (before, after)]
         if sizes[0] != sizes[1]:
-            raise UserError(
-                f"model: the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} "
-                "tokens."
+            raise UserError.at(
+                "model",
+                f"the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens.",
             )
         if not torch.equal(before.ids.cpu(), after.ids.cpu()):
-            raise UserError("text: the two models must read the same tokens, got two texts.")
+            raise UserError.at("text", "the two models must read the same tokens, got two texts.")
         if before.length < 2:
-            raise UserError(f"text: expected 2 tokens or more, got {before.length}.")
+            raise UserError.at("text", f"expected 2 tokens or more, got {before.length}.")
         self.before, self.after = before, after
         self.names = (before.name, after.name)
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))
@@ -354,12 +421,8 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
     """Compare :data:`MEASURES` of every head ``[layers, heads]`` of two models with these names."""
     if was["distance"].shape != now["distance"].shape:
         shapes = [f"{x['distance'].shape[0]} x {x['distance'].shape[1]}" for x in (was, now)]
-        return Part(
-            (
-                f"Heads were not compared: the models have {shapes[0]} and {shapes[1]} layers "
-                "and heads.",
-            )
-        )
+        sizes = " and ".join(shapes)
+        return Part((f"Heads were not compared: the models have {sizes} layers and heads.",))
     change = head_change(was, now)
     order = np.argsort(-change, axis=None, kind="stable")
     ranked = [tuple(map(int, np.unravel_index(i, change.shape))) for i in order]

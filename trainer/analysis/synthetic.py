@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trainer.analysis.arrays import Array, plain
+from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study
+from trainer.plotting.lines import Frame, Panel, Series, by_length
+from trainer.plotting.style import style_numbers
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.drawing import Panel, by_length
-from trainer.report.geometry.section import Grid, Picture, Section
-from trainer.report.looks import looks
-from trainer.report.plotting import Series
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def _finding(
 def _picture(
     spectra: dict[str, Spectrum], decays: dict[str, SyntheticDecay], trained: int
 ) -> Picture:
-    styles = looks(spectra)
+    styles = style_numbers(spectra)
     ratio = [
         Series(name, styles[name], one.lengths, one.fsv_ratio.tolist(), marked=False)
         for name, one in reversed(decays.items())
@@ -239,8 +238,8 @@ def _picture(
         for name, one in reversed(decays.items())
     ]
     panels = [
-        Panel("first singular value", "after / before the rotation", ratio),
-        Panel("dot product with itself", "relative to distance 0", decay),
+        Panel("first singular value", ratio, Frame("", "after / before the rotation")),
+        Panel("dot product with itself", decay, Frame("", "relative to distance 0")),
     ]
     return Picture(
         "synthetic",

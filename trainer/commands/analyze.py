@@ -6,20 +6,20 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, Named
+from trainer.commands.hydra.command import Command, Named
 from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
-    from trainer.report.geometry.page import GeometryReport
-    from trainer.workflows.analysis_request import AnalysisRequest
+    from trainer.commands.hydra.composing import Composed
+    from trainer.report.pages import GeometryReport
+    from trainer.workflows.requests import AnalysisRequest
 
 
 def read(composed: Composed) -> Named[AnalysisRequest]:
-    """The checked request."""
+    """Return the checked request."""
     from trainer.analysis.settings import kinds
     from trainer.runs.parsing import parse
-    from trainer.workflows.analysis_request import AnalysisRequest
+    from trainer.workflows.requests import AnalysisRequest
 
     request = parse(AnalysisRequest, composed.values, composed.problems)
     option, kind = composed.choices["analysis"], request.analysis.kind
@@ -42,7 +42,7 @@ def execute(named: Named[AnalysisRequest]) -> None:
 
 
 def findings(report: GeometryReport) -> list[str]:
-    """What every section says, in full."""
+    """Return the full findings of every section."""
     return [
         line
         for section in report.sections
@@ -52,8 +52,8 @@ def findings(report: GeometryReport) -> list[str]:
 
 def summary(report: GeometryReport) -> list[str]:
     """What changes with the length, and of what the page says more."""
-    from trainer.report.geometry.glance import glance
-    from trainer.report.words import counted
+    from trainer.analysis.studies.section import glance
+    from trainer.common.words import counted
 
     C, length = report.training_length, report.length
     indicators = glance([section.numbers for section in report.sections])

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from trainer.commands.console import WIDTH
 from trainer.evaluation.benchmarks import Score, Scored, comparisons
-from trainer.report.statistics import Comparison
+from trainer.evaluation.statistics import Comparison
 from trainer.workflows.benchmarks import run_benchmarks
-from trainer.workflows.evaluation_request import BenchmarkRequest
+from trainer.workflows.requests import BenchmarkRequest
 
 COLUMNS = 4
 """Models with methods that fit into the terminal side by side."""
@@ -38,8 +38,8 @@ def show(request: BenchmarkRequest, name: str) -> None:
 
 
 def table(shown: Sequence[Scored], scored: Sequence[Scored]) -> Table:
-    """One row for every metric of every task, one column for each of ``shown``; compared with
-    those among all that were ``scored``."""
+    """Return a table with a row for every metric of every task and a column for each of
+    ``shown``, compared with their counterparts among ``scored``."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for head in ("task", "metric"):
         made.add_column(head, overflow="fold")

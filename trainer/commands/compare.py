@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
     from trainer.report.sweep import Sweep
-    from trainer.workflows.compare_request import CompareRequest
+    from trainer.workflows.requests import CompareRequest
 
 
 def read(composed: Composed) -> CompareRequest:
-    """The checked request; directories that are named alone come behind those of ``runs=``."""
+    """Return the checked request, with the directories given alone after those of ``runs=``."""
     from trainer.runs.parsing import parse
-    from trainer.workflows.compare_request import CompareRequest
+    from trainer.workflows.requests import CompareRequest
 
     values = dict(composed.values)
     if isinstance(values["runs"], list):
@@ -35,7 +35,7 @@ def execute(request: CompareRequest) -> None:
 def show(sweep: Sweep, page: Path) -> None:
     """Print the table of a sweep, and where its page is."""
     from trainer.commands.console import report_console
-    from trainer.report.sweep_table import terminal_sweep
+    from trainer.report.sweep import terminal_sweep
 
     out = report_console()
     out.print(terminal_sweep(sweep, out.width))

@@ -1,4 +1,4 @@
-"""What a person sees on the terminal."""
+"""Output on the terminal: reports, logs and progress."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from trainer.report.health import troubles
-from trainer.report.progress import console
-from trainer.report.results import Report
-from trainer.report.text import terminal_tables
+from trainer.common.progress import console
+from trainer.evaluation.results import Report, troubles
+from trainer.report.tables import terminal_tables
 
 WIDTH = 100
 
@@ -40,14 +39,14 @@ def _loss(value: float | None) -> str:
 
 
 def report_console() -> Console:
-    """Where tables go: at most :data:`WIDTH` columns."""
+    """Return the console for tables, at most :data:`WIDTH` columns wide."""
     out = Console()
     out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
     return out
 
 
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
-    """The tables, the observations in words, and where the rest lies."""
+    """Print the tables, the observations in words, and the place of the rest."""
     out = report_console()
     if report.cells:
         out.print(terminal_tables(report, out.width))

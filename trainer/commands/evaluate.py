@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command, Named
-from trainer.commands.kinds import KINDS, kind_problem, request_schema
-from trainer.errors import UserError
+from trainer.commands.hydra.command import Command, Named
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 
 def read(composed: Composed) -> Named[Any]:
-    """The checked request.
+    """Return the checked request.
 
     Raises:
         UserError: with every problem that can be seen before the checkpoint is read.
@@ -35,8 +35,8 @@ def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
     from trainer.runs.job_files import ask_for_requeue
-    from trainer.workflows.evaluation_request import EvaluationRequest
     from trainer.workflows.remarks import say_idle_settings
+    from trainer.workflows.requests import EvaluationRequest
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     say_idle_settings(named.request.evaluation, named.words)
@@ -64,3 +64,37 @@ multiple_choice takes its questions from the files of scripts/fetch_benchmarks.p
 hub, both with any methods, which evaluation.factor sets for a length.
 """
 COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",))
+
+
+LENGTHS = "lengths"
+KINDS = (LENGTHS, "multiple_choice", "harness")
+OF_A_RUN = (LENGTHS,)
+"""Kinds that a run can end with."""
+
+
+def request_schema(kind: str) -> type[Any]:
+    """Return the dataclass of a request of that kind."""
+    from trainer.workflows import requests
+
+    return {
+        LENGTHS: requests.EvaluationRequest,
+        "multiple_choice": requests.MultipleChoiceRequest,
+        "harness": requests.HarnessRequest,
+    }[kind]
+
+
+def kind_problem(name: str, kind: Any, kinds: Iterable[str]) -> Problem:
+    """Return the problem of an option whose kind is not one of ``kinds``."""
+    if kind is None:
+        return Problem(
+            "evaluation",
+            f"{name!r} does not say what it is; begin its defaults list with an option that "
+            f"it changes, such as extension, or give it a kind: {', '.join(kinds)}.",
+        )
+    if kind in KINDS:
+        return Problem(
+            "evaluation", f"{name!r} is for the evaluate command, not for the end of a run."
+        )
+    return Problem(
+        "evaluation.kind", f"{name!r} is of kind {kind!r}.", did_you_mean(str(kind), kinds)
+    )

@@ -1,4 +1,4 @@
-"""How the program ends: what a person can mend is one line each, without a traceback."""
+"""Exit codes: an error that a person can mend is one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.runs.job_files import say_mistake, tell_torchrun
 
 MISTAKE = 2
@@ -35,9 +35,9 @@ def exit_codes() -> Iterator[None]:
         _discard(sys.stdout)
         sys.exit(CLOSED_PIPE)
     except UserError as error:
-        if not tell_torchrun(error.problems):
+        if not tell_torchrun(error):
             _say(*(f"error: {problem}" for problem in error.problems))
-        if not isinstance(error, TransientError):
+        if not error.is_transient:
             say_mistake()
         sys.exit(MISTAKE)
     except OSError as error:  # of a disk that is full, a place that may not be read, and their like
@@ -71,7 +71,7 @@ def leaving_ranks() -> Iterator[None]:
 
 
 def _say(*lines: str) -> None:
-    """To standard error, where that can be written."""
+    """Print lines to standard error, if it can be written."""
     try:
         for line in lines:
             print(line, file=sys.stderr)

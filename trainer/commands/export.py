@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
-    from trainer.workflows.export_request import ExportRequest
+    from trainer.commands.hydra.composing import Composed
+    from trainer.workflows.requests import ExportRequest
 
 
 def read(composed: Composed) -> ExportRequest:
-    """The checked request."""
+    """Return the checked request."""
     from trainer.runs.parsing import parse
-    from trainer.workflows.export_request import ExportRequest
+    from trainer.workflows.requests import ExportRequest
 
     return parse(ExportRequest, composed.values, composed.problems)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.commands.shown import show
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
-    from trainer.workflows.generation_request import GenerationRequest
+    from trainer.commands.hydra.composing import Composed
+    from trainer.workflows.requests import GenerationRequest
 
 
 def read(composed: Composed) -> GenerationRequest:
-    """The checked request; prompts of the command line come behind those of the configuration."""
+    """Return the checked request, with the prompts of the command line after the configured
+    ones."""
     from trainer.runs.parsing import parse
-    from trainer.workflows.generation_request import GenerationRequest
+    from trainer.workflows.requests import GenerationRequest
 
     given = composed.values
     values = dict(given)

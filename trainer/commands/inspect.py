@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.commands.shown import show
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
-    from trainer.workflows.inspection_request import InspectionRequest
+    from trainer.commands.hydra.composing import Composed
+    from trainer.workflows.requests import InspectionRequest
 
 
 def read(composed: Composed) -> InspectionRequest:
-    """The checked request."""
+    """Return the checked request."""
     from trainer.runs.parsing import parse
-    from trainer.workflows.inspection_request import InspectionRequest
+    from trainer.workflows.requests import InspectionRequest
 
     return parse(InspectionRequest, composed.values, composed.problems)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 DISTRIBUTIONS = "trainer", "coqui_tts_trainer"
 """How the metadata directories of Coqui's packages begin."""
@@ -32,10 +32,11 @@ def check_other_trainer() -> None:
                 continue
             package = f"Coqui's package {distribution.replace('_', '-')} {version}"
             if directory == own:
-                raise UserError(
+                raise UserError.at(
+                    "",
                     f"{package} is installed in the same directory as Unrope, {directory}, and "
                     "has the same import name, trainer: one has overwritten files of the other. "
-                    "Install Unrope in a virtual environment of its own."
+                    "Install Unrope in a virtual environment of its own.",
                 )
             if os.environ.get("RANK", "0") == "0":
                 print(

@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from trainer.commands.command import Command
+from pydantic import Field
+
+from trainer.commands.hydra.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
-from trainer.errors import UserError
-from trainer.workflows.plan_request import PlanRequest
+from trainer.common.errors import Problem, UserError
+from trainer.common.fields import Positive, configuration
+from trainer.workflows.requests import PlanRequest
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 
-@dataclass(frozen=True)
-class _Own:
+@configuration
+class PlanKeys:
     """Keys of this command; the others are a run's."""
 
     gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
-    mfu: float = 0.4
+    """GPU whose memory the run has to fit: a100_40gb, a100 (80 GB), h100, h200."""
+    mfu: Annotated[Positive, Field(le=1)] = 0.4
+    """Share of the GPU's dense peak that training reaches."""
     exact: bool = False
+    """Go through all layers for the memory, which takes longer."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """Nodes and GPUs of the job."""
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = [f"slurm.{problem}" for problem in self.slurm.problems()]
-        if not 0 < self.mfu <= 1:
-            found.append(f"mfu: expected a share of the peak above 0 and up to 1, got {self.mfu}.")
-        return found
+    def problems(self) -> list[Problem]:
+        """Return the problems of the job's settings."""
+        return [problem.under("slurm") for problem in self.slurm.problems()]
 
 
-MISSING = "model weights", "model.from_run: '", "model.from_pretrained: there is no directory"
-"""How problems of weights begin that are still to be had, or to be trained."""
 OWN = ("gpu", "mfu", "exact", "slurm")
 
 
 def read(composed: Composed) -> PlanRequest:
-    """The checked request; published weights need not be here, if the model's shape is given."""
+    """Return the checked request. Published weights may be missing if the model's shape is
+    given."""
+    from trainer.common.validation import validated
+    from trainer.interchange.hub import MissingWeights
     from trainer.runs.arms import arm_problems, arms_of, spread_problems
-    from trainer.runs.numbers import number_problems
-    from trainer.runs.validation import validated
+    from trainer.runs.starting_weights import FROM_RUN
 
-    own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
-    problems += [*number_problems(own), *own.problems()]
+    own, problems = validated(PlanKeys, {key: composed.values[key] for key in OWN})
+    problems += own.problems()
     values = {key: value for key, value in composed.values.items() if key not in OWN}
-    missing: tuple[str, ...] = ()
+    missing: tuple[Problem, ...] = ()
     composed = replace(composed, values=values)
     try:
         config = read_run(composed, problems)
     except UserError as error:
-        weights = tuple(p for p in error.problems if p.startswith(MISSING))
+        weights = tuple(
+            problem
+            for problem in error.problems
+            if isinstance(problem, MissingWeights) or problem.key == FROM_RUN
+        )
         if not weights or len(weights) < len(error.problems):
             raise
         config, missing = read_run(composed, problems, weights=False), weights
@@ -59,8 +67,11 @@ def read(composed: Composed) -> PlanRequest:
     ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
     if config.strategy.name == "single" and own.slurm.nodes > 1:
         problems.append(
-            f"strategy: 'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
-            "strategy=ddp, fsdp2 or hsdp."
+            Problem(
+                "strategy",
+                f"'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
+                "strategy=ddp, fsdp2 or hsdp.",
+            )
         )
     problems += arm_problems(
         arms_of(config, weights=not missing),

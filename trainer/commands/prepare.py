@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.commands.train import read_run
+from trainer.common.errors import Problem
+from trainer.common.fields import configuration
 from trainer.stopping import stopping_at_once
-from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
+from trainer.workflows.requests import PrepareConfig, PrepareRequest
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 OWN = ("prepare", "verify")
 """Keys of this command; the others are a run's."""
 
 
-@dataclass(frozen=True)
-class _Own:
+@configuration
+class PrepareKeys:
+    """Keys of this command; the others are a run's."""
+
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    """Which part of the text is prepared, by how many processes."""
     verify: bool = False
+    """Compare every byte of what is prepared with its checksums."""
 
 
 def read(composed: Composed) -> PrepareRequest:
-    """The checked request."""
-    from trainer.runs.numbers import number_problems
-    from trainer.runs.validation import validated
+    """Return the checked request."""
+    from trainer.common.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key not in OWN}
-    own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
-    problems += [*number_problems(own), *own.prepare.problems()]
+    own, problems = validated(PrepareKeys, {key: composed.values[key] for key in OWN})
+    problems += own.prepare.problems()
     if own.verify and own.prepare.part != PrepareConfig.part:
-        problems.append("prepare.part: verify=true reads the whole text; leave it out.")
+        problems.append(Problem("prepare.part", "verify=true reads the whole text; leave it out."))
     config = read_run(replace(composed, values=values), problems)
     return PrepareRequest(config, own.prepare, own.verify)
 

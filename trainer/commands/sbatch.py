@@ -7,11 +7,21 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from trainer.commands.snapshot import slurm_directory
+from trainer.common.errors import Problem
+from trainer.common.fields import (
+    Count,
+    Integer,
+    Natural,
+    OptionalText,
+    configuration,
+)
 
 if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
@@ -20,42 +30,49 @@ CORES_A_WORKER = 8
 """Of a node with a worker for each GPU, by default: one computes, the others read and write."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SlurmConfig:
-    """What a job asks the cluster for; null leaves a choice to the cluster.
+    """Resources that a job asks the cluster for; null leaves a choice to the cluster."""
 
-    ``gpus_per_node``: workers too, one a GPU; null: as many of eight as the run's batches can be
-    dealt out to; 0: one worker on the CPU. ``gpu``: which kind its plan is for. ``cpus_per_task``:
-    cores a node; null: 8 for each worker. ``time``: minutes, or as sbatch writes it. ``mem``: a
-    node's memory, in MB or with a unit. ``job_name``: null: the run's name. ``signal_seconds``: how
-    long before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a
-    job is started again after failures without a newer checkpoint between; never after a mistake of
-    the user's. ``setup``: shell lines to run first, which then choose the ``python``; without them
-    the job runs the Python of this command. ``extra``: further options of sbatch. ``directory``:
-    where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an array that
-    prepares the text before; 0: it is prepared already. ``prepare_options``: options of sbatch for
-    these jobs, instead of ``extra`` and what the run's nodes are chosen by.
-    """
-
-    nodes: int = 1
-    gpus_per_node: int | None = None
+    nodes: Count = 1
+    """Number of nodes."""
+    gpus_per_node: Annotated[Natural, Field(le=1024)] | None = None
+    """GPUs and workers of a node; null: as many of 8 as fit the batch; 0: one worker on the CPU."""
     gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
-    cpus_per_task: int | None = None
-    time: int | str = "24:00:00"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    mem: int | str | None = None
-    job_name: str | None = None
-    signal_seconds: int = 120
-    max_retries: int = 3
+    """GPU that the printed plan is for: a100_40gb, a100 (80 GB), h100, h200."""
+    cpus_per_task: Count | None = None
+    """Cores of a node; null: 8 for each worker."""
+    time: Integer | str = "24:00:00"
+    """Limit in minutes, or as "24:00:00" or 2-12:00:00."""
+    partition: OptionalText = None
+    """Partition of sbatch."""
+    account: OptionalText = None
+    """Account of sbatch."""
+    qos: OptionalText = None
+    """Quality of service of sbatch."""
+    constraint: OptionalText = None
+    """Features that the nodes must have."""
+    exclude: OptionalText = None
+    """Nodes not to use."""
+    mem: Integer | OptionalText = None
+    """Memory of a node in MB, or with a unit."""
+    job_name: OptionalText = None
+    """Name of the job; null: the run's name."""
+    signal_seconds: Annotated[Count, Field(le=65535)] = 120
+    """Seconds before the limit at which the job is asked for a checkpoint."""
+    max_retries: Natural = 3
+    """Restarts after failures in a row without a newer checkpoint; 0: none."""
     setup: list[str] = field(default_factory=list)
+    """Shell lines to run first, which then choose the Python: '["module load cuda","source
+    venv/bin/activate"]'."""
     extra: list[str] = field(default_factory=list)
-    directory: str | None = None
-    prepare: int = 0
+    """Further options of sbatch: '["--reservation=name"]'."""
+    directory: OptionalText = None
+    """Directory of the job's files; null: slurm_jobs/NAME."""
+    prepare: Natural = 0
+    """Jobs of an array that prepares the text before; 0: it is prepared already."""
     prepare_options: list[str] = field(default_factory=list)
+    """Options of sbatch for those jobs instead: '["--partition=cpu","--mem=64G"]'."""
 
     @property
     def workers_a_node(self) -> int:
@@ -63,39 +80,34 @@ class SlurmConfig:
         return max(self.gpus_per_node or 0, 1)
 
     def on(self, config: RunConfig) -> SlurmConfig:
-        """With as many GPUs as fit the run, where none were asked for."""
+        """Return the settings with as many GPUs as fit the run, if none were asked for."""
         if self.gpus_per_node is not None:
             return self
         from trainer.runs.arms import gpus_that_fit
 
         return replace(self, gpus_per_node=gpus_that_fit(config, self.nodes))
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = [
-            f"{key}: expected {least} or more, got {value}."
-            for key, least in (
-                *(("nodes", 1), ("gpus_per_node", 0)),
-                *(("cpus_per_task", 1), ("prepare", 0), ("max_retries", 0)),
-            )
-            if (value := getattr(self, key)) is not None and value < least
-        ]
-        if not 1 <= self.signal_seconds <= 65535:
-            found.append(f"signal_seconds: expected 1 to 65535, got {self.signal_seconds}.")
+    def problems(self) -> list[Problem]:
+        """Return the problems between keys."""
+        found = []
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
-            found.append(f"time: expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+            found.append(
+                Problem("time", f"expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+            )
         mem = str(self.mem or 0)
         if mem.isprintable() and not re.fullmatch(r"\d+[KMGTkmgt]?", mem):
-            found.append(f"mem: expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
+            found.append(
+                Problem("mem", f"expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
+            )
         found += [
-            f"{key}: expected one line, got {value!r}."
+            Problem(key, f"expected one line, got {value!r}.")
             for key, given in asdict(self).items()
             if key != "setup"
             for value in (given if isinstance(given, list) else [given])
             if isinstance(value, str) and not value.isprintable()
         ]
         found += [
-            f"{key}: expected options such as --reservation=name, got {option!r}."
+            Problem(key, f"expected options such as --reservation=name, got {option!r}.")
             for key, options in (("extra", self.extra), ("prepare_options", self.prepare_options))
             for option in options
             if not option.startswith("-")
@@ -103,8 +115,8 @@ class SlurmConfig:
         return found
 
     def header(self, name: str, output: Path, signal: str | None = None) -> list[str]:
-        """The ``#SBATCH`` lines of a run called ``name``; ``output``: its log, ``signal``: as
-        sbatch takes it, else the one for the steps of a run."""
+        """Return the ``#SBATCH`` lines of a run called ``name``; ``output`` is its log, and
+        ``signal`` replaces the signal for the steps of a run."""
         options = {
             "job-name": self.job_name or name,
             "nodes": self.nodes,
@@ -130,10 +142,10 @@ class SlurmConfig:
 def prepare_scripts(
     config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path
 ) -> dict[str, str]:
-    """Two scripts by their names, for CPUs: ``prepare.sbatch``, an array of jobs each of which
-    prepares a part of a run's text, and ``finish.sbatch``, which does what they leave undone."""
+    """Return two scripts for CPUs by their names: ``prepare.sbatch``, an array whose jobs each
+    prepare a part of a run's text, and ``finish.sbatch``, which completes it."""
     parts = max(config.prepare, 1)
-    # What was asked for is for a node with GPUs; a choice of queue says nothing of other nodes.
+    # Options for a node with GPUs do not fit nodes without.
     alone = replace(
         config,
         nodes=1,
@@ -185,7 +197,8 @@ def _environment(config: SlurmConfig, code: Path) -> list[str]:
 
 
 def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path) -> str:
-    """The script of a job that trains with ``words``, from the snapshot ``code``.
+    """Return the script of a job that trains with ``words`` from the snapshot ``code``: the body of
+    ``slurm/train.sbatch`` after a header and settings.
 
     Its body is that of ``slurm/train.sbatch``, behind a header and environment of its own.
     """

@@ -10,5 +10,5 @@ CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print text at once; to files and other programs as it is."""
+    """Print text immediately; escape control characters on a terminal."""
     print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end=end, flush=True)

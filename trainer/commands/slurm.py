@@ -12,25 +12,27 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command
-from trainer.commands.config_files import ConfigFiles
+from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.fields import configuration
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
     from trainer.runs.config import RunConfig
 
 SUBMIT = "--submit"
 
 
-@dataclass(frozen=True)
+@configuration
 class Slurm:
     """The group ``slurm``, under its name."""
 
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """What the job asks the cluster for."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,14 @@ class Job:
 
 
 def read(composed: Composed, trains: bool = True) -> Job:
-    """The checked job; ``trains``: whether it is the run's own."""
+    """Return the checked job; ``trains``: whether it trains the run."""
+    from trainer.common.validation import validated
     from trainer.runs.arms import arm_problems, arms_of, spread_problems
     from trainer.runs.directory import plain
-    from trainer.runs.numbers import number_problems
-    from trainer.runs.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
-    problems = [*found, *number_problems(group)]
-    problems += [f"slurm.{problem}" for problem in group.slurm.problems()]
+    problems = [*found, *(problem.under("slurm") for problem in group.slurm.problems())]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     settings = group.slurm.on(config)
@@ -86,7 +86,7 @@ def execute(job: Job) -> None:
 
 def _say_plan(job: Job) -> None:
     from trainer.commands.plan import print_plan
-    from trainer.workflows.plan_request import PlanRequest
+    from trainer.workflows.requests import PlanRequest
 
     ranks, on_a_node = _workers(job.settings)
     try:
@@ -125,7 +125,7 @@ def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None
 
 
 def _workers(settings: SlurmConfig) -> tuple[int, int]:
-    """Of the whole job, and of a node."""
+    """Return the number of workers of the whole job, and of a node."""
     on_a_node = settings.workers_a_node
     return settings.nodes * on_a_node, on_a_node
 
@@ -135,25 +135,31 @@ def _is_setting(word: str) -> bool:
     return re.match(r"[+~]*slurm[.=]", word) is not None
 
 
-def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
-    """What a run may do by itself, but not as this job."""
+def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
+    """Return problems of a run that only arise when it is a job."""
     found = []
     if values["overwrite"]:
-        found.append("overwrite: true would start again whenever the job is requeued.")
+        found.append(Problem("overwrite", "true would start again whenever the job is requeued."))
     callbacks = values["callbacks"] if isinstance(values["callbacks"], dict) else {}
     for name, given in callbacks.items():
         target = given.get("_target_", "") if isinstance(given, dict) else ""
         module = str(target).partition(".")[0]
         if module and not module.startswith("unrope_plugin_") and not _found_by_a_job(module):
             found.append(
-                f"callbacks.{name}: a job does not look for {module!r} in the directory it was "
-                "submitted from; put that directory on PYTHONPATH and submit again."
+                Problem(
+                    f"callbacks.{name}",
+                    f"a job does not look for {module!r} in the directory it was submitted from; "
+                    "put that directory on PYTHONPATH and submit again.",
+                )
             )
     workers, _ = _workers(settings)
     if workers > 1 and values["strategy"]["name"] == "single":
         found.append(
-            f"strategy: 'single' uses one worker, and the job starts {workers}; choose "
-            "strategy=ddp, or slurm.nodes=1 slurm.gpus_per_node=1."
+            Problem(
+                "strategy",
+                f"'single' uses one worker, and the job starts {workers}; choose strategy=ddp, or "
+                "slurm.nodes=1 slurm.gpus_per_node=1.",
+            )
         )
     return found
 
@@ -175,13 +181,12 @@ def write_job(job: Job) -> Path:
     """
     import yaml
 
-    from trainer.report.atomic import write_atomically
-    from trainer.runs.directory import plain, writable_problem
+    from trainer.common.files import write_atomically
+    from trainer.runs.directory import check_writable, plain
 
     settings, config = job.settings, job.config
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
-    if problem := writable_problem(str(directory), "slurm.directory"):
-        raise UserError(problem)
+    check_writable(str(directory), "slurm.directory")
     place = directory.resolve()
     code = snapshot(place / "code", job.files.own)
     (place / "logs").mkdir(exist_ok=True)  # SLURM does not make it, and the job would fail
@@ -196,7 +201,7 @@ def write_job(job: Job) -> Path:
 
 
 def submit(command: list[str]) -> str:
-    """The number of the job that ``sbatch --parsable`` starts.
+    """Submit a job with ``sbatch --parsable`` and return its number.
 
     Raises:
         UserError: there is no sbatch, or it refuses.
@@ -204,12 +209,13 @@ def submit(command: list[str]) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise UserError(
-            f"slurm: sbatch cannot be run here ({error.strerror}); on a login node of the cluster: "
-            f"{shlex.join(command)}"
+        raise UserError.at(
+            "slurm",
+            f"sbatch cannot be run here ({error.strerror}); on a login node of the cluster: "
+            f"{shlex.join(command)}",
         ) from error
     if result.returncode:
-        raise UserError(f"slurm: sbatch refused the job: {' '.join(result.stderr.split())}")
+        raise UserError.at("slurm", f"sbatch refused the job: {' '.join(result.stderr.split())}")
     return result.stdout.strip().partition(";")[0]  # "number;cluster" where there are several
 
 

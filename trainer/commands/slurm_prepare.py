@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.commands import slurm
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 
 def read(composed: Composed) -> slurm.Job:
-    """The checked job, of one part at least."""
+    """Return the checked job, with one part or more."""
     job = slurm.read(composed, trains=False)
     return replace(job, settings=replace(job.settings, prepare=max(job.settings.prepare, 1)))
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from trainer.commands.config_files import config_directory
+from trainer.commands.hydra.files import config_directory
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -43,7 +43,7 @@ def snapshot(directory: Path, own: Path | None = None) -> Path:
 
 
 def _files(own: Path | None) -> dict[str, bytes]:
-    """Every file of the package by its path in the snapshot."""
+    """Return every file of the package by its path in the snapshot."""
     roots = [
         ("trainer", PACKAGE, "*"),
         ("trainer/conf", config_directory(), "*"),

@@ -6,48 +6,49 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, Named
-from trainer.commands.kinds import OF_A_RUN, kind_problem
-from trainer.errors import UserError
+from trainer.commands.evaluate import OF_A_RUN, kind_problem
+from trainer.commands.hydra.command import Command, Named
+from trainer.common.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
     from trainer.runs.config import RunConfig
 
 
-MISSING = "model weights"
-"""How a problem begins of published weights that are not here."""
 CPU_TOKENS = 10**9
 """More than this no CPU trains a published model on."""
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
-    """The checked configuration of a command line.
+    """Return the checked configuration of a command line.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.commands.configuration import compose_words
+    from trainer.commands.hydra.composing import compose_words
 
     return read_run(compose_words(words))
 
 
 def read(composed: Composed) -> Named[RunConfig]:
-    """As :func:`read_run`; it also says at once where text behind a network is not prepared.
+    """Return the checked run, as :func:`read_run`; also report text behind a network that is not
+    prepared.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
     from trainer.data.preparing import unprepared
+    from trainer.interchange.hub import MissingWeights
 
     config: RunConfig | None = None
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     try:
         config = read_run(composed)
     except UserError as error:
-        if not any(problem.startswith(MISSING) for problem in error.problems):
+        missing = [p for p in error.problems if isinstance(p, MissingWeights) and p.is_published]
+        if not missing:
             raise
         problems = (*error.problems, *_elsewhere(composed))
     if found := [*problems, *unprepared(composed.values["data"])]:
@@ -56,28 +57,37 @@ def read(composed: Composed) -> Named[RunConfig]:
     return Named(config.name, config, composed.words)
 
 
-def _elsewhere(composed: Composed) -> list[str]:
-    """What a run whose weights are missing also needs, and what shows the same without."""
+def _elsewhere(composed: Composed) -> list[Problem]:
+    """Return what else a run needs whose weights are missing, and experiments that show the same
+    without them."""
     import torch
 
     tokens = composed.values["trainer"]["max_tokens"]
     found = [
-        "experiment: on any machine +experiment=drope_smollm2_135m_local drops the encoding of "
-        "published weights too (python scripts/fetch_smollm2.py gets them), and "
-        "+experiment=drope_demo that of a model it trains, in minutes."
+        Problem(
+            "experiment",
+            "on any machine +experiment=drope_smollm2_135m_local drops the encoding of published "
+            "weights too (python scripts/fetch_smollm2.py gets them), and +experiment=drope_demo "
+            "that of a model it trains, in minutes.",
+        )
     ]
     if isinstance(tokens, int) and tokens > CPU_TOKENS and not torch.cuda.is_available():
-        found.insert(0, f"trainer.max_tokens: {tokens:,} tokens take GPUs, and torch sees none.")
+        found.insert(
+            0, Problem("trainer.max_tokens", f"{tokens:,} tokens take GPUs, and torch sees none.")
+        )
     return found
 
 
-def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = True) -> RunConfig:
-    """The checked configuration of a run; ``found`` are problems already known. Without ``weights``
-    the shape of a published model is what the configuration says.
+def read_run(
+    composed: Composed, found: Sequence[Problem] = (), *, weights: bool = True
+) -> RunConfig:
+    """Return the checked configuration of a run; ``found`` are problems already known. Without
+    ``weights``, a published model has the shape that the configuration gives.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
+    from trainer.interchange.hub import MissingWeights
     from trainer.runs.config import RunConfig
     from trainer.runs.parsing import parse, parse_without_weights
 
@@ -93,15 +103,14 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
     try:
         return parse(RunConfig, values, problems)
     except UserError as error:
-        absent = MISSING, "model.from_pretrained: there is no directory"
-        if not any(problem.startswith(absent) for problem in error.problems):
+        if not any(isinstance(problem, MissingWeights) for problem in error.problems):
             raise
         # A plan takes the shape from the command line then.
         raise UserError(*(p for p in error.problems if p not in of_weights)) from error
 
 
-def _ignored(composed: Composed, source: str) -> list[str]:
-    """What the command line gives that the weights which ``source`` names have already."""
+def _ignored(composed: Composed, source: str) -> list[Problem]:
+    """Return the problems of words that set what the weights of ``source`` already have."""
     from trainer.runs.trained_shape import ignored_keys
 
     model = composed.values.get("model")
@@ -111,8 +120,8 @@ def _ignored(composed: Composed, source: str) -> list[str]:
     return ignored_keys(keys, source)
 
 
-def _dropped_all_the_same(composed: Composed) -> list[str]:
-    """What stands above ``drop=never``: keys of an experiment do above options of groups."""
+def _dropped_all_the_same(composed: Composed) -> list[Problem]:
+    """Return the problem of ``drop=never`` when an experiment's own keys override it."""
     words = [word.lstrip("+") for word in composed.words]
     given = {word.partition("=")[0] for word in words}
     drop = composed.values.get("drop")
@@ -122,8 +131,11 @@ def _dropped_all_the_same(composed: Composed) -> list[str]:
     branches = any(isinstance(own, dict) and own.get("branch") == "drop" for own in controls)
     without = ", and leave out the controls that begin at the drop (controls=null)"
     return [
-        f"drop=never: the experiment sets drop.{key}={drop[key]}, which stands above it; write "
-        f"drop.enabled=false{without if branches else ''}."
+        Problem(
+            "drop=never",
+            f"the experiment sets drop.{key}={drop[key]}, which stands above it; write "
+            f"drop.enabled=false{without if branches else ''}.",
+        )
         for key in ("at", "at_tokens")
         if drop.get(key) is not None and f"drop.{key}" not in given
     ]
@@ -149,13 +161,13 @@ def compare(place: Path) -> None:
     """Put the runs of a sweep beside each other."""
     from trainer.commands.compare import show
     from trainer.workflows.compare import compare_runs
-    from trainer.workflows.compare_request import CompareRequest
+    from trainer.workflows.requests import CompareRequest
 
     show(*compare_runs(CompareRequest([str(place)])))
 
 
 def wordless(named: Named[RunConfig]) -> str:
-    """What to type instead of nothing, and what nothing would train."""
+    """Return the text for a command line without words: what to type, and what it would train."""
     config = named.request
     model, trainer, data = config.model, config.trainer, config.data
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
 from trainer.data.manifest import Split
 from trainer.data.plan import BYTES_PER_TOKEN, NAMED, SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
-from trainer.errors import UserError
 
 BATCH = 1 << 18
 """Characters of the documents that are tokenised together."""
@@ -74,9 +74,12 @@ def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow])
             if len(batch.named) >= NAMED:
                 break
     raise UserError(
-        *(f"data: {named}" for named in batch.named),
-        f"data.bad_rows: {batch.bad} of the first {batch.rows:,} rows are malformed, and a share "
-        f"of {allowed:g} may be.",
+        *(Problem("data", named) for named in batch.named),
+        Problem(
+            "data.bad_rows",
+            f"{batch.bad} of the first {batch.rows:,} rows are malformed, and a share of "
+            f"{allowed:g} may be.",
+        ),
     )
 
 

@@ -3,90 +3,109 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field
 
+from trainer.common.errors import Problem
+from trainer.common.fields import (
+    Count,
+    FreeForm,
+    Integer,
+    Natural,
+    OptionalText,
+    Positive,
+    Share,
+    configuration,
+)
+from trainer.common.validation import validated
 from trainer.data.order import PERIOD
-from trainer.errors import did_you_mean
-from trainer.formats import adapter
 
 LARGEST_VOCABULARY = 1_000_000
 """Entries of a tokenizer that is trained here."""
 
 
-@dataclass(frozen=True)
+Part = Annotated[Positive, Field(lt=1)]
+"""A share of the text, neither none nor all of it."""
+
+
+@configuration
 class NeedlesConfig:
-    """Key-value statements mixed into training sequences, in the form that the evaluation uses.
+    """Key-value statements mixed into training sequences, in the form that the evaluation uses."""
 
-    ``share``: of the training sequences carry them. ``names``, ``mentions``: smallest and largest
-    number of different names, and of statements in all, in a sequence. ``weight``: of a value that
-    was stated before, in the loss; everything else weighs 1.
-    """
+    share: Share = 0.0
+    """Share of the training sequences that carry statements."""
+    names: tuple[Count, Count] = (2, 5)
+    """Least and most different names in a sequence."""
+    mentions: tuple[Count, Count] = (2, 20)
+    """Least and most statements in a sequence."""
+    weight: Positive = 10.0
+    """Weight in the loss of a value that was stated before; other tokens have 1."""
 
-    share: float = 0.0
-    names: tuple[int, int] = (2, 5)
-    mentions: tuple[int, int] = (2, 20)
-    weight: float = 10.0
-
-    def problems(self, sequence_length: int) -> list[str]:
-        """Check the values for sequences of this length; return one sentence per problem."""
-        if not 0 <= self.share <= 1:
-            return [f"data.needles.share: expected a share from 0 to 1, got {self.share}."]
+    def problems(self, sequence_length: int) -> list[Problem]:
+        """Check the values for sequences of this length."""
         found = [
-            f"data.needles.{key}: expected smallest and largest, 1 <= smallest <= largest, "
-            f"got {list(value)}."
+            Problem(
+                f"data.needles.{key}",
+                f"expected smallest and largest, got {list(value)}.",
+            )
             for key in ("names", "mentions")
-            if not 1 <= (value := getattr(self, key))[0] <= value[1]
+            if (value := getattr(self, key))[0] > value[1]
         ]
         if not found and self.share and 3 * self.mentions[1] >= sequence_length:
             found.append(
-                f"data.needles.mentions: {self.mentions[1]} statements of 3 tokens do not fit "
-                f"data.sequence_length {sequence_length}; at most {(sequence_length - 1) // 3}."
+                Problem(
+                    "data.needles.mentions",
+                    f"{self.mentions[1]} statements of 3 tokens do not fit data.sequence_length "
+                    f"{sequence_length}; at most {(sequence_length - 1) // 3}.",
+                )
             )
-        if not self.weight > 0:
-            found.append(f"data.needles.weight: expected a positive number, got {self.weight}.")
         return found
 
 
-@dataclass(frozen=True)
+@configuration
 class SourceConfig:
-    """Where text comes from, and which of it is held out: what prepared text is made of.
-
-    ``source``: ``stdlib_docs`` (docstrings and help topics of the running Python), ``files``
-    (``.txt``, ``.jsonl``, ``.parquet``, ``.arrow``, also with ``.gz`` or ``.zst``), ``hub`` (a
-    dataset of the Hugging Face hub), or one that a plugin registers. ``files``: files, directories
-    or globs, on this machine or behind any address that fsspec opens (``s3://``, ``gs://``), or
-    ``@LIST``, a file with one address a line. ``allow_patterns``: globs; of a list, only addresses
-    that match one of them (none: all). ``hub_files``: globs in the dataset's repository, where its
-    own description of its files is not wanted. ``revision``: of the dataset; for other sources, any
-    text that tells two states apart. ``text_field``: the key that holds the text of a row.
-    ``min_characters``: shorter documents are left out. ``bad_rows``: share of the rows that may be
-    malformed (null: 0 for local files, 0.001 for others). ``validation``, ``test``: shares of the
-    text kept out of training, the first for fitting and the drop's effect, the second for reported
-    figures; ``validation_tokens``, ``test_tokens``: about how many at most. ``arguments``: of a
-    plugin's source. ``about``: what the text is and how large, for whoever has to fetch it.
-    """
+    """Source of text, and which of it is held out; together they determine prepared text."""
 
     source: str = "stdlib_docs"
+    """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
+    files, hub, or a source that a plugin registers."""
     files: list[str] = field(default_factory=list)
+    """Files of the source files (.txt, .jsonl, .parquet, .arrow, also .gz and .zst): paths,
+    directories or globs, here or at s3://, gs://, https://; @LIST is a file with one address a
+    line."""
     allow_patterns: list[str] = field(default_factory=list)
-    hub_name: str | None = None
-    hub_config: str | None = None
+    """Globs; only addresses of a list that match one of them are read. Empty: all."""
+    hub_name: OptionalText = None
+    """Dataset on the Hugging Face hub."""
+    hub_config: OptionalText = None
+    """Configuration of that dataset; null: its only one."""
     hub_split: str = "train"
+    """Split of that dataset."""
     hub_files: list[str] = field(default_factory=list)
-    revision: str | None = None
+    """Globs in the dataset's repository, to use in place of its own list of files."""
+    revision: OptionalText = None
+    """Commit or tag of the dataset; for other sources any word that tells two states of the text
+    apart."""
     text_field: str = "text"
-    min_characters: int = 0
-    bad_rows: float | None = None
-    validation: float = 0.03
-    test: float = 0.07
-    validation_tokens: int = 10_000_000
-    test_tokens: int = 10_000_000
-    arguments: dict[str, Any] = field(default_factory=dict)
+    """Key of jsonl, parquet and arrow rows that holds the text."""
+    min_characters: Natural = 0
+    """Shorter documents are left out."""
+    bad_rows: Share | None = None
+    """Share of rows that may be malformed; null: 0.001 for the hub, 0 otherwise."""
+    validation: Part = 0.03
+    """Share of the text for fitting and for the drop's effect."""
+    test: Part = 0.07
+    """Share of the text for reported figures."""
+    validation_tokens: Count = 10_000_000
+    """Most validation tokens, roughly."""
+    test_tokens: Count = 10_000_000
+    """Most test tokens, roughly."""
+    arguments: FreeForm = field(default_factory=dict)
+    """Arguments of a source that a plugin registers."""
     about: str = ""
+    """What the text is and how large, for whoever has to fetch it."""
 
     @property
     def allowed_bad(self) -> float:
@@ -95,127 +114,118 @@ class SourceConfig:
             return self.bad_rows
         return 0.001 if self.source == "hub" else 0.0
 
-    def source_problems(self, at: str) -> list[str]:
-        """Check the source's keys, which begin with ``at``; return one sentence per problem."""
+    def source_problems(self, at: str) -> list[Problem]:
+        """Check the source's keys, which begin with ``at``."""
         found = []
         if self.source == "files" and not self.files:
-            found.append(f"{at}.files: {at}.source is 'files', but no file is named.")
+            found.append(Problem(f"{at}.files", f"{at}.source is 'files', but no file is named."))
         found += [
-            f"{at}.files: an address with a password in it would be written into every run; leave "
-            "it to the environment or ~/.netrc."
+            Problem(
+                f"{at}.files",
+                "an address with a password in it would be written into every run; leave it to "
+                "the environment or ~/.netrc.",
+            )
             for path in self.files
             if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path)
         ]
         if self.allow_patterns and not any(path.startswith("@") for path in self.files):
             found.append(
-                f"{at}.allow_patterns: they choose from a list, and {at}.files names none, as "
-                "@LIST does; a glob may stand there itself."
+                Problem(
+                    f"{at}.allow_patterns",
+                    f"they choose from a list, and {at}.files names none, as @LIST does; a glob "
+                    "may stand there itself.",
+                )
             )
         if self.source == "hub" and not self.hub_name:
-            found.append(f"{at}.hub_name: {at}.source is 'hub', but no dataset is named.")
-        if not (0 < self.validation < 1 and 0 < self.test < 1 and self.validation + self.test < 1):
             found.append(
-                f"{at}.validation, {at}.test: expected positive shares that leave documents to "
-                f"train on, got {self.validation} and {self.test}."
+                Problem(f"{at}.hub_name", f"{at}.source is 'hub', but no dataset is named.")
             )
-        found += [
-            f"{at}.{key}: expected 1 or more tokens, got {getattr(self, key)}."
-            for key in ("validation_tokens", "test_tokens")
-            if getattr(self, key) < 1
-        ]
-        if self.min_characters < 0:
-            found.append(f"{at}.min_characters: expected 0 or more, got {self.min_characters}.")
-        if self.bad_rows is not None and not 0 <= self.bad_rows <= 1:
-            found.append(f"{at}.bad_rows: expected a share from 0 to 1, got {self.bad_rows}.")
+        if self.validation + self.test >= 1:
+            found.append(
+                Problem(
+                    f"{at}.validation",
+                    f"{self.validation} and {at}.test {self.test} leave no documents to train on.",
+                )
+            )
         return found
 
 
-@dataclass(frozen=True)
+@configuration
+class MixedText(SourceConfig):
+    """One text of a mixture: changes to the source of all."""
+
+    prepared: OptionalText = None
+    """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the weights of the other texts."""
+
+
+@configuration
 class DataConfig(SourceConfig):
-    """Text, and how it becomes sequences.
+    """Text, and how it becomes sequences."""
 
-    ``prepared``: a directory that ``prepare`` wrote, used as it is, without its source (null: found
-    by what it was made of, below ``cache_dir``). ``mixture``: several texts by name, each a
-    ``weight`` and changes to the keys of the source; weights are shares of the tokens.
-    ``packing``: sequences are cut from one ``stream`` of documents, or filled with whole documents
-    by ``best_fit``. ``document_mask``: attention stays within a document. ``restart_positions``:
-    with it, positions count from 0 in every document. ``first_token_loss``: whether the first token
-    of a document, which nothing announces, counts in the loss. ``shuffle_group``: so many blocks
-    that lie together are read together, for file systems that read runs faster than pieces (null:
-    all are shuffled). ``num_workers``: processes that read (0: none). ``cache_dir``: where prepared
-    text lies; null for ``$UNROPE_CACHE`` or the user's cache directory.
-    """
-
-    sequence_length: int = 64
-    prepared: str | None = None
-    mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sequence_length: Annotated[Integer, Field(ge=2, lt=1 << 31)] = 64
+    """Tokens of a sequence; the training length of the model."""
+    prepared: OptionalText = None
+    """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
+    mixture: dict[str, FreeForm] = field(default_factory=dict)
+    """Several texts by name, each with a weight (its share of the tokens) and changes to the
+    source: {name: {weight: 0.7, hub_name: ...}, ...}."""
     packing: Literal["stream", "best_fit"] = "stream"
+    """How documents become sequences: stream (cut every sequence_length tokens), or best_fit
+    (whole documents)."""
     document_mask: bool = False
+    """Keep attention within a document."""
     restart_positions: bool = False
+    """Count positions from 0 in every document; needs document_mask."""
     first_token_loss: bool = True
-    shuffle_group: int | None = None
+    """Count the first token of a document, which nothing announces, in the loss."""
+    shuffle_group: Count | None = None
+    """Neighbouring blocks to read together, for file systems that read runs faster than pieces;
+    null: shuffle all blocks."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
-    num_workers: int = 0
-    cache_dir: str | None = None
+    """Statements mixed into training sequences."""
+    num_workers: Annotated[Natural, Field(le=1024)] = 0
+    """Processes that read; 0: none."""
+    cache_dir: OptionalText = None
+    """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
 
-    def source_problems(self, at: str) -> list[str]:
-        """Check the source's keys; prepared text needs no source."""
+    def source_problems(self, at: str) -> list[Problem]:
+        """Nothing of a source is read where the text is prepared."""
         return [] if self.prepared else super().source_problems(at)
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = []
-        if not 2 <= self.sequence_length < 1 << 31:
-            found.append(
-                f"data.sequence_length: expected 2 to 2^31 - 1 tokens, got {self.sequence_length}."
-            )
-        if self.num_workers < 0:
-            found.append(f"data.num_workers: expected 0 or more, got {self.num_workers}.")
-        if self.shuffle_group is not None and self.shuffle_group < 1:
-            found.append(f"data.shuffle_group: expected 1 or more, got {self.shuffle_group}.")
-        found += [
-            f"data.{key}: a name cannot hold a NUL character."
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        found = [
+            Problem(f"data.{key}", "a name cannot hold a NUL character.")
             for key in ("cache_dir", "prepared")
             if "\0" in (getattr(self, key) or "")
         ]
         if self.restart_positions and not self.document_mask:
-            found.append("data.restart_positions: needs data.document_mask=true.")
+            found.append(Problem("data.restart_positions", "needs data.document_mask=true."))
         if self.mixture and self.prepared:
-            found.append("data.prepared: one text, but data.mixture names several; name it there.")
+            found.append(
+                Problem("data.prepared", "one text, but data.mixture names several; name it there.")
+            )
         found += self._mixture_problems() if self.mixture else self.source_problems("data")
         return found + self.needles.problems(self.sequence_length)
 
-    def _mixture_problems(self) -> list[str]:
+    def _mixture_problems(self) -> list[Problem]:
         found = []
-        keys = [*(f.name for f in fields(SourceConfig)), "prepared", "weight"]
         weights: dict[str, float] = {}
         for name, changes in self.mixture.items():
             at = f"data.mixture.{name}"
-            if not isinstance(changes, Mapping):
-                found.append(f"{at}: expected a weight and a source's keys, got {changes!r}.")
-                continue
-            unknown = [key for key in changes if key not in keys]
-            found += [f"{at}.{key}: unknown key.{did_you_mean(str(key), keys)}" for key in unknown]
-            weight = changes.get("weight", 1.0)
-            number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not number or not 0 < weight < float("inf"):
-                found.append(f"{at}.weight: expected a positive number, got {weight!r}.")
-            else:
-                weights[name] = weight
-            own = {k: v for k, v in changes.items() if k in keys and k != "weight"}
-            try:
-                adapter(DataConfig).validate_python(own)
-            except ValidationError as error:
-                found += [
-                    f"{at}.{e['loc'][0]}: got {e['input']!r}; {e['msg'][0].lower()}{e['msg'][1:]}."
-                    for e in error.errors()
-                ]
-            else:
-                found += [] if unknown else self.of(name).source_problems(at)
+            text, problems = validated(MixedText, changes)
+            weights[name] = text.weight
+            found += [problem.under(at) for problem in problems]
+            found += [] if problems else self.of(name).source_problems(at)
         least = sum(weights.values()) / PERIOD
         return found + [
-            f"data.mixture.{name}.weight: {weight:g} is less than one of {PERIOD:,} samples, in "
-            f"which shares are exact; give {least:.2g} or more."
+            Problem(
+                f"data.mixture.{name}.weight",
+                f"{weight:g} is less than one of {PERIOD:,} samples, in which shares are exact; "
+                f"give {least:.2g} or more.",
+            )
             for name, weight in weights.items()
             if weight < least
         ]
@@ -236,27 +246,31 @@ class DataConfig(SourceConfig):
         }
 
 
-@dataclass(frozen=True)
+@configuration
 class TokenizerConfig:
-    """``path``: a ``tokenizer.json``, a ``.gguf`` or a model on the hub; null trains a byte-level
-    BPE of ``vocab_size`` on ``sample_megabytes`` of the training text."""
+    """The tokenizer, read from a file or trained."""
 
-    path: str | None = None
-    vocab_size: int = 1024
-    sample_megabytes: int = 64
+    path: OptionalText = None
+    """A tokenizer.json, a .gguf file or a model on the hub; null: train a byte-level BPE on the
+    training text."""
+    vocab_size: Integer = 1024
+    """Entries of the tokenizer that is trained."""
+    sample_megabytes: Count = 64
+    """Megabytes of the training text to train it on."""
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
+    def problems(self) -> list[Problem]:
+        """Check the values."""
         found = []
         if self.path == "":
-            found.append("tokenizer.path: expected a file, or null to train one, got ''.")
+            found.append(
+                Problem("tokenizer.path", "expected a file, or null to train one, got ''.")
+            )
         if self.path is None and not 257 <= self.vocab_size <= LARGEST_VOCABULARY:
             found.append(
-                "tokenizer.vocab_size: expected 257 entries, which hold every byte, to "
-                f"{LARGEST_VOCABULARY:,}; got {self.vocab_size}."
-            )
-        if self.sample_megabytes < 1:
-            found.append(
-                f"tokenizer.sample_megabytes: expected 1 or more, got {self.sample_megabytes}."
+                Problem(
+                    "tokenizer.vocab_size",
+                    f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
+                    f"{self.vocab_size}.",
+                )
             )
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.plan import digest
 from trainer.data.prepared import Prepared, is_prepared, open_prepared
@@ -16,7 +17,6 @@ from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
 from trainer.data.tokenizer import load_tokenizer, same_tokens
-from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) 
     wanted = load_tokenizer(path) if path and Path(path).is_file() else given
     if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
         of = f"tokenizer.path={path}" if path else "the model's"
-        raise UserError(
-            f"data.prepared: {corpus.directories[0]!r} was prepared with another tokenizer than "
-            f"{of}."
+        raise UserError.at(
+            "data.prepared",
+            f"{corpus.directories[0]!r} was prepared with another tokenizer than {of}.",
         )
 
 
@@ -175,17 +175,19 @@ def corpus_at(config: DataConfig, directories: Sequence[str]) -> Corpus:
         text = open_prepared(Path(directory))
         for split in ("train", "validation", "test"):
             if len(getattr(text, split)) < config.sequence_length:
-                raise UserError(
-                    f"data: the {split} split of {directory!r} holds fewer tokens than one "
-                    f"sequence of {config.sequence_length}; give more text, larger "
-                    "data.validation and data.test, or a shorter data.sequence_length."
+                raise UserError.at(
+                    "data",
+                    f"the {split} split of {directory!r} holds fewer tokens than one sequence of "
+                    f"{config.sequence_length}; give more text, larger data.validation and "
+                    "data.test, or a shorter data.sequence_length.",
                 )
         parts.append(Part(name, weight, text))
     first = parts[0].text
     for part in parts[1:]:
         if not same_tokens(part.text.tokenizer, first.tokenizer):
-            raise UserError(
-                f"data.mixture.{part.name}: it was prepared with another tokenizer than "
-                f"{parts[0].name!r}; prepare both with one tokenizer.path."
+            raise UserError.at(
+                f"data.mixture.{part.name}",
+                f"it was prepared with another tokenizer than {parts[0].name!r}; prepare both "
+                "with one tokenizer.path.",
             )
     return Corpus(first.tokenizer, first.end_of_text, tuple(parts))

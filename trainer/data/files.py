@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -70,21 +70,21 @@ def find_files(patterns: list[str], key: str) -> list[File]:
         UserError: some patterns match no file, or files of unknown type; names all of them.
     """
     found: dict[str, tuple[str, int]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:  # a list may have thousands of addresses
         outcomes = list(pool.map(_attempt, patterns))
     for matched, problem in outcomes:
         if problem:
-            problems.append(f"{key}: {problem}.")
+            problems.append(Problem(key, f"{problem}."))
         for path, size in matched.items():
             try:
                 kind_of(path)
             except ValueError:
-                problems.append(f"{key}: {path!r} is not in {READ}.")
+                problems.append(Problem(key, f"{path!r} is not in {READ}."))
             else:
                 if not size:
-                    problems.append(f"{key}: {path!r} is empty.")
-                # The same file may be named in two spellings.
+                    problems.append(Problem(key, f"{path!r} is empty."))
+                # One file may be named twice, in two spellings.
                 whole = path if "://" in path else str(Path(path).absolute())
                 found.setdefault(whole, (path, size))
     if problems:

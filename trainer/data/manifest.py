@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import Count, check_format, read_as, read_plain
 
 Split = Literal["train", "validation", "test"]
@@ -91,9 +91,11 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = 
         plain = read_plain(path)
         if not isinstance(plain, dict) or "format" not in plain:
             raise ValueError("it has no format")
-        check_format(plain["format"], newest, what, "remove the directory to prepare it again")
+        check_format(
+            plain["format"], newest, "data", what, "remove the directory to prepare it again"
+        )
         if plain["format"] < newest:
-            raise UserError(
-                f"{what} has format {plain['format']}, which is no longer read; remove it."
+            raise UserError.at(
+                "data", f"{what} has format {plain['format']}, which is no longer read; remove it."
             )
     return read_as(path, kind)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import NeedlesConfig
 from trainer.data.order import Integers, uniforms
-from trainer.errors import UserError
 
 NAMES = (
     *("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo"),
@@ -45,10 +45,11 @@ class NeedleVocabulary:
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
         split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) > 1]
         if split:
-            raise UserError(
-                "data.needles: the tokenizer must hold every name and two-digit number as one "
-                f"token, but splits {split[0]!r} and {len(split) - 1} others; train one "
-                "(tokenizer.path=null) or set data.needles.share=0."
+            raise UserError.at(
+                "data.needles",
+                "the tokenizer must hold every name and two-digit number as one token, but "
+                f"splits {split[0]!r} and {len(split) - 1} others; train one "
+                "(tokenizer.path=null) or set data.needles.share=0.",
             )
         flat = np.array([tokens[0] for tokens in ids])
         return cls(flat[: len(NAMES)], flat[len(NAMES) : -1], int(flat[-1]))
@@ -179,9 +180,9 @@ def make_trials(
     question = (asked[:, 0] * needles).astype(np.int64)
     room = L - 1 - STATEMENT * needles  # the last token is the question
     if room < 1:
-        raise UserError(
-            f"evaluation.needles: {needles} statements do not fit {L} tokens; at most "
-            f"{(L - 2) // STATEMENT}."
+        raise UserError.at(
+            "evaluation.needles",
+            f"{needles} statements do not fit {L} tokens; at most {(L - 2) // STATEMENT}.",
         )
     cuts = 1 + (places * room).astype(np.int64)
     cuts.sort(axis=1)

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.common.errors import UserError
 from trainer.data.manifest import Packing, Table, TableName, read_json
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
 from trainer.data.shards import FlatFile, TokenStream, write_synchronised, wrong_bytes, wrong_size
-from trainer.errors import UserError
 from trainer.lock import locked
 
 
@@ -66,9 +66,10 @@ class BestFitBlocks:
         tables = _tables(text.directory, length)
         if not tables or (problem := _size_problem(text.directory, length, tables)):
             why = f"cannot be read: {problem}" if tables else "are missing"
-            raise UserError(
-                f"data.packing: the blocks of {str(text.directory)!r} for sequences of {length} "
-                f"tokens {why}; `python -m trainer prepare` makes them."
+            raise UserError.at(
+                "data.packing",
+                f"the blocks of {str(text.directory)!r} for sequences of {length} tokens {why}; "
+                "`python -m trainer prepare` makes them.",
             )
         self._sequences = tables["blocks"].count - 1
         self._tables = {
@@ -146,7 +147,7 @@ def _size_problem(directory: Path, length: int, tables: dict[TableName, Table]) 
 def pack(text: Prepared, length: int) -> None:
     """Compute the best-fit packing for one length and write it atomically beside the shards."""
     lock = text.directory / f".best_fit-{length}.lock"
-    with locked(lock, f"{{holder}} packs {str(text.directory)!r}", wait=True):
+    with locked(lock, "data", f"packs {str(text.directory)!r}", wait=True):
         for leftover in text.directory.glob(f".best_fit-{length}.*.tmp"):
             leftover.unlink(missing_ok=True)
         if not is_packed(text.directory, length):

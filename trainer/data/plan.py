@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
 from trainer.data.files import File
@@ -34,7 +35,6 @@ from trainer.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from trainer.errors import UserError
 
 RECIPE = 2
 """Changes where the same text would become other tokens."""
@@ -134,7 +134,7 @@ class Plan:
         Raises:
             UserError: the plan is damaged or has another version.
         """
-        where = f"data.cache_dir: the plan in {str(directory)!r}"
+        where = f"the plan in {str(directory)!r}"
         try:
             plan = read_json(directory / "plan.json", cls, FORMAT, where)
             Tokenizer.from_str(plan.tokenizer)
@@ -143,7 +143,9 @@ class Plan:
         except Exception as error:  # tokenizers raises bare Exception
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{where} is damaged ({error}); remove the directory.") from None
+            raise UserError.at(
+                "data.cache_dir", f"{where} is damaged ({error}); remove the directory."
+            ) from None
         return plan
 
 
@@ -243,7 +245,7 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
     bad, empty, short = [], 0, 0
     for row in rows:
         if isinstance(row, BadRow):
-            bad.append(f"data: {row.place} {row.problem}.")
+            bad.append(Problem("data", f"{row.place} {row.problem}."))
         elif not row or row.isspace():
             empty += 1
         elif not is_kept(row, config):
@@ -253,9 +255,12 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
     why += [f"{short} have less than data.min_characters={config.min_characters}"] if short else []
     raise UserError(
         *bad[:NAMED],
-        f"data: too few different documents ({count}) for text to train on, data.validation and "
-        f"data.test{''.join(f'; {one}' for one in why)}; give more (a line of a .jsonl is never "
-        "cut).",
+        Problem(
+            "data",
+            f"too few different documents ({count}) for text to train on, data.validation and "
+            f"data.test{''.join(f'; {one}' for one in why)}; give more (a line of a .jsonl is "
+            "never cut).",
+        ),
     )
 
 

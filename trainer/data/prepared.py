@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, is_transient
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
 from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import UserError, kind_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         UserError: there is no prepared text, or it is damaged or of another version.
     """
-    where = f"data: the prepared text in {str(directory)!r}"
+    where = f"the prepared text in {str(directory)!r}"
     try:
         return read_json(directory / "manifest.json", Manifest, FORMAT, where)
     except FileNotFoundError:
@@ -77,13 +77,14 @@ def read_manifest(directory: Path) -> Manifest:
             more = "has no manifest.json; `python -m trainer prepare` writes such a directory"
         else:
             more = "does not exist; `python -m trainer prepare` writes such a directory"
-        raise UserError(f"{where} {more}.") from None
+        raise UserError.at("data", f"{where} {more}.") from None
     except (OSError, ValueError) as error:
-        why = (
+        raise UserError.at(
+            "data",
             f"{where} is damaged: its manifest cannot be read ({error}); remove the directory and "
-            "prepare it again."
-        )
-        raise kind_of(error)(why) from None
+            "prepare it again.",
+            transient=is_transient(error),
+        ) from None
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -93,23 +94,24 @@ def open_prepared(directory: Path) -> Prepared:
         UserError: something is missing or damaged.
     """
     manifest = read_manifest(directory)
-    where = f"data: the prepared text in {str(directory)!r} is damaged"
+    where = f"the prepared text in {str(directory)!r} is damaged"
     again = "remove the directory and prepare it again"
     dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
     shards = {split: manifest.shards.get(split, []) for split in SPLITS}
     try:
         text = (directory / "tokenizer.json").read_bytes()
     except OSError as error:
-        raise kind_of(error)(f"{where}: tokenizer.json: {error.strerror}; {again}.") from None
+        message = f"{where}: tokenizer.json: {error.strerror}; {again}."
+        raise UserError.at("data", message, transient=is_transient(error)) from None
     if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
-        raise UserError(f"{where}: tokenizer.json is not what was written; {again}.")
+        raise UserError.at("data", f"{where}: tokenizer.json is not what was written; {again}.")
     tokenizer = Tokenizer.from_str(text.decode())
     if tokenizer.id_to_token(end) is None:
-        raise UserError(f"{where}: end_of_text is {end}, which is no token; {again}.")
+        raise UserError.at("data", f"{where}: end_of_text is {end}, which is no token; {again}.")
     problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
     if found := [problem for problem in problems if problem]:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        raise UserError(f"{where}: {found[0]}{more}; {again}.")
+        raise UserError.at("data", f"{where}: {found[0]}{more}; {again}.")
     vocabulary = vocabulary_size(tokenizer)
     streams = {
         split: TokenStream(

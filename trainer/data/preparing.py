@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from trainer.common.errors import Problem, UserError
+from trainer.common.validation import adapter
 from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
@@ -28,8 +30,6 @@ from trainer.data.prepared import (
 )
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
-from trainer.errors import UserError
-from trainer.formats import adapter
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,10 @@ class Preparation:
                 return cls(*given, found[0], None)
         found = _states(root, asked)
         if len(found) > 1:
-            raise UserError(
-                f"data.revision: several states of {describe(config)} are prepared: "
-                f"{', '.join(str(path) for path in found)}; name one with data.prepared."
+            raise UserError.at(
+                "data.revision",
+                f"several states of {describe(config)} are prepared: "
+                f"{', '.join(str(path) for path in found)}; name one with data.prepared.",
             )
         return cls(*given, found[0] if found else root, None)
 
@@ -123,20 +124,22 @@ class Preparation:
         return sum(file.text_bytes for file in self.listing.files) <= LARGEST_BY_ITSELF
 
     @property
-    def missing(self) -> str:
+    def missing(self) -> Problem:
         """Message of a run that may not prepare its text itself."""
         once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
-            return (
-                f"data.packing: {str(self.directory)!r} has no blocks of "
-                f"{self.config.sequence_length} tokens yet; {once}"
+            return Problem(
+                "data.packing",
+                f"{str(self.directory)!r} has no blocks of {self.config.sequence_length} tokens "
+                f"yet; {once}",
             )
         asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
         if others := _states(self.directory.parent, asked):
-            return (
-                f"data: {describe(self.config)} has other files or sizes than when it was prepared "
+            return Problem(
+                "data",
+                f"{describe(self.config)} has other files or sizes than when it was prepared "
                 f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
-                f"prepares it anew: {prepare_command()}"
+                f"prepares it anew: {prepare_command()}",
             )
         return not_prepared(self.config)
 
@@ -186,9 +189,10 @@ class Preparation:
             assert self.listing is not None
             asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
             if parts > 1 and (begun := _states(self.directory.parent, asked, finished=False)):
-                raise UserError(
-                    f"data: parts of {describe(self.config)} lie in {str(begun[0])!r}, begun when "
-                    "it had other files or sizes; bring those back, or remove that directory."
+                raise UserError.at(
+                    "data",
+                    f"parts of {describe(self.config)} lie in {str(begun[0])!r}, begun when it "
+                    "had other files or sizes; bring those back, or remove that directory.",
                 )
             plan = make_plan(self.config, self.tokenizer_config, self.tokenizer, self.listing)
             plan.write(self.directory)
@@ -239,16 +243,17 @@ def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path 
     return done[0]
 
 
-def not_prepared(config: DataConfig) -> str:
+def not_prepared(config: DataConfig) -> Problem:
     """Describe a missing text: its size and the command that prepares it."""
-    return (
-        f"data: {describe(config)} has not been prepared below "
+    return Problem(
+        "data",
+        f"{describe(config)} has not been prepared below "
         f"{str(cache_directory(config))!r}; once, where the text and that place can be reached: "
-        f"{prepare_command()}"
+        f"{prepare_command()}",
     )
 
 
-def unprepared(values: Any) -> list[str]:
+def unprepared(values: Any) -> list[Problem]:
     """Describe each remote text of which nothing is prepared, with any tokenizer."""
     try:
         config = adapter(DataConfig).validate_python(values)
@@ -294,6 +299,5 @@ def of_mixture(config: DataConfig, name: str) -> Iterator[None]:
     except UserError as error:
         if not config.mixture:
             raise
-        at = f"data.mixture.{name}"
-        problems = (re.sub(r"^data(?=[.:])", at, problem) for problem in error.problems)
-        raise UserError(*problems) from error
+        keys = {"data": f"data.mixture.{name}"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error

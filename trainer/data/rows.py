@@ -17,8 +17,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trainer.common.errors import UserError
 from trainer.data.files import kind_of, one_line
-from trainer.errors import UserError
 
 READ = 1 << 20
 """Bytes read at a time."""
@@ -28,8 +28,8 @@ PIECE = 8192
 """Characters of the documents that a ``.txt`` file is cut into, at line ends."""
 
 
-class UnreadableError(UserError):
-    """A file could not be read; a remote file may be readable later."""
+class UnreachableError(UserError):
+    """A file behind a network could not be read; a second attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
     except UserError:
         raise
     except Exception as error:  # transports raise whatever they like
-        raise UnreadableError(
-            f"data.files: {path!r} cannot be read to its end: {one_line(error)}."
+        error_type = UnreachableError if "://" in path else UserError
+        raise error_type.at(
+            "data.files", f"{path!r} cannot be read to its end: {one_line(error)}."
         ) from error
 
 
@@ -91,7 +92,7 @@ def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
     rest, done = "", 0
     while data := file.read(READ):
         if (zero := data.find(b"\0")) >= 0:
-            raise UserError(f"data.files: {path!r} is not text: byte {done + zero:,} is NUL.")
+            raise UserError.at("data.files", f"{path!r} is not text: byte {done + zero:,} is NUL.")
         text = rest + _decoded(decoder, data, path, done)
         *lines, last = text.splitlines(keepends=True) or [""]
         yield from lines
@@ -109,8 +110,8 @@ def _decoded(
     try:
         return decoder.decode(data, final)
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.files: {path!r} is not UTF-8 text, at about byte {done + error.start:,}."
+        raise UserError.at(
+            "data.files", f"{path!r} is not UTF-8 text, at about byte {done + error.start:,}."
         ) from None
 
 
@@ -200,7 +201,7 @@ def _batches(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator
 
 def _check_column(schema: pa.Schema, text_field: str, path: str) -> None:
     if text_field not in schema.names:
-        raise UserError(
-            f"data.text_field: {path!r} has no field {text_field!r}; it has "
-            f"{', '.join(schema.names)}."
+        raise UserError.at(
+            "data.text_field",
+            f"{path!r} has no field {text_field!r}; it has {', '.join(schema.names)}.",
         )

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.common.errors import UserError, is_transient
 from trainer.data.encoding import Encoded
 from trainer.data.manifest import Shard
 from trainer.data.order import Integers
-from trainer.errors import UserError, kind_of
 
 
 class FlatFile:
@@ -46,14 +46,14 @@ class FlatFile:
             raise self._error(error) from error
 
     def _error(self, error: OSError) -> UserError:
-        return kind_of(error)(f"data: {str(self.path)!r} cannot be read: {error.strerror}.")
+        message = f"{str(self.path)!r} cannot be read: {error.strerror}."
+        return UserError.at("data", message, transient=is_transient(error))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Read ``count`` numbers from index ``start``.
 
         Raises:
-            UserError: the file ends early, or holds numbers that are too large.
-            TransientError: the disk fails.
+            UserError: the file ends early, holds numbers that are too large, or the disk fails.
         """
         found = np.empty(count, self.dtype)
         into, done = found.view(np.uint8).data, 0
@@ -64,12 +64,13 @@ class FlatFile:
             except OSError as error:
                 raise self._error(error) from error
             if not read:
-                raise UserError(f"data: {str(self.path)!r} cannot be read: it ends early.")
+                raise UserError.at("data", f"{str(self.path)!r} cannot be read: it ends early.")
             done += read
         if self.below is not None and count and (largest := int(found.max())) >= self.below:
-            raise UserError(
-                f"data: {str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
-                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again."
+            raise UserError.at(
+                "data",
+                f"{str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
+                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again.",
             )
         return found
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import fsspec
 
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.data.config import SourceConfig
 from trainer.data.files import File, find_files, one_line
 from trainer.data.rows import BadRow, read_rows, whole_characters
 from trainer.data.standard_library import stdlib_docs, stdlib_version
-from trainer.errors import UserError, did_you_mean
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
@@ -32,24 +32,26 @@ def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterabl
         UserError: the name belongs to a built-in source.
     """
     if function.__name__ in BUILT_IN:
-        raise UserError(
-            f"plugins: a text source cannot be called {function.__name__!r}, which is built in."
+        raise UserError.at(
+            "plugins", f"a text source cannot be called {function.__name__!r}, which is built in."
         )
     TEXT_SOURCES[function.__name__] = function
     return function
 
 
-def source_problems(config: SourceConfig, at: str = "data") -> list[str]:
-    """Check that the source exists and takes these arguments; return one sentence per problem."""
+def source_problems(config: SourceConfig, at: str = "data") -> list[Problem]:
+    """Whether there is such a source and it takes such arguments, one sentence each."""
     if config.source in BUILT_IN:
         return []
     if (function := TEXT_SOURCES.get(config.source)) is None:
         near = did_you_mean(config.source, [*BUILT_IN, *TEXT_SOURCES])
-        return [f"{at}.source: unknown source {config.source!r}.{near}"]
+        return [Problem(f"{at}.source", f"unknown source {config.source!r}.", near)]
     try:
         inspect.signature(function).bind(**config.arguments)
     except TypeError as error:
-        return [f"{at}.arguments: {config.source!r} does not take them: {one_line(error)}."]
+        return [
+            Problem(f"{at}.arguments", f"{config.source!r} does not take them: {one_line(error)}.")
+        ]
     return []
 
 
@@ -100,14 +102,16 @@ def _checked(config: SourceConfig) -> Iterator[str | BadRow]:
     try:
         texts = TEXT_SOURCES[config.source](**config.arguments)
         if isinstance(texts, str):
-            raise UserError(f"data.source: {config.source!r} gave one text instead of several.")
+            raise UserError.at(
+                "data.source", f"{config.source!r} gave one text instead of several."
+            )
         for number, text in enumerate(texts, 1):
             bad = BadRow(f"{config.source} row {number}", f"is no text but {text!r:.40}")
             yield whole_characters(text) if isinstance(text, str) else bad
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"data.source: {config.source!r} failed: {error!r}.") from error
+        raise UserError.at("data.source", f"{config.source!r} failed: {error!r}.") from error
 
 
 def is_here(config: SourceConfig) -> bool:
@@ -133,16 +137,17 @@ def _addresses(config: SourceConfig) -> list[str]:
             with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
                 lines = [line.strip() for line in file if line.strip()]
         except Exception as error:  # transports raise whatever they like
-            raise UserError(
-                f"data.files: the list {pattern[1:]!r} cannot be read: {one_line(error)}."
+            raise UserError.at(
+                "data.files", f"the list {pattern[1:]!r} cannot be read: {one_line(error)}."
             ) from error
         if not lines:
-            raise UserError(f"data.files: the list {pattern[1:]!r} names no file.")
+            raise UserError.at("data.files", f"the list {pattern[1:]!r} names no file.")
         chosen = [line for line in lines if any(fnmatchcase(line, glob) for glob in wanted)]
         if not chosen:
-            raise UserError(
-                f"data.allow_patterns: none of the {len(lines)} addresses in {pattern[1:]!r}, such "
-                f"as {lines[0]!r}, matches {config.allow_patterns}."
+            raise UserError.at(
+                "data.allow_patterns",
+                f"none of the {len(lines)} addresses in {pattern[1:]!r}, such as {lines[0]!r}, "
+                f"matches {config.allow_patterns}.",
             )
         found += chosen
     return found
@@ -167,14 +172,18 @@ def _list_hub(config: SourceConfig) -> Listing:
             splits = builder.config.data_files or {}
             if config.hub_split not in splits:
                 near = did_you_mean(config.hub_split, map(str, splits))
-                raise UserError(f"data.hub_split: {config.hub_name!r} has no such split.{near}")
+                raise UserError.at(
+                    "data.hub_split", f"{config.hub_name!r} has no such split.", near
+                )
             patterns = list(splits[config.hub_split])
             if patterns and patterns[0].startswith("hf://"):
                 revision = patterns[0].partition("@")[2].partition("/")[0]
     except UserError:
         raise
     except Exception as error:  # datasets raises whatever its transports raise
-        raise UserError(f"{where} cannot be read from the hub: {one_line(error)}.") from error
+        raise UserError.at(
+            "", f"{where} cannot be read from the hub: {one_line(error)}."
+        ) from error
     files = find_files(patterns, "data.hub_name")
     return Listing(tuple(files), revision)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.common.errors import UserError
 from trainer.data.config import TokenizerConfig
-from trainer.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
 from trainer.interchange.tokenizer_file import tokenizer_from_file
 
@@ -52,22 +52,24 @@ def load_tokenizer(path: str) -> Tokenizer:
     if Path(path).is_file():
         tokenizer = _read(path)
     elif Path(path).is_dir():
-        raise UserError(
-            f"tokenizer.path: {path!r} is a directory; name the file in it, such as "
-            f"{str(Path(path) / 'tokenizer.json')!r}."
+        raise UserError.at(
+            "tokenizer.path",
+            f"{path!r} is a directory; name the file in it, such as "
+            f"{str(Path(path) / 'tokenizer.json')!r}.",
         )
     elif path.endswith((".json", ".gguf")) or path.count("/") != 1 or path.startswith((".", "~")):
-        raise UserError(f"tokenizer.path: there is no file {path!r}.")
+        raise UserError.at("tokenizer.path", f"there is no file {path!r}.")
     else:
         try:
             from huggingface_hub import hf_hub_download
 
             file = cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
             tokenizer = tokenizer_from_file(file)
-        except Exception as error:  # transports raise various types, tokenizers bare Exception
-            raise UserError(
-                f"tokenizer.path: there is no file {path!r}, and no such model could be had from "
-                f"the hub: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
+            raise UserError.at(
+                "tokenizer.path",
+                f"there is no file {path!r}, and no such model could be had from the hub: "
+                f"{str(error).splitlines()[0]}",
             ) from error
     end_of_text(tokenizer)
     return tokenizer
@@ -81,9 +83,12 @@ def _read(path: str) -> Tokenizer:
             return read_gguf(Path(path))[2]
         return tokenizer_from_file(path)
     except UserError as error:
-        raise UserError(*(f"tokenizer.path: {path!r}: {p}" for p in error.problems)) from error
+        key = f"tokenizer.path: {path!r}"
+        raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"tokenizer.path: {path!r} is not a tokenizer.json ({error}).") from error
+        raise UserError.at(
+            "tokenizer.path", f"{path!r} is not a tokenizer.json ({error})."
+        ) from error
 
 
 def tokenizer_identity(
@@ -130,4 +135,6 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     for token in (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"):
         if (found := tokenizer.token_to_id(token)) is not None:
             return found
-    raise UserError("tokenizer.path: the tokenizer has no end-of-text token such as <|endoftext|>.")
+    raise UserError.at(
+        "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
+    )

@@ -23,13 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.batches import Batch, Map, batches_of, encoders
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.files import File
 from trainer.data.manifest import Manifest, Piece, Split, read_json
 from trainer.data.plan import FORMAT, Plan
-from trainer.data.rows import UnreadableError
+from trainer.data.rows import UnreachableError
 from trainer.data.shards import (
     ShardWriter,
     size_problem,
@@ -37,7 +38,6 @@ from trainer.data.shards import (
     write_synchronised,
 )
 from trainer.data.sources import read_source
-from trainer.errors import UserError
 from trainer.lock import locked
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ def prepare_units(
     (directory / "pieces").mkdir(parents=True, exist_ok=True)
     number, parts = part
     mine = range(number - 1, len(plan.units), parts)
-    busy = f"{{holder}} prepares {str(directory)!r} already; wait for it, or stop it."
+    doing = f"prepares {str(directory)!r} already; wait for it, or stop it"
     is_left = any(not _is_done(directory, unit) for unit in mine)
     with encoders(plan, workers if is_left else 1) as tokenised:
         for unit in mine:
-            # Lock each unit: other processes may divide the work into different parts.
-            with locked(directory / "pieces" / f".{unit:05d}.lock", busy, wait=wait):
+            # A unit has its own lock, as others may cut the work into other parts.
+            with locked(directory / "pieces" / f".{unit:05d}.lock", "data", doing, wait=wait):
                 if _is_done(directory, unit):
                     done = sum(plan.files[i].text_bytes for i in plan.units[unit])
                     report(Advance(done, _tokens(directory, unit)))
@@ -113,17 +113,19 @@ def said_in_one_line(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
-            raise UserError(
-                f"data.cache_dir: there is no room left in {str(directory)!r}; what was finished "
-                "stays, and the same command goes on."
+            raise UserError.at(
+                "data.cache_dir",
+                f"there is no room left in {str(directory)!r}; what was finished stays, and the "
+                "same command goes on.",
             ) from error
-        raise UserError(
-            f"data.cache_dir: {str(directory)!r} cannot be written ({error.strerror})."
+        raise UserError.at(
+            "data.cache_dir", f"{str(directory)!r} cannot be written ({error.strerror})."
         ) from error
     except BrokenProcessPool as error:
-        raise UserError(
-            "prepare: a process that tokenises was killed, perhaps for want of memory; what was "
-            "finished stays, and the same command goes on (prepare.workers= for fewer of them)."
+        raise UserError.at(
+            "prepare",
+            "a process that tokenises was killed, perhaps for want of memory; what was finished "
+            "stays, and the same command goes on (prepare.workers= for fewer of them).",
         ) from error
 
 
@@ -136,16 +138,17 @@ def write_manifest(plan: Plan, directory: Path) -> None:
     records = [r for unit in range(len(plan.units)) for r in _records(directory, unit)]
     shards = {split: [r.shards[split] for r in records if split in r.shards] for split in SPLITS}
     if missing := [split for split in SPLITS if not shards[split]]:
-        raise UserError(
-            f"data: the text holds nothing for {' and '.join(missing)}; give more text, or larger "
-            "data.validation and data.test."
+        raise UserError.at(
+            "data",
+            f"the text holds nothing for {' and '.join(missing)}; give more text, or larger "
+            "data.validation and data.test.",
         )
     dtype = np.dtype(plan.dtype)
     written = [shard for split in SPLITS for shard in shards[split]]
     if lost := list(filter(None, (size_problem(directory, shard, dtype) for shard in written))):
-        raise UserError(
-            f"data.cache_dir: {str(directory)!r}: {lost[0]}; remove the directory and prepare the "
-            "text again."
+        raise UserError.at(
+            "data.cache_dir",
+            f"{str(directory)!r}: {lost[0]}; remove the directory and prepare the text again.",
         )
     tokenizer = json.dumps(json.loads(plan.tokenizer), ensure_ascii=False, indent=1)
     write_synchronised(directory / "tokenizer.json", tokenizer.encode())
@@ -176,8 +179,8 @@ def _records(directory: Path, unit: int) -> list[Piece]:
         except FileNotFoundError:
             return found
         except ValueError as error:
-            raise UserError(
-                f"data.cache_dir: {str(path)!r} is damaged ({error}); remove it."
+            raise UserError.at(
+                "data.cache_dir", f"{str(path)!r} is damaged ({error}); remove it."
             ) from None
 
 
@@ -195,10 +198,10 @@ def _with_patience(work: Callable[[], None]) -> None:
     for wait in (*WAITS, None):
         try:
             return work()
-        except UnreadableError as error:
-            if wait is None or "://" not in error.problems[0]:
+        except UnreachableError as error:
+            if wait is None:
                 raise
-            log.warning("%s Trying again in %.0f s.", error.problems[0], wait)
+            log.warning("%s Trying again in %.0f s.", error, wait)
             time.sleep(wait)
     return None
 
@@ -270,9 +273,12 @@ def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:
         try:
             size = Path(file.path).stat().st_size if "://" not in file.path else file.size
         except OSError as error:
-            raise UserError(f"data.files: {file.path!r} is gone ({error.strerror}).") from error
+            raise UserError.at(
+                "data.files", f"{file.path!r} is gone ({error.strerror})."
+            ) from error
         if size != file.size:
-            raise UserError(
-                f"data.files: {file.path!r} has {size:,} bytes, and had {file.size:,} when "
-                "preparing it began; remove the unfinished directory, or bring the file back."
+            raise UserError.at(
+                "data.files",
+                f"{file.path!r} has {size:,} bytes, and had {file.size:,} when preparing it "
+                "began; remove the unfinished directory, or bring the file back.",
             )

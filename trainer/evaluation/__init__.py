@@ -1,1 +1,1 @@
-"""What a checkpoint can retrieve and predict, and how far."""
+"""Evaluation of checkpoints: what they retrieve and predict, and at which lengths."""

@@ -1,9 +1,9 @@
 """Greedy answers to prompts; a prefix that prompts share is read once.
 
-Prompts of a group, say one text with a needle at several depths, begin alike. The one that has most
-in common with the others, the trunk, is read first; the others go on from a copy of its keys and
-values up to where they leave it. Groups are read side by side, and all their prompts then grow
-together. Everything else is :func:`generate`'s.
+Prompts of a group, such as one text with a needle at several depths, share a prefix. The prompt
+that has most in common with the others, the trunk, is read first. The others continue from a copy
+of its keys and values, up to where they diverge. Groups are read in one batch, and all their
+prompts then grow together. The rest is up to :func:`generate`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ and then read some tokens that the trunk has read already."""
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts to answer together, by their indices.
+    """Prompts to answer together, by index.
 
-    ``cuts``: where prompts leave the trunk of their group, ascending; none where nothing is shared.
-    Otherwise ``prompts`` are first those that leave at ``cuts[0]``, one of every group, and last
-    the trunks.
+    ``cuts``: positions, ascending, at which prompts diverge from the trunk of their group; empty if
+    nothing is shared. Otherwise ``prompts`` lists those that diverge at ``cuts[0]``, one per group,
+    then those of the next cut, and finally the trunks.
     """
 
     prompts: tuple[int, ...]
@@ -55,17 +55,18 @@ def answers(
     done: Callable[[int], None] | None = None,
     stop: Stop | None = None,
 ) -> list[str]:
-    """The model's answer to each prompt, as if each were computed alone.
+    """Return the model's answer to each prompt, as if each were computed alone.
 
-    An answer ends at end-of-text, after ``new_tokens`` of its prompt, or where ``stop`` says.
+    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop`` says so.
 
     Args:
         model: a decoder.
         tokenizer: its tokenizer.
         prompts: in any order.
-        batch_tokens: tokens of the prompts that are read and kept at once (at least one prompt).
-        done: told how many prompts have been answered since it was told last.
-        stop: asked of every answer after each of its tokens.
+        batch_tokens: largest number of prompt tokens read and cached together (at least one
+            prompt).
+        done: called with the number of prompts answered since the last call.
+        stop: called with each answer after each of its tokens.
     """
     found = answers_of(WHOLE, model, tokenizer, prompts, batch_tokens, done, stop)
     return [found[index] for index in range(len(prompts))]
@@ -107,13 +108,13 @@ def _answer(
     end: int,
     on_token: Callable[[int, int], bool],
 ) -> None:
-    """Greedily; all are allowed equally many tokens, and begin with none of the same."""
+    """Answer greedily; all prompts have the same limits on length and first token."""
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
         logits, cache = _read(model, tokens, cuts, count)
         continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
-        # Nothing goes on from here, so that nothing has to be kept.
+        # this is the last token, so nothing needs to be cached
         ids = torch.tensor(tokens, device=model.device)
         parts = ids.split(sequences_at_once(model, ids.shape[1], ids.numel()))
         found = torch.cat([model(part, last=1)[:, 0].argmax(dim=-1) for part in parts])
@@ -127,7 +128,7 @@ def _answer(
 def _read(
     model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
 ) -> tuple[Tensor, KVCache]:
-    """Logits ``[B, vocab]`` after prompts of one length, and what was read; see :class:`_Batch`."""
+    """Return logits ``[B, vocab]`` after equal-length prompts and the cache."""
     length = len(tokens[0])
     groups = len(tokens) // (len(cuts) + 1)
     cache = model.empty_cache(len(tokens), length + new - 1)
@@ -148,8 +149,10 @@ def _read(
 
 
 def _stages(cuts: Sequence[int], groups: int, length: int, enough: float) -> list[tuple[int, int]]:
-    """(first, number) of the cuts whose prompts are read together, all from the first one on; all
-    but the last read ``enough`` tokens."""
+    """Group consecutive cuts to read together; return (first, number) for each group.
+
+    Every group but the last reads at least ``enough`` tokens.
+    """
     found: list[tuple[int, int]] = []
     for index in range(len(cuts)):
         first, count = found[-1] if found else (0, 0)
@@ -161,7 +164,7 @@ def _stages(cuts: Sequence[int], groups: int, length: int, enough: float) -> lis
 
 
 def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
-    """Every prompt once, groups that are worth it side by side."""
+    """Yield batches that contain every prompt once; groups that benefit share a batch."""
     alike: dict[tuple[int | None, int, int], list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         alike[prompt.group, len(prompt.tokens), prompt.new_tokens].append(index)
@@ -173,7 +176,7 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
         if group is None or parts == len(members):
             single += members
             continue
-        # Neighbours in depth have most in common.
+        # Prompts with similar depths share most.
         members.sort(key=lambda index: prompts[index].depth or 0.0)
         for part in np.array_split(members, parts):
             order, cuts = _cuts([prompts[index].tokens for index in part])
@@ -192,8 +195,10 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
 
 
 def _cuts(tokens: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """For prompts ``[n, L]``, the last of them the trunk: their order by where they leave it, and
-    these places ``[n - 1]``, one token at least behind them."""
+    """Order prompts ``[n, L]`` by where they diverge from the last one, the trunk.
+
+    Returns that order and the positions ``[n - 1]``, which leave at least one token to read.
+    """
     ids = np.array(tokens)
     differs = ids[:-1] != ids[-1]
     differs[:, -1] = True
@@ -205,7 +210,7 @@ def _cuts(tokens: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
 def _plain_batches(
     indices: Sequence[int], prompts: Sequence[Prompt], batch_tokens: int
 ) -> Iterator[_Batch]:
-    """Prompts that may say equally much, the longest first."""
+    """Yield batches of prompts with equally long answers, longest prompts first."""
     batch: list[int] = []
     room = new = 0
     for index in sorted(

@@ -5,96 +5,95 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import Count, Natural, Number, OptionalText, configuration
 from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.outcomes import AS_IS
+from trainer.evaluation.statistics import Comparison, sign_test
 from trainer.positional.rescaling import RESCALINGS
-from trainer.report.outcomes import AS_IS
-from trainer.report.statistics import Comparison, sign_test
 
 NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature")
 """Parts that change nothing for a factor of 1."""
 
 
-@dataclass(frozen=True)
+@configuration
 class BenchmarkConfig(MethodsConfig):
-    """The keys that all kinds of benchmark have.
-
-    ``factor``: how many times the training length methods are set for, and the length of the
-    validation text on which they choose; questions are as long as they are. ``limit``: questions a
-    task, the first ones (null: all). ``max_length``: tokens the model reads at once; longer
-    contexts lose their beginning (null: the training length). ``batch_tokens``: tokens in one
-    forward pass. ``add_bos``: begin every text with end-of-text, as sequences in training do (null:
-    yes for runs of this program; of published weights the tokenizer decides). ``dtype``: of the
-    weights (null: bf16 on a GPU, else fp32; on a GPU fp32 multiplies in TF32).
-    """
+    """The keys that all kinds of benchmark have."""
 
     tasks: list[str] = field(default_factory=list)
-    factor: float = 1.0
-    limit: int | None = None
-    max_length: int | None = None
-    batch_tokens: int = 4096
+    """Tasks by name."""
+    factor: Annotated[Number, Field(ge=1, le=1_000_000)] = 1.0
+    """Multiple of the training length that methods are set for, and the length of the text they
+    choose on; questions keep their length."""
+    limit: Count | None = None
+    """Questions of a task, the first ones; null: all."""
+    max_length: Count | None = None
+    """Tokens that the model reads at once, longer contexts lose their beginning; null: the
+    training length."""
+    batch_tokens: Count = 4096
+    """Tokens in a forward pass."""
     add_bos: bool | None = None
     dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
+    multiplies in TF32."""
 
     @property
     def factors(self) -> list[float]:
-        """The one factor."""
+        """Extension factors that methods are set for: a single one."""
         return [self.factor]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            f"evaluation.{key}: expected 1 or more, got {value}."
-            for key in ("limit", "max_length", "batch_tokens")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
+        found = []
         if not self.tasks:
-            found.append("evaluation.tasks: expected one or more, for instance [arc_easy,piqa].")
+            found.append(
+                Problem("evaluation.tasks", "expected one or more, for instance [arc_easy,piqa].")
+            )
         return found + self.method_problems() + self._factor_problems()
 
-    def _factor_problems(self) -> list[str]:
-        if not 1 <= self.factor <= 1e6:
-            return [f"evaluation.factor: expected a number from 1 on, got {self.factor:g}."]
+    def _factor_problems(self) -> list[Problem]:
         idle = [part for part in self.parts if part in NEED_A_FACTOR]
         if self.factor > 1 or not idle:
             return []
         return [
-            f"evaluation.factor: 1 leaves nothing to do for {', '.join(idle)}; expected how many "
-            "times the training length they are set for, for instance 4."
+            Problem(
+                "evaluation.factor",
+                f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
+                "training length they are set for, for instance 4.",
+            )
         ]
 
 
-@dataclass(frozen=True)
+@configuration
 class MultipleChoiceConfig(BenchmarkConfig):
-    """Questions from files.
+    """Questions from files."""
 
-    ``directory``: where ``TASK.jsonl.gz`` lie (null: what scripts/fetch_benchmarks.py fetched).
-    ``unconditional``: also score answers by how much the question makes them likelier, where the
-    files can; it doubles the work.
-    """
-
-    directory: str | None = None
+    directory: OptionalText = None
+    """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
     unconditional: bool = True
+    """Also score answers by how much the question makes them likelier, where the files can;
+    doubles the work."""
 
 
-@dataclass(frozen=True)
+@configuration
 class HarnessConfig(BenchmarkConfig):
-    """Tasks of lm-eval, which gets their data from the hub.
+    """Tasks of lm-eval, which gets their data from the hub."""
 
-    ``num_fewshot``: solved examples before each question (null: as the task says).
-    ``include_path``: a directory with more tasks.
-    """
-
-    num_fewshot: int | None = None
-    include_path: str | None = None
+    num_fewshot: Natural | None = None
+    """Solved examples before each question; null: as the task says."""
+    include_path: OptionalText = None
+    """Directory with more tasks; null: none."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task: its mean over ``questions``, and the standard error of that.
+    """One metric of one task: its mean over ``questions``, and the standard error of the mean.
 
-    ``each``: what every question scored, the more the better; empty where that is not known.
+    ``each``: score of every question, higher is better; empty if unknown.
     """
 
     task: str
@@ -105,8 +104,8 @@ class Score:
     each: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON without those of every question, null for a number that is not
-        finite."""
+        """Return plain values for JSON, without those of single questions; null for non-finite
+        numbers."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in vars(self).items()
@@ -126,13 +125,16 @@ class Scored:
 
     @property
     def name(self) -> str:
-        """``SmolLM + YaRN``; a model as is has its name alone."""
+        """``SmolLM + YaRN``; the model's name alone if it is unchanged."""
         return self.model if self.method == AS_IS else f"{self.model} + {self.title}"
 
 
 def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | None]:
-    """Every score with that of the same model as is on the same questions; of a model as is with
-    the first model as is. None where that was not scored, or question by question."""
+    """Compare every score with a baseline on the same questions.
+
+    The baseline of a method is the same model unchanged; that of an unchanged model is the first
+    one. None if the baseline has no scores per question.
+    """
     as_is = [other for other in others if other.method == AS_IS]
     own = [other for other in as_is if scored.method == AS_IS or other.model == scored.model]
     if not own or own[0] is scored:
@@ -145,7 +147,7 @@ def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | N
 
 
 def mean_score(task: str, metric: str, values: Iterable[float]) -> Score:
-    """The mean, and the sample standard deviation over the square root of their number."""
+    """Return the mean and its standard error from the sample standard deviation."""
     numbers = list(values)
     n, mean = len(numbers), sum(numbers) / len(numbers)
     variance = sum((x - mean) ** 2 for x in numbers) / (n - 1) if n > 1 else None

@@ -2,76 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Count, Multiple, configuration
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.report.results import PERPLEXITY, STATEMENTS
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 
 
 def task_names() -> tuple[str, ...]:
-    """What ``evaluation.tasks`` can name, with what plugins have added."""
+    """Return the names for ``evaluation.tasks``, including those of plugins."""
     return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
-@dataclass(frozen=True)
+@configuration
 class EvaluationConfig(MethodsConfig):
-    """Methods, tasks and lengths, and how carefully; the defaults are those of a run at its end.
-
-    ``enabled``: whether a training run ends with an evaluation. ``lengths``: multiples of the
-    training length. ``tasks``: of :func:`task_names`. ``windows``: held-out windows of the
-    perplexity at each length, of which the ``last`` tokens are reported (null: as many as the
-    training length, or the shortest length if that is less). ``batch_tokens``: tokens in one
-    forward pass. ``prefill_chunk``: tokens of a longer sequence that are read at once (null: 32,768
-    on a GPU; on a CPU all). ``dtype``: of the weights (null: bf16 on a GPU, else fp32; on a GPU
-    fp32 multiplies in TF32). ``needles``: of the trained statements and of all tasks with needles;
-    ``ruler``, ``longbench``, ``many_shot``: of those tasks.
-    """
+    """Methods, tasks and lengths; the defaults are those of a run at its end."""
 
     enabled: bool = True
-    lengths: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    """Evaluate a training run at its end."""
+    lengths: list[Multiple] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    """Lengths in multiples of the training length."""
     methods: list[str] | None = field(
         default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
     )
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
-    windows: int = 96
-    last: int | None = None
-    batch_tokens: int = 16384
-    prefill_chunk: int | None = None
+    """perplexity, statements (for runs trained with data.needles), standard, noisy, multi_key,
+    multi_query, multi_value, passkey, sentence, ruler, longbench, many_shot."""
+    windows: Count = 96
+    """Held-out windows of the perplexity at each length."""
+    last: Count | None = None
+    """Tokens of each window that are reported; null: the training length, or the shortest length
+    if that is less."""
+    batch_tokens: Count = 16384
+    """Tokens in a forward pass."""
+    prefill_chunk: Count | None = None
+    """Tokens of a sequence read at once; null: 32,768 on a GPU, all on a CPU."""
     dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
+    multiplies in TF32."""
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
+    """Settings of statements and of every task with needles."""
     ruler: RulerSettings = field(default_factory=RulerSettings)
+    """Settings of ruler."""
     longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
+    """Settings of longbench."""
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
+    """Settings of many_shot."""
 
     @property
     def factors(self) -> list[float]:
-        """The lengths."""
+        """Evaluated lengths, as multiples of the training length."""
         return self.lengths
 
-    def problems(self, training_length: int | None = None) -> list[str]:
-        """What is impossible (for models of that training length), one sentence each."""
-        found = []
-        if not self.lengths or min(self.lengths) <= 0:
-            found.append(
-                "evaluation.lengths: expected positive multiples of the training length, got "
-                f"{self.lengths}."
-            )
-        if not self.tasks:
-            found.append("evaluation.tasks: expected one or more, got none.")
-        for key in ("windows", "last", "batch_tokens", "prefill_chunk"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
+    def problems(self, training_length: int | None = None) -> list[Problem]:
+        """Check the values for models of this training length."""
+        found = [
+            Problem(f"evaluation.{key}", "expected one or more, got none.")
+            for key in ("lengths", "tasks")
+            if not getattr(self, key)
+        ]
         found += [
-            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
+            Problem("evaluation.tasks", f"unknown task {name!r}.", did_you_mean(name, task_names()))
             for name in self.tasks
             if name not in task_names()
         ]
@@ -80,34 +80,45 @@ class EvaluationConfig(MethodsConfig):
             found += group.problems()
         return found or ([] if training_length is None else self._misfits(training_length))
 
-    def _misfits(self, training_length: int) -> list[str]:
+    def _misfits(self, training_length: int) -> list[Problem]:
         """What is impossible for models of that training length."""
         shortest = round(training_length * min(self.lengths))
         longest = training_length * max(self.lengths)
         if shortest < 2 or longest >= 1 << 31:
             return [
-                "evaluation.lengths: expected multiples of the training length that make 2 to "
-                f"2^31 - 1 tokens, got {self.lengths} of {training_length}."
+                Problem(
+                    "evaluation.lengths",
+                    "expected multiples of the training length that make 2 to 2^31 - 1 tokens, got "
+                    f"{self.lengths} of {training_length}.",
+                )
             ]
         found = [] if STATEMENTS not in self.tasks else self._statement_problems(training_length)
         found += self.choice_problems(training_length, self.methods or ())
         if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
             found.append(
-                f"evaluation.last: {self.last} tokens are more than the shortest length of "
-                f"{shortest} has; give that or less, or null."
+                Problem(
+                    "evaluation.last",
+                    f"{self.last} tokens are more than the shortest length of {shortest} has; "
+                    "give that or less, or null.",
+                )
             )
         return found
 
-    def _statement_problems(self, training_length: int) -> list[str]:
+    def _statement_problems(self, training_length: int) -> list[Problem]:
         """Whether the statements fit the shortest length, and which key is wrong where not."""
         shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
         statements = f"{self.needles.needles} statements of 3 tokens"
         if least > training_length:
-            return [f"evaluation.needles.needles: {statements} do not fit {shortest} tokens."]
+            return [
+                Problem("evaluation.needles.needles", f"{statements} do not fit {shortest} tokens.")
+            ]
         if least > shortest:
             return [
-                f"evaluation.lengths: {min(self.lengths):g} of {training_length} tokens is "
-                f"{shortest}, too few for {statements}; expected {least} tokens or more, or fewer "
-                "evaluation.needles.needles."
+                Problem(
+                    "evaluation.lengths",
+                    f"{min(self.lengths):g} of {training_length} tokens is {shortest}, too few "
+                    f"for {statements}; expected {least} tokens or more, or fewer "
+                    "evaluation.needles.needles.",
+                )
             ]
         return []

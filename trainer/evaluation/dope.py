@@ -1,12 +1,11 @@
-"""DoPE: the rotary encoding is taken away from the heads of extreme matrix entropy, without any
-training (Denoising Rotary Position Embedding, Sec. 4.3).
+"""DoPE: remove the rotary encoding of heads with extreme matrix entropy, without training.
 
-Heads are chosen on a text, among all layers together (Sec. 5.1), then a layout is changed for them;
-any rescaling of the model's own will do. A head is a query head, with the keys that it reads for
-itself, as the paper counts them; or, as a setting, a key-value head with all of its queries.
-What the paper leaves open is a setting too: it sorts both ways, and by-all multiplies queries and
-keys by 0 (Eq. 35) where the text removes their encoding "rather than completely zeroing out the
-head".
+Source: Denoising Rotary Position Embedding, Sec. 4.3. Heads are chosen on a text, among all layers
+together (Sec. 5.1), and the layout is changed for them, on top of any rescaling. A head is a query
+head with a copy of the keys that it reads, as the paper counts, or optionally a key-value head with
+all its queries. Where the paper is ambiguous, there is a setting: it sorts both ways, and by-all
+multiplies queries and keys by 0 (Eq. 35), while the text removes their encoding "rather than
+completely zeroing out the head".
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy.measure import MatrixEntropy, at_stage, gram, matrix_entropy
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.head_units import (
     heads_problems,
     rotating_heads,
@@ -31,8 +30,7 @@ from trainer.evaluation.head_units import (
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
 NAMED = 32
@@ -41,10 +39,10 @@ NAMED = 32
 
 @dataclass(frozen=True)
 class Chosen:
-    """A head that was chosen.
+    """A chosen head.
 
-    ``head``: its index among the units of the settings in its layer. ``bands``: the pairs it loses.
-    ``noise``: standard deviations of what takes the place of its queries and of its keys.
+    ``head``: its index among the layer's units. ``bands``: pairs that it loses. ``noise``: standard
+    deviations of the noise that replaces its queries and keys.
     """
 
     layer: int
@@ -56,8 +54,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Selection:
-    """The heads that were chosen, from the first on, in a model of ``queries`` query heads a layer
-    with ``head_dim`` channels each."""
+    """Chosen heads, in order, of a model with ``queries`` query heads per layer of ``head_dim``
+    channels."""
 
     settings: DopeSettings
     heads: tuple[Chosen, ...] = ()
@@ -66,7 +64,7 @@ class Selection:
 
     @property
     def words(self) -> str:
-        """Which heads, from the first on: L for the layer, H for a query head, G for a group."""
+        """The heads in words, in order: L for the layer, H for a query head, G for a group."""
         unit = "H" if self.settings.unit == "head" else "G"
         named = [f"L{one.layer}{unit}{one.head}" for one in self.heads[:NAMED]]
         more = len(self.heads) - len(named)
@@ -79,18 +77,15 @@ def select(
     """Choose heads on a text.
 
     Args:
-        model: a decoder, with its layout as trained.
-        ids: ``[B, T]`` texts; those to come may be of another length (Table 3).
-        settings: which heads.
+        model: a decoder with its layout as trained.
+        ids: ``[B, T]`` texts; evaluated texts may have another length (Table 3).
+        settings: criteria.
         layout: the rescaled layout; None: as trained.
 
     Raises:
-        UserError: impossible settings, a model without rotation, or one with fewer heads that
-            rotate.
+        UserError: the model does not rotate, or too few heads rotate.
     """
     trained, config = model.layout, model.config
-    if problems := settings.problems():
-        raise UserError(*problems)
     require_rotation(trained, "evaluation.dope")
     count, rotating = units(config, settings), rotating_heads(trained, config, settings)
     if problems := heads_problems(trained, config, settings):
@@ -101,7 +96,7 @@ def select(
     moments: list[Tensor] = []
 
     def by_unit(of_queries: Tensor) -> Tensor:
-        """The mean over the query heads of a unit, ``[..., Hq]`` to ``[..., units]``."""
+        """Average over the query heads of each unit, ``[..., Hq]`` to ``[..., units]``."""
         return of_queries.unflatten(-1, (count, -1)).mean(dim=-1)
 
     def on_layer(heads: Heads) -> None:
@@ -141,7 +136,7 @@ def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
 
 
 def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixEntropy:
-    """Of all query heads, each with the keys that it reads."""
+    """Compute the matrix entropy of all query heads, each with the keys that it reads."""
     queries = heads.q.shape[1]
     sides: tuple[Side, ...] = ("query", "key") if settings.by == "joint" else (settings.by,)
     grams = torch.stack(
@@ -154,7 +149,7 @@ def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixE
 
 
 def _moments(heads: Heads) -> Tensor:
-    """Means and mean squares of the components of queries and keys, ``[2, 2, Hq]`` float64."""
+    """Return means and mean squares of query and key components, ``[2, 2, Hq]`` float64."""
 
     def of(x: Tensor) -> Tensor:
         var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
@@ -165,16 +160,19 @@ def _moments(heads: Heads) -> Tensor:
 
 
 def _of_queries(of_heads: Tensor, queries: int) -> Tensor:
-    """``[H, ...]`` of key-value heads as ``[queries, ...]`` of those that read them."""
+    """Repeat ``[H, ...]`` of key-value heads to ``[queries, ...]`` of the query heads that read
+    them."""
     return of_heads.repeat_interleave(queries // len(of_heads), dim=0)
 
 
 def _lost_bands(
     spectrum: Spectrum, training_length: int, settings: DopeSettings
 ) -> tuple[int, ...]:
-    """Pairs, by their frequencies as trained: by them a band is new beyond the training length,
-    and a rescaling changes nothing about which. C is the longest length of training, and the
-    frequencies are those of such sequences."""
+    """Return the pairs to remove, chosen by their frequencies as trained.
+
+    A band is untrained beyond the training length by its trained frequency, whatever the rescaling.
+    C is the longest training length; if frequencies depend on the length, those at C count.
+    """
     slowest = math.inf
     if settings.variant == "by_parts":
         slowest = 2 * math.pi / training_length
@@ -183,10 +181,10 @@ def _lost_bands(
 
 
 def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
-    """Standard deviations, a layer each, of the retained heads' components.
+    """Return each layer's standard deviation of the components of its retained heads.
 
-    ``moments``: means and mean squares, ``[L, 2, H]``. A layer that retains none has that of the
-    model; a model that retains none, that of all its heads.
+    ``moments``: means and mean squares, ``[L, 2, H]``. A layer without retained heads gets the
+    model's value; a model without any, the value over all heads.
     """
     kept = torch.zeros(moments.shape[0], moments.shape[2], dtype=torch.bool)
     for place in retained:
@@ -204,10 +202,10 @@ def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
 
 
 def apply(layout: Layout, selection: Selection) -> Layout:
-    """``layout``, rescaled or not, without what the chosen heads lose; itself where none is chosen.
+    """Return ``layout``, rescaled or not, without what the chosen heads lose.
 
     Raises:
-        ValueError: a layer has an intervention already.
+        ValueError: a layer already has an intervention.
     """
     by_layer: dict[int, list[Chosen]] = defaultdict(list)
     for head in selection.heads:
@@ -240,7 +238,7 @@ def _unrotated(encoding: LayerEncoding, chosen: list[Chosen]) -> LayerEncoding:
 
 
 def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
-    """With the temperature and the scale of the pairs as they were."""
+    """Set the frequencies of ``bands`` to zero; keep temperature and scale."""
 
     def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
@@ -252,7 +250,7 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
 
 
 def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
-    """A band adds nothing to a score where it is zero in the query: the keys need no change."""
+    """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
     by_query = _by_query(encoding, chosen, selection)
 
     def row(head: int) -> tuple[float, ...]:
@@ -268,7 +266,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 
 
 def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
-    """Noise in the place of queries and of keys (Eq. 36 and 37)."""
+    """Replace queries and keys by noise (Eq. 36 and 37)."""
     by_query = _by_query(encoding, chosen, selection)
     copies = selection.queries // len(encoding.spectra)
 
@@ -279,7 +277,7 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 
     query, query_noise = rows(range(selection.queries), 0)
     key, key_noise = rows(range(0, selection.queries, copies), 1)
-    # A seed for every layer, or all would have one noise.
+    # One seed per layer; otherwise all layers would have the same noise.
     seed = selection.settings.seed * 1000 + chosen[0].layer
     intervention = Intervention(query, key, query_noise, key_noise, seed)
     return with_intervention(encoding, intervention)
@@ -288,6 +286,6 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 def _by_query(
     encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
 ) -> dict[int, Chosen]:
-    """The chosen heads by each query head that they are or that reads them."""
+    """Return the chosen heads by query head, a group's by each of its query heads."""
     each = 1 if selection.settings.unit == "head" else selection.queries // len(encoding.spectra)
     return {unit.head * each + i: unit for unit in chosen for i in range(each)}

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.passes import sequences_at_once
@@ -28,13 +30,11 @@ from trainer.evaluation.plan import (
     choice_key,
     plan_jobs,
 )
+from trainer.evaluation.results import Cell
 from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
-from trainer.report.progress import Progress
-from trainer.report.results import Cell
-from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ class _Worker:
     def work(self, jobs: Sequence[Job], total: float) -> None:
         """Do jobs that no other process has claimed, until none is left; ``total``: operations of
         this process's share."""
-        if jobs and not self.claims.share.index:
-            lengths = {plan.length for plan in jobs[0].plans}
-            say_duration(self._loaded(jobs[0].method[0]), lengths, total, self.batch_tokens)
         left = self._in_order(jobs)
+        if left and not self.claims.share.index:
+            lengths = {plan.length for plan in left[0].plans}
+            say_duration(self._loaded(left[0].method[0]), lengths, total, self.batch_tokens)
         while left:
             later = []
             for job in left:

@@ -1,8 +1,8 @@
-"""Sets of LongRoPE's factors that a search goes through: its beginning, and what it tries next.
+"""Search spaces for LongRoPE's factors: starting points and variations.
 
-LongRoPE (Ding et al. 2024) searches one factor a pair. LongRoPE2 (Shang et al. 2025) finds that
-pairs slower than a *critical* one need the whole extension or more, and that it comes earlier than
-in theory, where it is the first pair that does not turn once in C.
+LongRoPE (Ding et al. 2024) searches one factor per pair. LongRoPE2 (Shang et al. 2025) finds that
+pairs slower than a *critical* one need the whole extension or more, and that this pair comes
+earlier than in theory, where it is the first that does not complete a turn in C.
 """
 
 from __future__ import annotations
@@ -38,28 +38,31 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 
 
 class Space(Protocol):
-    """What is searched for one layout and one extension factor s."""
+    """Search space for one layout and one extension factor s."""
 
     def starts(self) -> list[Individual]:
-        """Where the search begins."""
+        """Return the starting points of the search."""
         ...
 
     def child(
         self, one: Individual, other: Individual, generator: np.random.Generator
     ) -> Individual:
-        """A mutation of one parent or of a crossing of two."""
+        """Return a mutation of one parent or of a crossing of two."""
         ...
 
     def factors(self, individual: Individual) -> LongRopeFactors:
-        """For every distinct spectrum of the layout, in its order."""
+        """Return factors for each distinct spectrum of the layout, in its order."""
         ...
 
 
 @dataclass(frozen=True)
 class EveryPair:
-    """LongRoPE's: factors from 1 to :data:`HIGHEST` s that never fall from a fast pair to a slower
-    one. It begins with the model as it is, PI, NTK-aware and NTK-by-parts scaling, and NTK-aware
-    scaling up to a critical pair."""
+    """LongRoPE's space: factors from 1 to :data:`HIGHEST` s, non-decreasing from fast to slow
+    pairs.
+
+    Starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and NTK-aware scaling
+    up to a critical pair.
+    """
 
     layout: Layout
     factor: float
@@ -89,7 +92,7 @@ class EveryPair:
     def child(
         self, one: LongRopeFactors, other: LongRopeFactors, generator: np.random.Generator
     ) -> LongRopeFactors:
-        # Small steps refine what is good, large ones leave it; the whole way is ln s.
+        # Small steps refine, large ones explore; the whole range is ln s.
         width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
         highest = HIGHEST * self.factor
         return tuple(
@@ -103,11 +106,12 @@ class EveryPair:
 
 @dataclass(frozen=True)
 class FromCriticalPair:
-    """LongRoPE2's: the critical pair, from 0.7 of the theoretical one on to that one, and the
-    factors from it on, from s to :data:`HIGHEST` s, which never fall. The faster pairs have
-    NTK-aware scaling that reaches the critical pair's factor there.
+    """LongRoPE2's space: a critical pair, and non-decreasing factors from it on.
 
-    An individual has a critical pair and the factors of all pairs for every spectrum.
+    The critical pair lies between 0.7 of the theoretical one and that one; factors range from s to
+    :data:`HIGHEST` s. Faster pairs have NTK-aware scaling that reaches the critical pair's factor
+    there. An individual consists of a critical pair and the factors of all pairs, for every
+    spectrum.
     """
 
     layout: Layout
@@ -150,16 +154,17 @@ class FromCriticalPair:
     def _whole(
         self, pair: int, heights: NDArray[np.float64], spectrum: Spectrum
     ) -> tuple[int, Factors]:
-        """With ``heights`` (in units of s) from the critical pair on."""
+        """Complete ``heights`` (in units of s), given from the critical pair on."""
         slow = np.maximum.accumulate(np.clip(heights[pair:], 1, HIGHEST)) * self.factor
         factors = np.concatenate([np.ones(min(pair, len(heights))), slow])
         return pair, tuple(_ntk_below(pair, factors, self.factor).tolist())
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
-    """The first pair that does not turn once in the training length, at least 1 (LongRoPE2).
+    """Return the first pair that does not complete a turn in the training length, at least 1
+    (LongRoPE2).
 
-    Pairs that stand still before all that turn are fast ones, which a drop has taken.
+    Leading pairs with frequency 0 count as fast ones that a drop removed.
     """
     turns = np.array(longest(spectrum, training_length)) * training_length / (2 * math.pi)
     first = int(np.argmax(turns > 0)) if turns.any() else 0
@@ -171,15 +176,17 @@ def _near(pair: int, part: float) -> int:
 
 
 def _ntk_below(pair: int, factors: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
-    """The factors with NTK-aware scaling of the pairs before the given one, whose own factor
-    (s where there is none as slow) it reaches."""
+    """Apply NTK-aware scaling to the pairs before ``pair`` such that it reaches that pair's factor.
+
+    If no pair is as slow, it reaches s.
+    """
     reached = factors[pair] if pair < len(factors) else factor
     places = np.arange(len(factors))
     return np.where(places < pair, reached ** (places / pair), factors)
 
 
 def _ratios(before: Factors, after: Factors) -> Factors:
-    """By what frequencies were divided; a pair that stands still goes with the one before it."""
+    """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
     ratios = [f / g if g else 1.0 for f, g in zip(before, after, strict=True)]
     return _monotone(np.array(ratios))
 
@@ -191,7 +198,7 @@ def _monotone(factors: NDArray[np.float64]) -> Factors:
 def _varied(
     mine: Factors, theirs: Factors, width: float, generator: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Some of the factors from the other parent, and some changed by so much on a log scale."""
+    """Take some factors from the other parent, and change some by ``width`` on a log scale."""
     factors = np.where(generator.random(len(mine)) < SHARE, theirs, mine)
     steps = generator.normal(0, width, len(mine)) * (generator.random(len(mine)) < SHARE)
     return factors * np.exp(steps)

@@ -1,4 +1,5 @@
-"""Final answers of worked solutions, as in MATH (Hendrycks et al. 2021): found and compared."""
+"""Extraction and comparison of final answers of worked solutions, as in MATH (Hendrycks et al.
+2021)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, with balanced braces; None without one."""
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
     begin = text.rfind(r"\boxed{")
     if begin < 0:
         return None
@@ -20,7 +21,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The boxed answer of a solution, or else its last number, or nothing."""
+    """Return a solution's boxed answer, or else its last number, or ""."""
     numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
     found = boxed(text)
     return found if found is not None else numbers[-1] if numbers else ""
@@ -36,8 +37,8 @@ SAME = [
 
 
 def normalised(answer: str) -> str:
-    """An answer without what only affects its typography: spaces, units of degree and percent,
-    delimiters' sizes, separators of thousands, a last full stop."""
+    """Remove what only affects typography: spaces, degree and percent signs, delimiter sizes,
+    thousands separators, and a final full stop."""
     for pattern, new in SAME:
         answer = re.sub(pattern, new, answer)
     return answer

@@ -1,4 +1,4 @@
-"""Parts of methods that are fitted on held-out text, each to the layouts before it."""
+"""Parts of methods that are fitted on held-out text, each after the parts before it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting
@@ -19,23 +20,21 @@ from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.published_factors import read_factors
 from trainer.evaluation.settings import LongRopeSettings
 from trainer.evaluation.temperature import fit_coefficient, fit_line
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
-from trainer.report.words import counted
+from trainer.positional.layout import Intervention, Layout
 
 
 def plain(value: Any) -> Any:
-    """Settings as JSON has them."""
+    """Convert settings to JSON values."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, LongRopeSettings):
         return value.of_choice
-    # Which models have a temperature changes nothing of those that do.
+    # The choice of models to fit does not affect the models that are fitted.
     return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
 
 
 def told_apart(layout: Layout) -> Any:
-    """What a layout is among the settings of a choice that is kept."""
+    """Return what identifies a layout in the key of a stored choice."""
     if any(layer.intervention is not None for layer in layout.layers):
         return hashlib.sha256(repr(layout).encode()).hexdigest()
     return layout.to_dict()
@@ -48,8 +47,7 @@ def some_layers(layout: Layout, config: MethodsConfig) -> list[int] | None:
 
 
 def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """A factor for every pair: published ones, or searched at every length beyond the training
-    length."""
+    """Divide each pair by its own factor: published ones, or searched at each length beyond C."""
     settings = config.longrope
     if settings.factors is not None:
         published = read_factors(settings.factors)
@@ -69,7 +67,7 @@ def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 
 
 def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
+    """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
     per, settings, layers = config.temperature.per, config.temperature, config.layers
     if not any(factor > 1 for factor in config.factors):
         return before
@@ -112,7 +110,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
 
 
 def denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Without what heads of extreme matrix entropy lose (DoPE)."""
+    """Remove what heads of extreme matrix entropy lose (DoPE)."""
 
     @cache
     def chosen(factor: float) -> dope.Selection:
@@ -125,7 +123,7 @@ def denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 
 
 def weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """With a factor on pairs of extreme frequency entropy (Weighted RoPE)."""
+    """Multiply pairs of extreme frequency entropy by a factor (Weighted RoPE)."""
 
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
@@ -147,7 +145,7 @@ def _chosen_on(ids: Tensor, config: MethodsConfig) -> str:
 
 
 def longrope_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
-    """Sequences that the search reads."""
+    """Return the numbers of sequences that the search reads, by extension factor."""
     settings = config.longrope
     if factor <= 1 or settings.factors is not None:
         return {}
@@ -156,13 +154,13 @@ def longrope_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 
 
 def temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
-    """Sequences that the fit reads at each of its lengths."""
+    """Return the numbers of sequences that the fit reads, by extension factor."""
     tried = len(config.temperature.grid) * config.fit_windows
     return dict.fromkeys(config.temperature.lengths or [factor], tried) if factor > 1 else {}
 
 
 def choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
-    """Texts that heads or pairs are chosen on."""
+    """Return the numbers of texts that heads or pairs are chosen on, by extension factor."""
     settings = config.choice
     of_windows = settings.text == "validation"
     texts = min(settings.texts, config.fit_windows) if of_windows else settings.texts

@@ -1,4 +1,4 @@
-"""A decoder behind lm-eval's model interface. Importing this needs the ``eval`` extra."""
+"""Adapter of a decoder to lm-eval's model interface; importing it needs the ``eval`` extra."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Likelihood, log_likelihoods
 from trainer.evaluation.requests import Encoder, Request
@@ -22,13 +22,14 @@ from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 
+KEY = "evaluation.tasks"
 Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
 """Computes something of every item, on one process or on several that each call it with the same
 items."""
 
 
 def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    """All of them here."""
+    """Compute all items in this process."""
     return compute(items)
 
 
@@ -37,10 +38,10 @@ MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
-    """Answers lm-eval's three kinds of requests.
+    """lm-eval model that answers its three kinds of requests.
 
-    ``batch_tokens``: tokens in one forward pass, and in the cache of those that are generated.
-    ``spread``: who computes what. ``silent``: no progress is shown.
+    ``batch_tokens``: tokens per forward pass, and in the cache during generation. ``spread``:
+    divides work among processes. ``silent``: show no progress.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         self._device = model.device
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log-likelihood (nats) of every (context, continuation), and whether it is greedy."""
+        """Return each continuation's log-likelihood (nats), and whether it is greedy."""
         found = self._likelihoods(self.encoder.requests([request.args for request in requests]))
         return [(answer.log_likelihood, answer.greedy) for answer in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Log-likelihood (nats) of every whole text, in windows of the greatest length."""
+        """Return each whole text's log-likelihood (nats), in windows of the maximum length."""
         windows = [self.encoder.windows(request.args[0]) for request in requests]
         flat = [window for of_text in windows for window in of_text]
         found = iter(self._likelihoods(flat))
@@ -79,7 +80,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return self.spread(requests, compute)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """A continuation of every context, up to the first of its stop strings."""
+        """Return a continuation of each context, up to the first of its stop strings."""
         texts = [""] * len(requests)
         alike: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -97,9 +98,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
         room = self.encoder.max_length - new
         if room < 1:
-            raise UserError(
-                f"evaluation.max_length: {self.encoder.max_length} tokens leave no room for a "
-                f"prompt, since the task generates {new}."
+            raise UserError.at(
+                "evaluation.max_length",
+                f"{self.encoder.max_length} tokens leave no room for a prompt, since the task "
+                f"generates {new}.",
             )
         temperature = float(settings.get("temperature") or 0.0)
         sampling = Sampling(
@@ -128,7 +130,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [text.text for text in texts]
 
     def _batches(self, prompts: Sequence[Sequence[int]], new: int) -> Iterator[list[int]]:
-        """Indices of prompts, the longest first, whose caches hold ``batch_tokens`` together."""
+        """Yield indices of prompts, longest first, whose caches hold at most ``batch_tokens``
+        together."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         while order:
             size = max(1, self.batch_tokens // (len(prompts[order[0]]) + new))
@@ -136,17 +139,17 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             order = order[size:]
 
 
-def unknown_tasks(config: HarnessConfig) -> list[str]:
+def unknown_tasks(config: HarnessConfig) -> list[Problem]:
     """A sentence for every task that lm-eval does not know."""
     manager = TaskManager(include_path=config.include_path)
     return [
-        f"evaluation.tasks: lm-eval has no task {task!r}.{did_you_mean(task, manager.all_tasks)}"
+        Problem(KEY, f"lm-eval has no task {task!r}.", did_you_mean(task, manager.all_tasks))
         for task in config.tasks
         if not manager.match_tasks([task])
     ]
 
 
-def task_problems(config: HarnessConfig) -> list[str]:
+def task_problems(config: HarnessConfig) -> list[Problem]:
     """A sentence for every task that lm-eval does not know, or for data that it cannot get; what it
     gets is then on this machine."""
     if problems := unknown_tasks(config):
@@ -158,11 +161,12 @@ def task_problems(config: HarnessConfig) -> list[str]:
     return []
 
 
-def _no_data(config: HarnessConfig, error: OSError) -> str:
-    return (
-        f"evaluation.tasks: lm-eval cannot get the data of {', '.join(config.tasks)} "
+def _no_data(config: HarnessConfig, error: OSError) -> Problem:
+    return Problem(
+        KEY,
+        f"lm-eval cannot get the data of {', '.join(config.tasks)} "
         f"({' '.join(str(error).split())}). Without a network, multiple_choice scores "
-        "request files."
+        "request files.",
     )
 
 
@@ -174,8 +178,8 @@ def score_tasks(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """Every task of a configuration, by lm-eval; ``spread``, ``silent`` as of
-    :class:`HarnessModel`.
+    """Score every task of a configuration with lm-eval; see :class:`HarnessModel` for the last
+    arguments.
 
     Raises:
         UserError: lm-eval does not know a task, or cannot get its data.
@@ -197,8 +201,7 @@ def score_tasks(
 
 
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """The numbers among what lm-eval says of a task or a group of them, under names such as
-    ``acc,none``."""
+    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``."""
     found = results["results"][task]
     count = results["n-samples"].get(task, {}).get("effective") or found.get("sample_len", 0)
     for key, value in found.items():
@@ -213,7 +216,7 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
 
 
 def _of_each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
-    """What every question of a task scored, or of all tasks of a group."""
+    """Yield the score of every question of a task, or of all tasks of a group."""
     for part in results.get("group_subtasks", {}).get(task, ()):
         yield from _of_each(results, part, metric, filtered)
     for sample in results["samples"].get(task, ()):

@@ -1,7 +1,6 @@
-"""Text to hide needles in: one stream of tokens, excerpts of exact lengths, and the places where
-another sentence can be inserted.
+"""Text to hide needles in: a token stream, excerpts of exact lengths, and places for insertions.
 
-Prompts are put together from tokens, not from text, so that they have exactly the length asked for.
+Prompts are assembled from tokens, not from text, so that they have exactly the requested length.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 
 NEAR = 0.05
 """Share of an excerpt by which a place may miss its depth in favour of a sentence's or word's
@@ -28,19 +27,22 @@ ANCHOR = "."
 
 @dataclass(frozen=True)
 class Excerpt:
-    """``tokens`` of running text. ``sentences``, ``words``: ascending indices of tokens that begin
-    with white space, behind a sentence or line, and behind any word."""
+    """``tokens`` of running text, with places for insertions.
+
+    ``sentences``, ``words``: ascending indices of tokens that begin with white space, after a
+    sentence or line, and after any word.
+    """
 
     tokens: list[int]
     sentences: Integers
     words: Integers
 
     def place(self, depth: float) -> int:
-        """Where to put something in: before which token.
+        """Return the index of the token to insert before.
 
         Args:
-            depth: 0 for the beginning, 1 for the end, both exact. Between them a sentence's end
-                that is near, or else a word's, is preferred to the exact place.
+            depth: 0 for the beginning, 1 for the end, both exact. Between them a nearby end of a
+                sentence, or else of a word, is preferred to the exact place.
         """
         wanted = round(depth * len(self.tokens))
         if 0 < wanted < len(self.tokens):
@@ -51,7 +53,7 @@ class Excerpt:
         return wanted
 
     def with_insertions(self, insertions: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-        """The tokens with others put in, each given with its place."""
+        """Return the tokens with insertions, each given with its place."""
         found: list[int] = []
         done = 0
         for place, tokens in sorted(insertions, key=lambda insertion: insertion[0]):
@@ -62,7 +64,7 @@ class Excerpt:
 
 
 class Haystack:
-    """Documents as one stream of tokens, a blank line before each.
+    """Documents as one token stream, with a blank line before each.
 
     ``bos``: tokens before every prompt.
     """
@@ -76,18 +78,18 @@ class Haystack:
 
     @cached_property
     def tokens(self) -> Integers:
-        """The stream, made when it is first needed."""
+        """The stream, computed on first use."""
         blank = self.encode("\n\n")
         found = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
         return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in found])
 
     @cached_property
     def numbers(self) -> str:
-        """All runs of five or more digits in the text, to draw values for needles that are new."""
+        """All runs of five or more digits in the text, so that new values can avoid them."""
         return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that follows another one."""
+        """Return the token ids of a text that follows another one."""
         before = len(self._anchor)
         ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
         if ids[:before] == self._anchor:
@@ -95,24 +97,25 @@ class Haystack:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
-        """``length`` tokens from a random sentence or line on, where there is one early enough.
+        """Return ``length`` tokens from a random start, if possible at a sentence or line.
 
         Raises:
-            UserError: there are fewer tokens.
+            UserError: the stream is too short.
         """
         room = len(self.tokens) - length
         if room < 0:
-            raise UserError(
-                f"evaluation.text: expected at least {length} tokens for one haystack, got "
-                f"{len(self.tokens)}; give more text or shorter lengths."
+            raise UserError.at(
+                "evaluation.text",
+                f"expected at least {length} tokens for one haystack, got {len(self.tokens)}; "
+                "give more text or shorter lengths.",
             )
         last = np.searchsorted(self._starts, room, side="right")
         begin = self._starts[random.integers(last)]
         return self.marked(self.tokens[begin : begin + length])
 
     def marked(self, tokens: Integers) -> Excerpt:
-        """Tokens of the stream with the places between their sentences and words."""
-        # Prompts then hold the same few Python integers: 8 bytes a token instead of 36.
+        """Return tokens of the stream with the places between their sentences and words."""
+        # Shared Python integers: 8 bytes per token instead of 36.
         shared = list(map(self._integers.__getitem__, tokens.tolist()))
         return Excerpt(shared, *self._places(tokens))
 
@@ -135,7 +138,8 @@ class Haystack:
 
     @cached_property
     def _kinds(self) -> NDArray[np.bool_]:
-        """``[3, V]``: does a token begin with white space, break a line, end a sentence?"""
+        """Return ``[3, V]``: whether a token begins with white space, breaks a line, ends a
+        sentence."""
         ids = np.unique(self.tokens)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])

@@ -1,7 +1,8 @@
-"""Heads as DoPE counts them: which there are, and how many can be chosen."""
+"""Heads as DoPE counts them: which exist, and how many can be chosen."""
 
 from __future__ import annotations
 
+from trainer.common.errors import Problem
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerEncoding, Layout
@@ -11,7 +12,7 @@ from trainer.positional.spectrum import Spectrum
 def rotating_heads(
     layout: Layout, config: ModelConfig, settings: DopeSettings
 ) -> list[tuple[int, int]]:
-    """Layer and place of every head, as the settings count them, that can be chosen."""
+    """Return layer and index of every head, in units of the settings, that can be chosen."""
     count = units(config, settings)
     return [
         (layer, head)
@@ -21,24 +22,26 @@ def rotating_heads(
     ]
 
 
-def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[str]:
+def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[Problem]:
     """Whether more heads are to be chosen than there are, in a sentence; known without weights."""
     there = len(rotating_heads(layout, config, settings))
     if settings.heads <= there:
         return []
     kind = "query" if settings.unit == "head" else "key-value"
     return [
-        f"evaluation.dope.heads: expected at most {there}, the {kind} heads that rotate, got "
-        f"{settings.heads}."
+        Problem(
+            "evaluation.dope.heads",
+            f"expected at most {there}, the {kind} heads that rotate, got {settings.heads}.",
+        )
     ]
 
 
 def units(config: ModelConfig, settings: DopeSettings) -> int:
-    """Heads of a layer, as the settings count them."""
+    """Return the number of units per layer."""
     by_head = settings.unit == "head"
     return config.num_attention_heads if by_head else config.num_key_value_heads
 
 
 def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
-    """Of one out of ``count`` heads."""
+    """Return the spectrum of unit ``head`` out of ``count``."""
     return encoding.spectra[head // (count // len(encoding.spectra))]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.published_factors import KEY, PublishedFactors
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import longrope
@@ -33,18 +33,17 @@ TITLES = {
 
 
 def windowed(layout: Layout) -> Layout:
-    """The layout with attention windows of at most the training length."""
+    """Limit attention windows to the training length."""
     C = layout.training_length
     layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
     return replace(layout, layers=layers)
 
 
 def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice = None) -> Layout:
-    """The layout with these factors beyond the training length, for the distinct spectra of
-    ``layers`` in turn.
+    """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
 
     Raises:
-        ValueError: there are not as many as spectra, or in one as pairs.
+        ValueError: the number of factors differs from that of spectra, or of pairs.
     """
     of = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
     C = layout.training_length
@@ -55,8 +54,7 @@ def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice =
 def with_published(
     layout: Layout, published: PublishedFactors, factor: float, layers: LayerChoice = None
 ) -> Layout:
-    """The layout with published factors at an extension factor, in every spectrum of ``layers``
-    that rotates."""
+    """Apply published factors at an extension factor to every rotating spectrum of ``layers``."""
     C = layout.training_length
     attention = published.attention_at(factor, C)
 
@@ -70,22 +68,24 @@ def with_published(
 
 
 def check_published(layout: Layout, published: PublishedFactors) -> None:
-    """Refuse factors for another model.
+    """Check that published factors are for this model.
 
     Raises:
         UserError: they are for another training length, or another number of pairs.
     """
     C, original = layout.training_length, published.original_length
     if original not in (None, C):
-        raise UserError(
-            f"{KEY}: expected original_max_position_embeddings of {C}, the tokens that the model "
-            f"was trained at, got {original}."
+        raise UserError.at(
+            KEY,
+            f"expected original_max_position_embeddings of {C}, the tokens that the model was "
+            f"trained at, got {original}.",
         )
     pairs = {len(spectrum.inv_freq) for spectrum in layout.spectra if spectrum.rotates}
     if other := sorted(pairs - {len(published.long)}):
-        raise UserError(
-            f"{KEY}: expected {other[0]} factors, one for each pair that rotates, got "
-            f"{len(published.long)}."
+        raise UserError.at(
+            KEY,
+            f"expected {other[0]} factors, one for each pair that rotates, got "
+            f"{len(published.long)}.",
         )
 
 
@@ -111,5 +111,5 @@ def tempered(
 
 
 def is_free_of_positions(layout: Layout) -> bool:
-    """Whether no head has any encoding, so that only the temperature is left to choose."""
+    """Whether no head has an encoding, so that only the temperature remains to be chosen."""
     return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)

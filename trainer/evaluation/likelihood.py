@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations; a prefix that requests share is read once.
 
-Rows of similar length are read together, padded on the right, where no causal model looks. Several
-continuations of one context go on from its keys and values. Only what predicts a continuation goes
-through the head, a chunk of tokens at a time.
+Rows of similar length are read together, padded on the right, which causal models do not see.
+Several continuations of one context continue from its keys and values. Only states that predict a
+continuation pass through the head, in chunks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.common.progress import Progress
 from trainer.evaluation.requests import Request
 from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.positional.layout import Layout
-from trainer.report.progress import Progress
 
 SHORTEST, ENOUGH = 0.75, 256
 """A row joins a batch of longer ones when it fills so much of their length, or when the batch has
@@ -28,8 +28,8 @@ fewer tokens than that: reading the weights then costs more than padding."""
 
 @dataclass(frozen=True)
 class Likelihood:
-    """``log_likelihood`` of a continuation, in nats; ``greedy``: whether every token of it is the
-    likeliest one."""
+    """``log_likelihood`` of a continuation in nats, and whether it is ``greedy``: all its tokens
+    are the most likely ones."""
 
     log_likelihood: float
     greedy: bool
@@ -39,8 +39,8 @@ class Likelihood:
 class _Row:
     """Tokens to read.
 
-    ``expected``: requests, and those of their tokens that the last of these predict. ``branches``:
-    what goes on from the end.
+    ``expected``: requests, and their tokens that the last tokens of this row predict. ``branches``:
+    continuations from the end of the row.
     """
 
     tokens: tuple[int, ...]
@@ -52,13 +52,13 @@ class _Row:
 def log_likelihoods(
     model: LanguageModel, requests: Sequence[Request], batch_tokens: int, title: str | None = None
 ) -> list[Likelihood]:
-    """The log-likelihood of every continuation, as if each were computed alone.
+    """Return the log-likelihood of every continuation, as if each were computed alone.
 
     Args:
         model: a decoder.
         requests: in any order.
-        batch_tokens: tokens in one forward pass, with those read before (at least one row).
-        title: of the progress that is shown; None: nothing is shown.
+        batch_tokens: tokens per forward pass, including cached ones (at least one row).
+        title: title of the progress bar; None: show none.
     """
     if not requests:
         return []
@@ -83,7 +83,7 @@ def _whole(index: int, request: Request) -> _Row:
 
 
 def _rows(requests: Sequence[Request]) -> list[_Row]:
-    """Contexts of several requests on their own, all others with their continuation."""
+    """Return rows of contexts that several requests share, and rows of all other requests."""
     sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         sharing[request.context].append(index)
@@ -100,7 +100,7 @@ def _rows(requests: Sequence[Request]) -> list[_Row]:
 
 
 def _depends_on_length(layout: Layout, requests: Sequence[Request]) -> bool:
-    """Whether a token's keys depend on how many follow, so that rows can share nothing."""
+    """Whether keys depend on the number of tokens that follow, so that rows cannot share them."""
     longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
     return layout.at(longest) != layout.at(1)
 
@@ -108,7 +108,7 @@ def _depends_on_length(layout: Layout, requests: Sequence[Request]) -> bool:
 def _batches(
     lengths: Sequence[int], tokens: int, by_length: bool, past: int = 0
 ) -> Iterator[list[int]]:
-    """Indices of rows to read together, the longest first; ``past``: tokens read before each."""
+    """Yield indices of rows to read together, longest first; ``past``: tokens cached earlier."""
     batch: list[int] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -131,13 +131,14 @@ def _batches(
 def _continued(
     model: LanguageModel, cache: KVCache, places: list[int], pasts: list[int], new: int
 ) -> KVCache:
-    """A copy of the rows ``places``, ``pasts`` tokens of each, with room for ``new`` tokens."""
+    """Copy the rows ``places``, with ``pasts`` tokens each, into a cache with room for ``new``
+    tokens."""
     longest = max(pasts)
     onward = model.empty_cache(len(places), longest + new)
     begins = tuple(longest - past for past in pasts)
     device = model.device
     rows = torch.tensor(places, device=device)[:, None]
-    # Rows end in the same column; what lies before their begin is never seen.
+    # Rows end in the same column; columns before a row's begin are never visible.
     columns = torch.arange(longest, device=device) - torch.tensor(begins, device=device)[:, None]
     columns.clamp_(min=0)
     for layer, read in zip(onward.layers, cache.layers, strict=True):
@@ -148,7 +149,7 @@ def _continued(
 
 
 class _Reader:
-    """Reads rows and adds up what they say about requests."""
+    """Reader of rows that sums their contributions to requests."""
 
     def __init__(self, model: LanguageModel, requests: int) -> None:
         self.model = model
@@ -197,7 +198,8 @@ class _Reader:
         self.tokens += sum(len(row.tokens) for row in rows)
 
     def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses ``[N]`` in nats and whether another token is likelier, after ``[N, hidden]``."""
+        """Return losses ``[N]`` in nats after ``[N, hidden]``, and whether another token is more
+        likely."""
         losses, missed = [], []
         size = chunk_size(self.model.vocab_size, self.model.device)
         for x, y in zip(

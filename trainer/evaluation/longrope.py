@@ -1,10 +1,10 @@
-"""Search for LongRoPE's factors on held-out text (LongRoPE, Ding et al. 2024; LongRoPE2, Shang et
+"""Search of LongRoPE's factors on held-out text (LongRoPE, Ding et al. 2024; LongRoPE2, Shang et
 al. 2025).
 
-An evolution: mutations and crossings of the best so far are tried until the budget is spent, and
-the best of all is kept. By ``perplexity`` it goes through LongRoPE's sets of factors and takes the
-loss of text; by ``needles`` through LongRoPE2's, and takes the loss of the answers to questions at
-the end of texts that state them once, all other tokens apart.
+An evolutionary search tries mutations and crossings of the best candidates until the budget is
+spent and returns the best one. With ``perplexity`` it uses LongRoPE's search space and the loss of
+text; with ``needles`` LongRoPE2's, and the loss of only the answers to questions at the end of
+texts that state each answer once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, Individual, Space
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
@@ -40,20 +40,20 @@ def search_longrope(
     seed: int = 0,
     layers: LayerChoice = None,
 ) -> LongRopeFactors:
-    """The factors with the least loss; the same again with the same seed.
+    """Return the factors of least loss; deterministic for a given seed.
 
     Args:
-        model: a decoder; its layout is as before afterwards.
-        loss: of the model with the layout that it has when this is called.
+        model: a decoder; its layout is restored afterwards.
+        loss: loss of the model with its layout at the time of the call.
         factor: s, the extension factor, more than 1.
-        search: whose sets of factors, see :mod:`trainer.evaluation.factor_spaces`.
-        budget: sets of factors to try. The starting points come first.
-        seed: of the search.
-        layers: whose frequencies are divided.
+        search: search space, see :mod:`trainer.evaluation.factor_spaces`.
+        budget: number of candidates. The starting points come first.
+        seed: seed of the search.
+        layers: layers whose frequencies are divided.
 
     Returns:
-        Factors for every distinct spectrum of these layers, in their order; see
-        :func:`trainer.evaluation.layouts.with_factors`.
+        Factors for every distinct spectrum of these layers, in order; see
+            :func:`trainer.evaluation.layouts.with_factors`.
     """
     layout = model.layout
     space = SPACES[search](layout.of_layers(layers), factor)
@@ -85,14 +85,14 @@ def fitted_factors(
     layout: Layout,
     layers: LayerChoice = None,
 ) -> LongRopeFactors:
-    """Factors found for ``layers`` of a layout on the held-out texts of the length.
+    """Search factors for ``layers`` of a layout on the held-out texts of the length.
 
     Raises:
         UserError: no head rotates.
     """
     model, text = fitting.model, fitting.text
     if not layout.rotates:
-        raise UserError("evaluation.methods: longrope needs heads that rotate; none does.")
+        raise UserError.at("evaluation.methods", "longrope needs heads that rotate; none does.")
     length = round(factor * model.layout.training_length)
 
     def of_text() -> float:

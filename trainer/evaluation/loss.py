@@ -10,9 +10,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.model.language_model import LanguageModel
 
@@ -27,21 +27,21 @@ def windows_with_common_ends(
     key: str = "evaluation.lengths",
     what: str = "held-out",
 ) -> dict[int, Integers]:
-    """``[count, length]`` held-out tokens for every length, ending at the same places.
+    """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
 
-    The last tokens of the windows are then the same tokens at every length, read with more or less
-    of what comes before them: losses on them are paired. ``key``: which asks for the longest;
-    ``what``: the text is called.
+    The last tokens of the windows are then equal at every length, read with more or less context,
+    so that their losses are paired. ``key``: configuration key of the longest length; ``what``:
+    name of the text.
 
     Raises:
         UserError: the held-out text is shorter than the longest window.
     """
     longest = max(lengths, default=0)
     if len(stream) < longest:
-        raise UserError(
-            f"{key}: the {what} text has {len(stream)} tokens, fewer than the "
-            f"longest window of {longest}; give more text, larger data.validation and data.test, "
-            "or shorter lengths."
+        raise UserError.at(
+            key,
+            f"the {what} text has {len(stream)} tokens, fewer than the longest window of "
+            f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
         )
     ends = np.linspace(longest, len(stream), count).astype(np.int64)
     return {length: stream.windows(ends - length, length) for length in lengths}
@@ -56,8 +56,10 @@ def losses_by_position(
     reads: int | None = None,
     done: Done = lambda windows: None,
 ) -> Tensor:
-    """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``: the first of
-    :func:`measured_losses`."""
+    """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``.
+
+    This is the first result of :func:`measured_losses`.
+    """
     return measured_losses(model, windows, end_of_text, batch_tokens, 1, reads=reads, done=done)[0]
 
 
@@ -71,24 +73,23 @@ def measured_losses(
     reads: int | None = None,
     done: Done = lambda windows: None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``; and of every
-    window on its ``last`` tokens, ``[N]``.
+    """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``, and each
+    window's mean loss on its ``last`` tokens, ``[N]``.
 
-    Every window is read behind one end-of-text token, as in training. Memory is linear in the
-    length.
+    Every window follows one end-of-text token, as in training. Memory is linear in the length.
 
     Args:
         model: a decoder.
         windows: tokens, all of which are predicted.
-        end_of_text: what stands before each.
-        batch_tokens: tokens in one forward pass (at least one sequence).
-        last: tokens at the end of a window.
-        reads: the most tokens that are read to predict one, the end-of-text token included (None:
-            all before it). The window is then read in pieces of ``reads`` tokens, each from half a
-            piece after the one before. Of a piece the second half counts, which has at least
-            half of ``reads`` tokens before it; of the first one both halves. The pieces end where
-            the window ends, so that its last tokens are read alike at every length.
-        done: told the number of windows after each batch.
+        end_of_text: token before each window.
+        batch_tokens: tokens per forward pass (at least one sequence).
+        last: number of tokens at the end of a window.
+        reads: largest number of tokens read to predict one, including the end-of-text token (None:
+            all before it). The window is then read in pieces of ``reads`` tokens that overlap by
+            half. Only the second half of a piece counts, with at least half of ``reads`` tokens
+            before it, and both halves of the first piece. The pieces end with the window, so that
+            its last tokens are read alike at every length.
+        done: called with the number of windows after each batch.
     """
     batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads, done=done)
     return mean_losses(batches, last)
@@ -126,7 +127,7 @@ def losses_of_batches(
     stride = max(1, size // 2)
     pieces = 1 + -((size - T) // stride)
     positions = np.arange(T)
-    # The pieces are counted from the end; the first one holds all that is left.
+    # Pieces are counted from the end; the first one holds the rest.
     stretch = np.minimum((T - 1 - positions) // stride, pieces - 1)
     starts = np.maximum(T - size - stride * np.arange(stretch.max() + 1), 0)
     place = positions - starts[stretch]
@@ -145,7 +146,7 @@ def losses_of_batches(
 
 
 def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Mean losses of consecutive buckets of positions, and the buckets' edges."""
+    """Return mean losses of consecutive buckets of positions, and the buckets' edges."""
     edges = (*range(0, len(losses), bucket), len(losses))
     means = tuple(losses[a:b].mean().item() for a, b in pairwise(edges))
     return edges, means

@@ -1,9 +1,9 @@
-"""Many-shot in-context learning with the question among the examples: DoPE, Sec. 5.3 and Table 2.
+"""Many-shot in-context learning with the question among the examples (DoPE, Sec. 5.3 and Table 2).
 
-A prompt is filled with solved problems and ends with an unsolved one. With a needle, that very
-problem and its solution stand among the examples, at one of four depths; without, they do not. The
-paper's problems are those of MATH (Hendrycks et al. 2021); without a file of them, sums and
-differences of two-digit numbers are asked.
+A prompt is filled with solved problems and ends with an unsolved one. With a needle, that problem
+and its solution are among the examples, at one of four depths; without, they are not. The paper
+uses MATH (Hendrycks et al. 2021); without a file of it, the problems are sums and differences of
+two-digit numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from tokenizers import Tokenizer
 
+from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.final_answer import boxed, final_answer, normalised
 from trainer.evaluation.longbench.rows import read_rows
 from trainer.evaluation.prompts import Prompt, Task
@@ -35,44 +38,41 @@ NEXT = "Problem:"
 """Where an answer ends, as in the paper (App. A.2), whose wording of prompts is not published."""
 
 
-@dataclass(frozen=True)
+@configuration
 class ManyShotSettings:
-    """``file``: a ``.jsonl`` of MATH, a line with ``problem``, ``solution`` and perhaps ``answer``
-    (null: arithmetic). ``trials``: problems asked. ``depths``: where the needle is, a prompt each,
-    0 for the beginning of the examples and 1 for their end. ``new_tokens``: of an answer (null:
-    2048 with a file, else 32)."""
+    """Settings of many_shot."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    file: str | None = None
-    trials: int = 100
-    depths: list[float] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
-    new_tokens: int | None = None
-    seed: int = 42
+    """Tasks to ask: many_shot_needle, many_shot_skip, zero_shot."""
+    file: OptionalText = None
+    """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 100
+    """Problems of a task, length and depth."""
+    depths: list[Share] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
+    """Places of the needle: 0 the beginning of the examples, 1 their end."""
+    new_tokens: Count | None = None
+    """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
+    seed: Natural = 42
+    """Seed of the trials."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.many_shot.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            Problem(
+                "evaluation.many_shot.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS)
+            )
             for name in self.tasks
             if name not in TASKS
         ]
-        found += [
-            f"evaluation.many_shot.{key}: expected 1 or more, got {value}."
-            for key in ("trials", "new_tokens")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
-        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
-            found.append(
-                "evaluation.many_shot.depths: expected numbers from 0 (beginning) to 1 (end), got "
-                f"{self.depths}."
-            )
+        if not self.depths:
+            found.append(Problem("evaluation.many_shot.depths", "expected one or more, got none."))
         if self.file is not None and not Path(self.file).is_file():
-            found.append(f"{FILE_KEY}: there is no file {self.file!r}.")
+            found.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
         return found
 
 
 @dataclass(frozen=True)
-class Problem:
+class SolvedProblem:
     """``answer``: the final one; None: the boxed one at the end of the solution."""
 
     problem: str
@@ -80,39 +80,40 @@ class Problem:
     answer: str | None = None
 
 
-def arithmetic() -> list[Problem]:
+def arithmetic() -> list[SolvedProblem]:
     """All sums and differences of two two-digit numbers."""
     return [
-        Problem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
+        SolvedProblem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
         for a in range(10, 100)
         for b in range(10, 100)
         for sign, result in (("+", a + b), ("-", a - b))
     ]
 
 
-def read_problems(file: str) -> list[Problem]:
+def read_problems(file: str) -> list[SolvedProblem]:
     """The problems of a file, each once, with an answer.
 
     Raises:
         UserError: the file or a line is malformed, or no solution has a boxed answer.
     """
-    found: dict[str, Problem] = {}
-    for row in read_rows(Path(file), Problem, FILE_KEY):
+    found: dict[str, SolvedProblem] = {}
+    for row in read_rows(Path(file), SolvedProblem, FILE_KEY):
         answer = boxed(row.solution) if row.answer is None else row.answer
         if answer is None:
-            raise UserError(
-                f"{FILE_KEY}: {file!r} has no answer to {row.problem[:60]!r}: expected the key "
-                r"'answer', or \boxed{...} in 'solution'."
+            raise UserError.at(
+                FILE_KEY,
+                f"{file!r} has no answer to {row.problem[:60]!r}: expected the key "
+                r"'answer', or \boxed{...} in 'solution'.",
             )
-        found.setdefault(row.problem, Problem(row.problem, row.solution, answer))
+        found.setdefault(row.problem, SolvedProblem(row.problem, row.solution, answer))
     return list(found.values())
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """Problems and their tokens: ``examples`` solved, ``questions`` not."""
+    """Tokenized problems: solved ``examples`` and unsolved ``questions``."""
 
-    problems: Sequence[Problem]
+    problems: Sequence[SolvedProblem]
     tokenizer: Tokenizer
 
     @cached_property
@@ -150,8 +151,8 @@ class ManyShotTask:
     bos: int | None
 
     def prompts(self, length: int) -> list[Prompt]:
-        """The trials, those of one problem after each other. With examples, prompt and answer have
-        ``length`` tokens, or as many fewer as no other example fits.
+        """Return the trials, grouped by problem. Examples, prompt and answer have ``length``
+        tokens, or so many fewer that no further example fits.
 
         Raises:
             UserError: the length is too short, or there are too few problems for it.
@@ -170,9 +171,10 @@ class ManyShotTask:
         room = length - len(before) - len(question) - self.new_tokens
         if self.name == "zero_shot":
             if room < 0:
-                raise UserError(
-                    f"evaluation.lengths: zero_shot needs {length - room} tokens or more with "
-                    f"this tokenizer, got {length}."
+                raise UserError.at(
+                    "evaluation.lengths",
+                    f"zero_shot needs {length - room} tokens or more with this tokenizer, got "
+                    f"{length}.",
                 )
             return [Prompt((*before, *question), answers, self.new_tokens)]
         if self.name == "many_shot_skip":
@@ -190,8 +192,8 @@ class ManyShotTask:
         return prompts
 
     def _haystack(self, room: int, asked: int, length: int) -> Integers:
-        """Which problems are the examples: others than ``asked``, in random order, each that still
-        fits ``room`` tokens, until none does."""
+        """Choose the examples: problems other than ``asked`` in random order, until none fits
+        ``room``."""
         sizes = self.pool.sizes
         shortest, longest = sizes.min(), sizes.max()
         chosen = []
@@ -202,14 +204,16 @@ class ManyShotTask:
                 chosen.append(index)
                 room -= sizes[index]
         if room > longest:
-            raise UserError(
-                f"evaluation.lengths: the {len(sizes)} solved problems of {self.name} leave {room} "
-                f"of {length} tokens empty; give more ({FILE_KEY}) or shorter lengths."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"the {len(sizes)} solved problems of {self.name} leave {room} of {length} tokens "
+                f"empty; give more ({FILE_KEY}) or shorter lengths.",
             )
         if not chosen:
-            raise UserError(
-                f"evaluation.lengths: {self.name} needs {length + shortest - room} tokens or more "
-                f"for a question, its answer and an example, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} needs {length + shortest - room} tokens or more for a question, its "
+                f"answer and an example, got {length}.",
             )
         return np.array(chosen)
 
@@ -217,7 +221,7 @@ class ManyShotTask:
         return [token for index in chosen for token in self.pool.examples[index]]
 
     def score(self, text: str, answers: Sequence[str]) -> float:
-        """1 if the final answer is right, else 0."""
+        """Return 1 if the final answer is right, else 0."""
         said = normalised(final_answer(text.partition(NEXT)[0]))
         return float(any(said == normalised(answer) for answer in answers))
 
@@ -229,12 +233,12 @@ class ManyShotTask:
 def many_shot_tasks(
     settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """The tasks, and a sentence for what is not as in the paper.
+    """Return the tasks, and a sentence for each difference from the paper.
 
     Args:
-        settings: without :meth:`~ManyShotSettings.problems`.
-        tokenizer: of the model; lengths are counted in its tokens.
-        bos: the token every prompt begins with, or None.
+        settings: valid settings.
+        tokenizer: the model's; lengths are counted in its tokens.
+        bos: first token of every prompt, or None.
 
     Raises:
         UserError: the file is malformed.

@@ -27,9 +27,9 @@ from trainer.evaluation.loss import (
 )
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.evaluation.prompts import Prompt, Task
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.store import pack, unpack
 from trainer.model.language_model import LanguageModel
-from trainer.report.results import PERPLEXITY, STATEMENTS
 
 Done = Callable[[int], None]
 """Told how many sequences were read."""

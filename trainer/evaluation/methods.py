@@ -1,7 +1,7 @@
-"""Methods by name: parts joined by ``+``, each of which changes a layout for an extension factor.
+"""Methods by name: parts joined by ``+``, each a change of the layout for an extension factor.
 
-A part that is fitted on held-out text is fitted to the layout that the parts before it give, so
-that every intervention can be combined with every rescaling.
+A part that is fitted on held-out text is fitted for the layout of the parts before it, so that
+every intervention can be combined with every rescaling.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from trainer.evaluation.layouts import (
     windowed,
 )
 from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
+from trainer.evaluation.outcomes import AS_IS_TITLE
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
-from trainer.report.outcomes import AS_IS_TITLE
 
 
 @dataclass(frozen=True)
 class Method:
-    """A layout for every extension factor. ``reads``: how many of the last tokens the model reads
-    at all (None: every token)."""
+    """A layout for every extension factor. ``reads``: number of last tokens that the model reads
+    (None: all tokens)."""
 
     layout_at: LayoutAt
     reads: int | None = None
@@ -51,10 +51,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that is done. ``rotation``: whether it does something to rotating heads only.
-    ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
-    reads, by their extension factor, to choose something for one. ``make``: from the layouts before
-    it to those after it; the configuration has the layers as indices."""
+    """One part of a method.
+
+    ``rotation``: whether it only affects rotating heads. ``uses``: configuration keys that it
+    depends on. ``fits``: numbers of held-out sequences it reads for a choice, by extension factor.
+    ``make``: maps the layouts before it to those after it; its configuration lists layers as
+    indices.
+    """
 
     title: str
     make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
@@ -65,9 +68,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A method that is not made yet; ``settings``: all that it depends on beside the model;
-    ``fits``: how many sequences, by their extension factor, its choices for one take; ``fixed``:
-    the method where it chooses nothing, which takes no model to make."""
+    """A method before it is fitted.
+
+    ``settings``: all that it depends on besides the model; ``fits``: numbers of sequences that its
+    choices read, by extension factor; ``fixed``: the method itself if it chooses nothing and needs
+    no model.
+    """
 
     key: str
     title: str
@@ -91,9 +97,11 @@ def recipe(
     own: bool = True,
     layers_key: str = LAYERS_KEY,
 ) -> Recipe | tuple[str, str]:
-    """The method of that name for a model, or why there is nothing to do and for which parts: a
-    sentence with braces for their titles. ``own``: whether our decoder computes the model.
-    ``layers_key``: where the user chooses layers."""
+    """Return the named method for a model, or why it changes nothing and for which parts.
+
+    The reason is a sentence with braces for the parts' titles. ``own``: whether our decoder
+    computes the model. ``layers_key``: the key that chooses layers.
+    """
     keys = name.split("+")
     parts = [MAKERS[key] for key in keys]
     if not own and (beyond := [MAKERS[key].title for key in keys if key not in FOR_ANY_MODEL]):
@@ -128,17 +136,17 @@ def recipe(
     used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
     some = some_layers(layout, config)
     if some is not None and by_layer:
-        used[LAYERS] = some  # left out for all, so that cells stored without it stay valid
+        used[LAYERS] = some  # omitted for all layers, so that older cells stay valid
 
     def fits(factor: float) -> dict[float, int]:
-        # Heads that are chosen at another length take what was before them at that length too.
+        # A head selection at another length applies the methods before it at that length, too.
         at = {factor, (config.choice.length or factor) if CHOICE in used else factor}
         found: Counter[float] = Counter()
         for part in parts:
             found.update({s: n for one in at for s, n in part.fits(config, one).items()})
         return dict(found)
 
-    # Parts that fit nothing do not look at the text.
+    # Parts without a fit do not depend on the text.
     fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
     return Recipe(name, title, used, fits, make, fixed)
 
@@ -165,7 +173,7 @@ def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Lay
 
 
 def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
-    """Every rotation slowed for the factor, which is at least 1."""
+    """Slow every rotation for the factor, which is at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
         return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
@@ -174,7 +182,7 @@ def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
 
 
 def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
-    """Every rotation slowed with the length of each sequence."""
+    """Slow every rotation by the length of each sequence."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
         return lambda factor: before(factor).dynamically_rescaled(rescaling, layers=config.layers)
@@ -183,7 +191,7 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
 
 
 def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
+    """Apply dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
 
     def at(factor: float) -> Layout:
         alpha = config.dynamic_ntk.alpha
@@ -198,7 +206,7 @@ def _windowed(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
 
 
 def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """No encoding at all, without recalibration; a temperature that was trained stays."""
+    """Remove all encodings without recalibration; a trained temperature stays."""
     return lambda factor: before(factor).map(lambda s: Spectrum(temperature=s.temperature))
 
 
@@ -209,7 +217,7 @@ def _without_channels(before: LayoutAt, fitting: Fitting, config: MethodsConfig)
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
+    """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or as configured."""
     settings = config.temperature
     c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
     return lambda factor: tempered(before(factor), c, settings.per, exponent, config.layers)

@@ -1,4 +1,4 @@
-"""Multiple-choice questions: is the right answer the likeliest continuation?"""
+"""Multiple-choice questions: whether the right answer is the most likely continuation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.data.config import DataConfig
 from trainer.data.prepared import cache_directory
-from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Pair
@@ -27,7 +27,7 @@ SUFFIX = ".jsonl.gz"
 
 @dataclass(frozen=True)
 class Question:
-    """Choices, each a context and a continuation, and which of them is right.
+    """Choices, each a context and a continuation, and the index of the right one.
 
     ``unconditional``: the same continuations without the question, or empty.
     """
@@ -38,35 +38,41 @@ class Question:
 
 
 def benchmark_directory(config: MultipleChoiceConfig) -> Path:
-    """Where the request files lie."""
+    """Return the directory of the request files."""
     return Path(config.directory or cache_directory(DataConfig()) / "benchmarks")
 
 
-def missing_tasks(config: MultipleChoiceConfig) -> list[str]:
+def missing_tasks(config: MultipleChoiceConfig) -> list[Problem]:
     """One sentence for every task without a file, or one for all if there are no files."""
     directory = benchmark_directory(config)
     there = [path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")]
     if not there:
         return [
-            f"evaluation.directory: there are no request files in {str(directory)!r}; "
-            "python scripts/fetch_benchmarks.py fetches them."
+            Problem(
+                "evaluation.directory",
+                f"there are no request files in {str(directory)!r}; "
+                "python scripts/fetch_benchmarks.py fetches them.",
+            )
         ]
     return [
-        f"evaluation.tasks: there is no {task}{SUFFIX} in {str(directory)!r}."
-        + did_you_mean(task, there)
+        Problem(
+            "evaluation.tasks",
+            f"there is no {task}{SUFFIX} in {str(directory)!r}.",
+            did_you_mean(task, there),
+        )
         for task in config.tasks
         if task not in there
     ]
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The first ``limit`` questions of a request file.
+    """Read the first ``limit`` questions of a request file.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
     ``context`` and ``continuation``, as OLMES writes them.
 
     Raises:
-        UserError: a line is none.
+        UserError: a line is malformed.
     """
     choices: dict[int, list[Pair]] = defaultdict(list)
     labels: dict[int, int] = {}
@@ -80,7 +86,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
                 choices[question].append((str(request["context"]), str(request["continuation"])))
                 labels[question] = int(row["label"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: line {number} is no request ({error!r}).") from error
+        raise UserError.at(str(path), f"line {number} is no request ({error!r}).") from error
     asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
         Question(tuple(choices[n]), labels[n], tuple(choices.get(n + UNCONDITIONAL, ())))
@@ -97,12 +103,12 @@ def score_questions(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """How often the right choice is the likeliest one.
+    """Return how often the right choice is the most likely one.
 
     ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, the space before it not counted), and ``acc_uncond``, where all questions have
-    such rows, log-likelihoods minus those without the question (Brown et al. 2020, Sec. 2.4).
-    ``silent``: no progress is shown.
+    lm-eval does, without the space before it). ``acc_uncond`` subtracts log-likelihoods without the
+    question (Brown et al. 2020, Sec. 2.4), if all questions have them. ``silent``: show no
+    progress.
     """
     free = all(question.unconditional for question in questions)
     pairs = [pair for question in questions for pair in question.choices]
@@ -127,7 +133,7 @@ def score_questions(
 def score_tasks(
     model: LanguageModel, encoder: Encoder, config: MultipleChoiceConfig
 ) -> list[Score]:
-    """Every task of a configuration in which :func:`missing_tasks` finds nothing.
+    """Score every task of a configuration; all its files must exist.
 
     Raises:
         UserError: a request file is malformed.

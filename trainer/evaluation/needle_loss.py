@@ -1,5 +1,7 @@
-"""Needle-driven perplexity (LongRoPE2, Shang et al. 2025): the loss of the answer alone, where a
-long text states it once and asks for it at its end."""
+"""Needle-driven perplexity (LongRoPE2, Shang et al. 2025): loss of the answer alone.
+
+A long text states the answer once and asks for it at its end.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import one_of_many
 from trainer.evaluation.passes import sequences_at_once
@@ -18,19 +20,21 @@ from trainer.model.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class AnsweredTexts:
-    """``tokens``: ``[N, T]``, every text with its question and answer at the end. ``answers``:
-    ``[N]``, how many of the last tokens are the answer."""
+    """``tokens`` ``[N, T]``, each text with question and answer at its end, and ``answers``
+    ``[N]``, the number of answer tokens at the end."""
 
     tokens: Integers
     answers: Integers
 
 
 def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> AnsweredTexts:
-    """Texts of ``length`` tokens with one needle each, in the words of the task ``standard``; the
-    n-th of N has it at a random depth from (n - 1) / N to n / N, so that all depths count.
+    """Make texts of ``length`` tokens with one needle each, in the words of the task ``standard``.
+
+    Text n of N has its needle at a random depth from (n - 1) / N to n / N, so that all depths
+    count.
 
     Raises:
-        UserError: the needle does not fit the length, or the text is shorter than it.
+        UserError: the needle does not fit the length, or the text is too short.
     """
     rows, answers = [], []
     for number in range(count):
@@ -41,10 +45,10 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
         answer = haystack.encode(f" {quiz.answers[0]}")
         around = len(haystack.bos) + len(needle) + len(question) + len(answer)
         if length <= around:
-            raise UserError(
-                f"evaluation.longrope.search: expected at least {around + 1} tokens for needles, "
-                f"their questions and answers, got {length}; give longer evaluation.lengths, or "
-                "search=perplexity."
+            raise UserError.at(
+                "evaluation.longrope.search",
+                f"expected at least {around + 1} tokens for needles, their questions and answers, "
+                f"got {length}; give longer evaluation.lengths, or search=perplexity.",
             )
         excerpt = haystack.excerpt(length - around, random)
         place = excerpt.place((number + random.random()) / count)
@@ -56,8 +60,10 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
 
 @torch.no_grad()
 def answer_loss(model: LanguageModel, texts: AnsweredTexts, batch_tokens: int) -> float:
-    """Mean over the texts of the mean loss of their answers' tokens, in nats; only these go through
-    the head."""
+    """Return the mean over texts of the mean loss of their answers' tokens, in nats.
+
+    Only these tokens pass through the head.
+    """
     length, most = texts.tokens.shape[1], int(texts.answers.max())
     tokens, answers = torch.from_numpy(texts.tokens), torch.from_numpy(texts.answers)
     size = sequences_at_once(model, length, batch_tokens)

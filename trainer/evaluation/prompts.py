@@ -1,5 +1,4 @@
-"""Prompts and the scoring of answers: the interface of needle, RULER, LongBench and many-shot
-tasks."""
+"""Prompts and scoring of answers: the interface of needle, RULER, LongBench and many-shot tasks."""
 
 from __future__ import annotations
 
@@ -12,12 +11,11 @@ from typing import Protocol
 class Prompt:
     """One trial.
 
-    ``tokens``: what the model reads, the beginning-of-text token included. ``answers``: the right
-    ones. ``new_tokens``: how many tokens it may answer with. ``depth``: where the (first) needle
-    begins, 0 at the beginning of the text and 1 at its end. ``group``: trials that differ only
-    behind a common beginning have the same number; None: nothing is shared. ``label``: what a
-    result can be averaged by, for instance a category or a length bucket. ``never_first``: tokens
-    that an answer does not begin with.
+    ``tokens``: what the model reads, including the beginning-of-text token. ``answers``: right
+    answers. ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle,
+    0 at the beginning of the text and 1 at its end. ``group``: number shared by trials that differ
+    only after a common prefix; None: nothing is shared. ``label``: key to average results by, such
+    as a category or a length bucket. ``never_first``: tokens that cannot begin an answer.
     """
 
     tokens: tuple[int, ...]
@@ -38,8 +36,10 @@ Stop = Callable[[str, Sequence[str]], bool]
 
 
 class Task(Protocol):
-    """A kind of question that can be asked at any length. ``stop``: when an answer may end early;
-    None: never."""
+    """A kind of question that can be asked at any length.
+
+    ``stop``: whether an answer may end early; None: never.
+    """
 
     @property
     def name(self) -> str: ...
@@ -51,9 +51,10 @@ class Task(Protocol):
     def stop(self) -> Stop | None: ...
 
     def prompts(self, length: int) -> list[Prompt]:
-        """The trials at ``length`` tokens, prompt and answer together; the same in every call.
+        """Return the trials at ``length`` tokens, prompt and answer together; the same in every
+        call.
 
         Raises:
-            UserError: the length is too short for the task, or the text for the length.
+            UserError: the length is too short for the task, or the text too short for the length.
         """
         ...

@@ -1,4 +1,4 @@
-"""Contexts and their continuations as tokens, cut the way lm-eval's ``hf`` model cuts them."""
+"""Contexts and continuations as tokens, truncated as in lm-eval's ``hf`` model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Request:
-    """How likely are the tokens ``continuation`` after the tokens ``context``?
+    """Request for the likelihood of the tokens ``continuation`` after the tokens ``context``.
 
-    Neither is empty. ``cut``: tokens that were left out at the beginning of the context.
+    Neither is empty. ``cut``: number of tokens removed from the beginning of the context.
     """
 
     context: tuple[int, ...]
@@ -30,10 +30,10 @@ class Request:
     cut: int = 0
 
     def within(self, max_length: int) -> Request:
-        """The request with a context short enough for a model that reads ``max_length`` tokens.
+        """Truncate the context for a model that reads ``max_length`` tokens.
 
-        The last token is predicted and not read. A continuation is never cut, and keeps one token
-        before it.
+        The last token is predicted and not read. A continuation is never truncated, and keeps one
+        token before it.
         """
         room = max(1, max_length + 1 - len(self.continuation))
         cut = max(0, len(self.context) - room)
@@ -42,11 +42,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns text into requests.
+    """Encoder of text to requests.
 
     ``max_length``: tokens that the model reads at once; longer contexts lose their beginning.
-    ``add_bos``: every context begins with end-of-text, as sequences in training do, unless the
-    tokenizer itself puts a token first.
+    ``add_bos``: begin every context with end-of-text, as in training, unless the tokenizer itself
+    adds a first token.
     """
 
     tokenizer: Tokenizer
@@ -65,12 +65,12 @@ class Encoder:
         return end_of_text(self.tokenizer)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts, with a beginning-of-text token where ``add_bos`` asks for one."""
+        """Return token ids of texts, with a beginning-of-text token if ``add_bos`` requires one."""
         before = [self.bos_token] if self.add_bos and not self.tokenizer.encode("").ids else []
         return [[*before, *encoding.ids] for encoding in self.tokenizer.encode_batch(list(texts))]
 
     def requests(self, pairs: Sequence[Pair]) -> list[Request]:
-        """Encode context and continuation together and divide them where the context ends.
+        """Encode context and continuation together, and split the tokens where the context ends.
 
         Raises:
             UserError: a continuation adds no token to its context.
@@ -85,7 +85,7 @@ class Encoder:
             else:
                 request = self._after_nothing(continuation)
             if not request.continuation:
-                raise UserError(f"{continuation!r} adds no token to {text!r}.")
+                raise UserError.at("", f"{continuation!r} adds no token to {text!r}.")
             found.append(request.within(self.max_length))
         if cut := sum(request.cut > 0 for request in found):
             log.warning(
@@ -103,9 +103,9 @@ class Encoder:
         return Request((self.bos_token,), tokens[1:] if has_bos else tokens)
 
     def windows(self, text: str) -> list[Request]:
-        """The whole of a text in requests of ``max_length`` tokens each, every token once.
+        """Split a text into requests of ``max_length`` tokens that cover every token once.
 
-        The first token is predicted from ``bos_token``; the last window is filled up with context.
+        The first token is predicted from ``bos_token``; the last window is padded with context.
         """
         tokens = tuple(self.tokens([text])[0])
         if tokens[:1] != (self.bos_token,):

@@ -1,10 +1,10 @@
-"""Scores of a continuation, and when no further token can change them.
+"""Scores of a continuation, and conditions after which no further token can change them.
 
-RULER (Hsieh et al. 2024) looks for the answers anywhere in the continuation, whatever their case:
-for several answers it reports the share that is found (``string_match_all``), where any one of them
-is right, whether one is found (``string_match_part``). Where one number is asked for, the first
-number of the continuation must be it, as Mohtashami and Jaggi (2023) count pass keys. A sentence is
-found in part: by the recall of its words (``rouge_1_recall``).
+RULER (Hsieh et al. 2024) looks for the answers anywhere in the continuation, ignoring case. With
+several answers it scores the share found (``string_match_all``); if any answer suffices, whether
+one is found (``string_match_part``). If one number is asked for, the first number of the
+continuation must be it, as Mohtashami and Jaggi (2023) score pass keys. Sentences are scored by the
+recall of their words (``rouge_1_recall``).
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ WORD = re.compile(r"[^\W_]+")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """1 if the first number is an answer, digit for digit, else 0."""
+    """Return 1 if the first number is an answer, digit for digit, else 0."""
     found = NUMBER.search(text)
     return float(found is not None and found[0] in answers)
 
 
 def string_match_all(text: str, answers: Sequence[str]) -> float:
-    """The share of the answers that are in the text; DroPE's success rate with several needles."""
+    """Return the share of answers in the text; DroPE's success rate with several needles."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
 def string_match_part(text: str, answers: Sequence[str]) -> float:
-    """1 if any answer is in the text, else 0.
+    """Return 1 if any answer is in the text, else 0.
 
     This is RULER's definition. lm-eval's function of this name gives the share of
-    :func:`string_match_all`, which is less wherever a question has several answers.
+    :func:`string_match_all`, which is lower if a question has several answers.
     """
     return float(any(answer.lower() in text.lower() for answer in answers))
 
 
 def rouge_1_recall(text: str, answers: Sequence[str]) -> float:
-    """The share of an answer's words that are in the text, each counted as often as it is in both
-    (ROUGE-1 recall, Lin 2004), whatever case and punctuation; of several answers the best."""
+    """Return the share of an answer's words that are in the text, with multiplicity, for the best
+    answer.
+
+    This is ROUGE-1 recall (Lin 2004), ignoring case and punctuation.
+    """
     said = Counter(WORD.findall(text.lower()))
 
     def recall(answer: str) -> float:
@@ -50,7 +53,7 @@ def rouge_1_recall(text: str, answers: Sequence[str]) -> float:
 
 
 def after_number(text: str, answers: Sequence[str]) -> bool:
-    """The :data:`Stop` of :func:`exact_number`: the first number is complete, or already wrong."""
+    """Stop after the first number is complete or already wrong; for :func:`exact_number`."""
     found = NUMBER.search(text)
     if found is None:
         return False
@@ -58,15 +61,15 @@ def after_number(text: str, answers: Sequence[str]) -> bool:
 
 
 def after_all(text: str, answers: Sequence[str]) -> bool:
-    """The :data:`Stop` of :func:`string_match_all`: all answers are there."""
+    """Stop after all answers have appeared; for :func:`string_match_all`."""
     return string_match_all(text, answers) == 1
 
 
 def after_sentence(text: str, answers: Sequence[str]) -> bool:
-    """The :data:`Stop` of :func:`rouge_1_recall`: all words are there, and the last is complete."""
+    """Stop after all words have appeared and the last is complete; for :func:`rouge_1_recall`."""
     return rouge_1_recall(text, answers) == 1 and not text[-1:].isalnum()
 
 
 def after_any(text: str, answers: Sequence[str]) -> bool:
-    """The :data:`Stop` of :func:`string_match_part`: an answer is there."""
+    """Stop after an answer has appeared; for :func:`string_match_part`."""
     return string_match_part(text, answers) == 1

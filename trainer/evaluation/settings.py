@@ -4,234 +4,194 @@ configuration is reported at once."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainer.errors import UserError, did_you_mean
+from pydantic import Field
+
+from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import (
+    Count,
+    Multiple,
+    Natural,
+    NotNegative,
+    Number,
+    OptionalText,
+    Share,
+    configuration,
+)
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
 
 
-@dataclass(frozen=True)
+@configuration
 class TemperatureSettings:
-    """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, whether s is
-    that of the sequence or of each ``query``, and whether it is fitted for all ``models`` or for
-    those that are ``free`` of positions, where it is all that is left to choose.
-    ``lengths``: multiples of the training length at which it is fitted, whatever is evaluated;
-    null: those evaluated. One alone is DroPE's "target length" (App. C.2). ``fit`` at several:
-    ``sum`` takes the c of the least loss summed over them, ``line`` the best c of each and, as YaRN
-    (Peng et al., whom DroPE follows), the line through the scales 1 + c ln s that they give, by
-    least squares; at one length they are the same.
-    ``rope_id_coefficient``, ``rope_id_exponent``: of ``temperature_rope_id``, by default those of
-    RoPE-ID (App. A.4)."""
+    """Softmax temperature 1 + c ln s, fitted on validation text."""
 
-    grid: list[float] = field(
+    grid: list[Annotated[NotNegative, Field(le=100)]] = field(
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
+    """Values of c to choose from."""
     per: Literal["sequence", "query"] = "sequence"
+    """Length s counts: sequence, query."""
     models: Literal["free", "all"] = "free"
-    lengths: list[float] | None = None
+    """Models it is fitted for: free (those without positions), all."""
+    lengths: list[Annotated[Number, Field(gt=1, le=1_000_000)]] | None = None
+    """Lengths to fit at, in multiples of the training length (one alone is DroPE's target
+    length, App. C.2); null: those evaluated."""
     fit: Literal["sum", "line"] = "sum"
-    rope_id_coefficient: float = 0.1
-    rope_id_exponent: float = 2.0
+    """How several lengths combine: sum (least sum of their losses), line (through the best scale
+    of each, as YaRN)."""
+    rope_id_coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.1
+    """Coefficient of temperature_rope_id, (1 + 0.1 ln s)^2 in RoPE-ID's App. A.4."""
+    rope_id_exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 2.0
+    """Exponent of temperature_rope_id."""
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = []
-        if not self.grid or not all(0 <= c <= 100 for c in self.grid):
-            found.append(
-                "evaluation.temperature.grid: expected one or more coefficients from 0 to 100, got "
-                f"{self.grid}."
-            )
-        if self.lengths is not None and not (self.lengths and all(s > 1 for s in self.lengths)):
-            found.append(
-                "evaluation.temperature.lengths: expected multiples of the training length above "
-                f"1, or null for those evaluated, got {self.lengths}."
-            )
-        found += [
-            f"evaluation.temperature.{key}: expected a number from 0 to {most}, got {value}."
-            for key, most in (
-                ("rope_id_coefficient", MOST_COEFFICIENT),
-                ("rope_id_exponent", MOST_EXPONENT),
-            )
-            if not 0 <= (value := getattr(self, key)) <= most
-        ]
-        return found
-
-
-@dataclass(frozen=True)
-class DynamicNtkSettings:
-    """``alpha`` of ``dynamic_ntk_alpha``, which slows a sequence of n > C tokens for
-    s = alpha n / C - (alpha - 1); null: the length of the evaluation over C, as DoPE has it
-    (App. A.2)."""
-
-    alpha: float | None = None
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        if self.alpha is None or 1 <= self.alpha <= 1e6:
-            return []
+    def problems(self) -> list[Problem]:
+        """Return what is impossible."""
+        given = {"grid": self.grid, "lengths": self.lengths}
         return [
-            "evaluation.dynamic_ntk.alpha: expected a number from 1 to 1,000,000, or null for the "
-            f"length over the training length, got {self.alpha}."
+            Problem(f"evaluation.temperature.{key}", "expected one or more, got none.")
+            for key, values in given.items()
+            if values == []
         ]
 
 
-@dataclass(frozen=True)
+@configuration
+class DynamicNtkSettings:
+    """Settings of dynamic_ntk_alpha."""
+
+    alpha: Annotated[Number, Field(ge=1, le=1_000_000)] | None = None
+    """Slows a sequence of n > C tokens for s = alpha n / C - (alpha - 1); null: the length over
+    the training length (DoPE, App. A.2)."""
+
+
+@configuration
 class LongRopeSettings:
-    """``search``: for the least loss of text (``perplexity``, LongRoPE) or of needles' answers
-    (``needles``, LongRoPE2). ``evaluations``: sets of factors that the search tries at each length.
-    ``windows``: held-out texts it tries them on. ``factors``: a file of published ones, which are
-    then taken as they are; see :func:`~trainer.evaluation.published_factors.read_factors`."""
+    """Settings of longrope."""
 
     search: Literal["perplexity", "needles"] = "perplexity"
-    evaluations: int = 64
-    windows: int = 4
-    seed: int = 0
-    factors: str | None = None
+    """What factors are searched for: perplexity (of text, LongRoPE), needles (of their answers,
+    LongRoPE2)."""
+    evaluations: Count = 64
+    """Sets of factors to try at each length."""
+    windows: Count = 4
+    """Held-out texts to try them on."""
+    seed: Natural = 0
+    """Seed of the search."""
+    factors: OptionalText = None
+    """JSON file of published factors, the rope_scaling of a Hugging Face config.json; null:
+    search."""
 
     @property
     def of_choice(self) -> dict[str, Any]:
-        """All that the factors depend on beside model and text."""
+        """Return everything that the factors depend on besides model and text."""
         if self.factors is not None:
             return asdict(read_factors(self.factors))
         found = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
         return found if self.search == "perplexity" else {"search": self.search, **found}
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            f"evaluation.longrope.{key}: expected 1 or more, got {value}."
-            for key in ("evaluations", "windows")
-            if (value := getattr(self, key)) < 1
-        ]
-        if self.factors is not None:
-            try:
+        try:
+            if self.factors is not None:
                 read_factors(self.factors)
-            except UserError as error:
-                found += error.problems
-        return found
+        except UserError as error:
+            return [*error.problems]
+        return []
 
 
-@dataclass(frozen=True)
+@configuration
 class ChoiceSettings:
-    """What ``dope`` chooses heads on and ``weighted_rope`` pairs, whatever is evaluated.
-
-    ``text``: ``validation`` text; a ``file``; or the prompts of a task, made of validation text and
-    of another seed than those that are evaluated: one with needles, or with many shots (DoPE,
-    Table 4). ``file``: prompts in a ``.jsonl``, a line with ``prompt`` or ``problem``, of which the
-    last tokens are read; of any other file, running text.
-    ``length``: of a text, a multiple of the training length; null: as long as what is evaluated.
-    With a number, the heads are those of an evaluation at that length, its rescaling included
-    (Table 3). ``texts``: how many are read.
-    """
+    """What dope chooses heads on and weighted_rope pairs."""
 
     text: str = "validation"
-    file: str | None = None
-    length: float | None = None
-    texts: int = 4
+    """validation, file, or the prompts of a task: standard, noisy, multi_key, multi_query,
+    multi_value, passkey, many_shot_needle, many_shot_skip."""
+    file: OptionalText = None
+    """File for text=file: a .jsonl of prompts (prompt or problem), or running text."""
+    length: Multiple | None = None
+    """Length of a text in multiples of the training length; null: the length evaluated."""
+    texts: Count = 4
+    """Number of texts to read."""
 
-    def problems(self, texts: Collection[str]) -> list[str]:
+    def problems(self, texts: Collection[str]) -> list[Problem]:
         """What is impossible, one sentence each; ``texts``: what there is."""
         found = []
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
-            found.append(f"evaluation.choice.text: there is no text {self.text!r}.{near}")
+            found.append(
+                Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
+            )
         if (self.text == "file") != (self.file is not None):
             found.append(
-                "evaluation.choice.file: expected a file where evaluation.choice.text is 'file', "
-                f"and null elsewhere, got {self.file!r} with {self.text!r}."
+                Problem(
+                    "evaluation.choice.file",
+                    "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
+                    f"got {self.file!r} with {self.text!r}.",
+                )
             )
         elif self.file is not None and not Path(self.file).is_file():
-            found.append(f"evaluation.choice.file: there is no file {self.file!r}.")
-        if self.length is not None and not 0 < self.length <= 1e6:
-            found.append(
-                "evaluation.choice.length: expected a positive multiple of the training length, or "
-                f"null for the one evaluated, got {self.length}."
-            )
-        if self.texts < 1:
-            found.append(f"evaluation.choice.texts: expected 1 or more, got {self.texts}.")
+            found.append(Problem("evaluation.choice.file", f"there is no file {self.file!r}."))
         return found
 
 
-@dataclass(frozen=True)
+@configuration
 class DopeSettings:
-    """Which heads lose what; the defaults are the paper's best at 64k tokens (Table 1), but for
-    fewer heads: it takes 5 of about a thousand.
-
-    ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
-    with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
-    ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
-    ``by``: entropies of queries, of keys, or of both together (``joint``: of one Gram matrix over
-    the queries and the keys). ``entropy``: the mean over the bands (``vanilla``, Eq. 26) or the
-    truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for all.
-    ``spectral``: what heads are sorted by with r = 1, where Eq. 30 is 1 for every head and the
-    paper takes "only the spectral norm" (App. A.2). ``inverse``: 1 over the largest eigenvalue of
-    the Gram matrix over its trace, so that ``ascending`` begins with the heads of lowest entropy,
-    as the captions of Tables 1 and 2 say of it and as for every other r: the default. ``share``:
-    that eigenvalue, and ``norm``: the largest of the Gram matrix itself, sigma_max, as Sec. 5.2 and
-    App. A.2 can be read; ``ascending`` then begins with the heads whose largest is least.
-    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy.measure`. ``order``:
-    heads of the lowest scores (``ascending``) or of the highest. ``heads``: how many.
-    ``unit``: what a head is. ``head``: a query head with a copy of its keys for itself, of which
-    Llama 3 8B has 1,024, as the paper counts (Sec. 5.1). ``group``: a key-value head with all
-    queries that read it, whose score is the mean of theirs.
-    Queries and keys change both (Eq. 34 to 37). ``removal``, of ``by_parts`` and ``by_all``:
-    ``unrotate`` lets the bands stand still, ``zero`` takes them out of the scores. ``sigma``:
-    standard deviation of the noise (1 in App. A.2); null: that of what is retained (Sec. 4.3).
-    ``seed``: of the noise.
-    """
+    """Which heads lose what; by default the paper's best at 64k tokens (Table 1), fewer heads."""
 
     variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
+    """What a head loses: by_parts (bands slower than one turn in the training length, Eq. 33),
+    by_all (all bands), by_gaussian (noise takes its place, Eq. 36 and 37)."""
     by: Literal["query", "key", "joint"] = "query"
+    """Whose entropies rank heads: query, key, joint (of one Gram matrix over both)."""
     entropy: Literal["vanilla", "trunc"] = "trunc"
-    r: int | None = 1
+    """trunc (truncated effective rank, Eq. 30), vanilla (mean over the bands, Eq. 26)."""
+    r: Count | None = 1
+    """Eigenvalues of trunc; null: all."""
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
+    """State of the encoding that is ranked: pre_ntk, post_ntk, post_rope."""
     spectral: Literal["inverse", "share", "norm"] = "inverse"
+    """What ranks heads with entropy=trunc and r=1, where Eq. 30 is 1 for all: inverse (1 over the
+    largest eigenvalue's share, so that ascending begins with low entropy), share, norm (the
+    largest eigenvalue itself)."""
     order: Literal["ascending", "descending"] = "ascending"
-    heads: int = 1
+    """ascending (heads of low entropy first), descending."""
+    heads: Natural = 1
+    """Number of heads; the paper takes 5 of about a thousand."""
     unit: Literal["head", "group"] = "head"
+    """What counts as a head: head (a query head with its keys, as the paper counts), group (a
+    key-value head with its queries)."""
     removal: Literal["unrotate", "zero"] = "unrotate"
-    sigma: float | None = None
-    seed: int = 0
+    """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
+    sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
+    """Standard deviation of the noise; null: that of the retained heads (Sec. 4.3)."""
+    seed: Natural = 0
+    """Seed of the noise."""
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = []
-        if self.r is not None and self.r < 1:
-            found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
-        if self.spectral != "inverse" and (self.entropy, self.r) != ("trunc", 1):
-            found.append(
-                f"evaluation.dope.spectral: {self.spectral!r} is for evaluation.dope.entropy=trunc "
-                f"with evaluation.dope.r=1, got {self.entropy} with r={self.r}; expected inverse."
+    def problems(self) -> list[Problem]:
+        """Check that ``spectral`` is set only for what it affects."""
+        if self.spectral == "inverse" or (self.entropy, self.r) == ("trunc", 1):
+            return []
+        return [
+            Problem(
+                "evaluation.dope.spectral",
+                f"{self.spectral!r} is for evaluation.dope.entropy=trunc with evaluation.dope.r=1, "
+                f"got {self.entropy} with r={self.r}; expected inverse.",
             )
-        if self.heads < 0:
-            found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
-        if self.seed < 0:
-            found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
-        if self.sigma is not None and not 0 <= self.sigma <= 1e6:
-            found.append(
-                "evaluation.dope.sigma: expected a number from 0 on, or null for that of the "
-                f"retained heads, got {self.sigma}."
-            )
-        return found
+        ]
 
 
-@dataclass(frozen=True)
+@configuration
 class WeightedRopeSettings:
-    """Pairs whose ``entropy`` (SpectrumFE or SequenceFE) is ``side`` (below or above) the threshold
-    ``tau`` are multiplied by ``alpha``."""
+    """A rule that multiplies pairs by alpha, chosen by their entropy."""
 
     entropy: Literal["spectrum", "sequence"] = "sequence"
+    """Entropy that chooses: spectrum (SpectrumFE), sequence (SequenceFE)."""
     side: Literal["below", "above"] = "below"
-    tau: float = 0.6
-    alpha: float = 0.1
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        return [
-            f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
-            for key in ("tau", "alpha")
-            if not 0 <= (value := getattr(self, key)) <= 1
-        ]
+    """Side of the threshold: below, above."""
+    tau: Share = 0.6
+    """Threshold of the entropy."""
+    alpha: Share = 0.1
+    """Factor on the pairs."""

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.report.atomic import write_atomically
+from trainer.common.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-POLL = 1.0
+STALE = 86400.0
+"""Seconds without a claim after which those of another attempt are removed. It may be another
+evaluation that still goes on."""
+POLL = 0.2
 """Seconds between looks at what the other processes have stored."""
 
 
@@ -52,7 +55,7 @@ class Claims:
             return
         if share.index == 0:
             for older in directory.glob("claims-*"):
-                if older != self.directory:
+                if time.time() - older.stat().st_mtime > STALE:
                     shutil.rmtree(older, ignore_errors=True)
         self.directory.mkdir(parents=True, exist_ok=True)
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.common.files import write_atomically
 from trainer.formats import FIRST, check_format, read_plain
-from trainer.report.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 Floats = NDArray[np.floating[Any]]
@@ -49,7 +49,7 @@ class Store:
         """
         path = self.path(kind, key)
         if (kept := self._kept(path)) is not None:
-            check_format(kept[0], FORMAT, f"output: {str(path)!r}", "choose another output")
+            check_format(kept[0], FORMAT, "output", repr(str(path)), "choose another output")
             return kept[1]
         value = json.loads(json.dumps(make(), allow_nan=False))
         piece = {"format": FORMAT, "key": key, "value": value, "sha256": _checksum(value)}

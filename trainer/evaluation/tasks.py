@@ -1,14 +1,14 @@
-"""The tasks of a configuration, on held-out text of a model."""
+"""Tasks of a configuration on a model's held-out text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.tasks import longbench_tasks
@@ -16,8 +16,8 @@ from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import ruler_tasks
-from trainer.report.results import PERPLEXITY, STATEMENTS
 
 HAYSTACK = 1 << 22
 """Tokens of held-out documents that haystacks are made of."""
@@ -25,9 +25,11 @@ HAYSTACK = 1 << 22
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out split of a corpus, ``stream``. ``bos_token``: what prompts begin with, if
-    anything. ``training_share``: which share of the training sequences carried statements
-    (None: nobody knows)."""
+    """A held-out split of a corpus.
+
+    ``stream``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
+    of the training sequences with statements (None: unknown).
+    """
 
     corpus: Corpus
     stream: TokenStream
@@ -36,17 +38,17 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> list[str]:
-        """Documents of the split, :data:`HAYSTACK` tokens of them at most."""
+        """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
         return self.corpus.documents(self.stream, HAYSTACK)
 
 
 def make_tasks(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
 ) -> tuple[list[Measurement], list[str]]:
-    """What is measured, and a sentence for everything that cannot be.
+    """Return the measurements, and a sentence for each that is impossible.
 
     Raises:
-        UserError: nothing is left, or the text is shorter than the longest length.
+        UserError: none is possible, or the text is shorter than the longest length.
     """
     found: list[Measurement] = []
     notes: list[str] = []
@@ -82,18 +84,15 @@ def make_tasks(
             found += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
     if not found:
-        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return found, notes
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
     """Find prompts that do not fit before anything is measured, for all tasks at once."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for task in tasks:
-        try:
+        with collecting(problems):
             for length in lengths:
                 task.fingerprint(length)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(problems)

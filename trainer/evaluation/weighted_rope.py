@@ -1,9 +1,8 @@
-"""Weighted RoPE: a factor on the rotary pairs of extreme frequency entropy, without any training
-(Probing Rotary Position Embeddings through Frequency Entropy, Sec. 5).
+"""Weighted RoPE: a factor on rotary pairs of extreme frequency entropy, without training.
 
-Pairs are chosen on a text, queries and keys each by their own entropies (Eq. 11 and 12), then a
-layout is changed for them; any rescaling of the model's own will do. Pairs that do not rotate are
-left alone.
+Source: Probing Rotary Position Embeddings through Frequency Entropy, Sec. 5. Pairs of queries and
+of keys are chosen on a text by their own entropies (Eq. 11 and 12), and the layout is changed for
+them, on top of any rescaling. Pairs that do not rotate stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from trainer.analysis.frequency_entropy.measure import (
     frequency_entropies,
     weights,
 )
-from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 
 
 def select(
@@ -33,19 +30,17 @@ def select(
     settings: Sequence[WeightedRopeSettings],
     layout: Layout | None = None,
 ) -> tuple[Intervention, ...]:
-    """The factors of every layer, from the entropies on a text; empty where all are 1.
+    """Choose the factors of every layer from the entropies on a text; empty if all are 1.
 
     Args:
-        model: a decoder, with its layout as trained.
+        model: a decoder with its layout as trained.
         ids: ``[B, T]`` texts; their entropies are averaged.
-        settings: one or more; a pair that several choose has the smallest of their factors.
+        settings: one or more rules; a pair that several choose gets the smallest factor.
         layout: the rescaled layout; None: as trained.
 
     Raises:
-        UserError: impossible settings, a model without rotation, or too short a text.
+        UserError: the model does not rotate, or the text is too short.
     """
-    if problems := [problem for one in settings for problem in one.problems()]:
-        raise UserError(*problems)
     require_rotation(model.layout, "evaluation.weighted_rope")
     gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
     alphas = [one.alpha for one in settings]
@@ -64,16 +59,16 @@ def select(
 
 
 def pairs(chosen: Sequence[Intervention]) -> int:
-    """How many pairs of queries and keys have another factor than 1."""
+    """Return the number of query and key pairs whose factor is not 1."""
     rows = (row for of_layer in chosen for row in (*of_layer.query, *of_layer.key))
     return sum(factor != 1 for row in rows for factor in row) // 2
 
 
 def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
-    """``layout``, rescaled or not, with these factors; itself where all are 1.
+    """Return ``layout``, rescaled or not, with these factors.
 
     Raises:
-        ValueError: a layer has an intervention already.
+        ValueError: a layer already has an intervention.
     """
     if all(of_layer == Intervention() for of_layer in chosen):
         return layout

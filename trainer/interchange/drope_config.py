@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.interchange.hf_config import from_hf_config
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import Layout
@@ -65,15 +65,18 @@ def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig
         UserError: a key is missing, wrong or not supported; names every problem.
     """
     base = {key: value for key, value in values.items() if key not in _ROTATIONS}
-    problems: list[str] = []
+    problems: list[Problem] = []
     attention, scale = values.get("attention_type", "nope"), values.get("softmax_scale")
     if not isinstance(attention, str) or attention not in TARGETS:
         expected = " or ".join(map(repr, TARGETS))
-        problems.append(f"{name}: attention_type: expected {expected}, got {attention!r}.")
+        problems.append(Problem(name, f"attention_type: expected {expected}, got {attention!r}."))
     if scale is not None and (type(scale) not in (int, float) or not SMALLEST < scale < LARGEST):
         problems.append(
-            f"{name}: softmax_scale: expected a number from {SMALLEST:g} to {LARGEST:g}, got "
-            f"{str(scale)[:40]}."
+            Problem(
+                name,
+                f"softmax_scale: expected a number from {SMALLEST:g} to {LARGEST:g}, got "
+                f"{str(scale)[:40]}.",
+            )
         )
     try:
         architecture = BASES[str(_architecture(values))]

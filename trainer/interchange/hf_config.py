@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.validation import validated
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
-from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -109,14 +110,14 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
         except UserError as error:
             problems += error.problems
     if problems:
-        raise UserError(*(f"{name}: {problem}" for problem in problems))
+        raise UserError(*(problem.in_file(name) for problem in problems))
     return model
 
 
 def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     listed = values.get("architectures") or [None]
     if not isinstance(listed, list) or not isinstance(listed[0], str | None):
-        raise UserError(f"{name}: architectures: expected a list of names, got {listed!r}.")
+        raise UserError.at(name, f"architectures: expected a list of names, got {listed!r}.")
     given = listed[0]
     if given is None:  # files of older models give only the type
         kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
@@ -125,31 +126,32 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     if given in ARCHITECTURES:
         return ARCHITECTURES[given]
     if str(given).startswith("Olmo2"):
-        raise UserError(
-            f"{name}: {given} normalises what attention and MLP return (post-norm), "
-            "this decoder what they are given (pre-norm); the same weights would be another model."
+        raise UserError.at(
+            name,
+            f"{given} normalises what attention and MLP return (post-norm), this decoder what "
+            "they are given (pre-norm); the same weights would be another model.",
         )
-    raise UserError(
-        f"{name}: the architecture {given!r} is not supported; supported are "
-        f"{', '.join(ARCHITECTURES)}."
+    raise UserError.at(
+        name,
+        f"the architecture {given!r} is not supported; supported are {', '.join(ARCHITECTURES)}.",
     )
 
 
-def malformed(values: Mapping[str, Any]) -> list[str]:
-    """Return one sentence per key that is missing or of the wrong type."""
+def malformed(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each key that is missing or of the wrong type."""
     found = [
-        f"{key}: expected a positive whole number, got {values.get(key)!r}."
+        Problem(key, f"expected a positive whole number, got {values.get(key)!r}.")
         for key in (*_REQUIRED, *_OPTIONAL)
         if key in _REQUIRED or values.get(key) is not None
         if not isinstance(values.get(key), int) or values[key] < (key != "max_window_layers")
     ]
     found += [
-        f"{key}: expected less than 2^31, got {values[key]}."
+        Problem(key, f"expected less than 2^31, got {values[key]}.")
         for key in (*_REQUIRED, *_OPTIONAL)
         if isinstance(values.get(key), int) and values[key] >= 1 << 31
     ]
     found += [
-        f"{key}: expected {what}, got {values[key]!r}."
+        Problem(key, f"expected {what}, got {values[key]!r}.")
         for key, kinds, what in _PLAIN
         if values.get(key) is not None and type(values[key]) not in kinds
     ]
@@ -158,17 +160,24 @@ def malformed(values: Mapping[str, Any]) -> list[str]:
         if given is None:
             continue
         if not isinstance(given, list) or not isinstance(depth, int) or len(given) < depth:
-            found.append(f"{key}: expected a list with an entry for each layer, got {given!r}.")
+            found.append(
+                Problem(key, f"expected a list with an entry for each layer, got {given!r}.")
+            )
         elif others := [entry for entry in given if entry not in allowed]:
-            found.append(f"{key}: expected {allowed[0]!r} or {allowed[1]!r}, got {others[0]!r}.")
+            found.append(
+                Problem(key, f"expected {allowed[0]!r} or {allowed[1]!r}, got {others[0]!r}.")
+            )
     return found
 
 
-def _unsupported(values: Mapping[str, Any]) -> list[str]:
-    """Return one sentence per key that requires an unsupported computation."""
+def _unsupported(values: Mapping[str, Any]) -> list[Problem]:
+    """Keys that ask for another computation, one sentence each."""
     return [
-        f"{key}={values[key]!r} is not supported"
-        + (f", only {' or '.join(map(repr, allowed))}." if allowed else ".")
+        Problem(
+            "",
+            f"{key}={values[key]!r} is not supported"
+            + (f", only {' or '.join(map(repr, allowed))}." if allowed else "."),
+        )
         for key, allowed in _NEUTRAL.items()
         if values.get(key) is not None and values[key] not in allowed
     ]
@@ -176,21 +185,23 @@ def _unsupported(values: Mapping[str, Any]) -> list[str]:
 
 def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[ModelConfig, Layout]:
     heads = values["num_attention_heads"]
-    config = ModelConfig(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_hidden_layers=values["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim"),
-        vocab_size=values["vocab_size"],
-        rms_norm_eps=1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
-        tie_word_embeddings=values.get("tie_word_embeddings") or False,
-        qkv_bias=architecture.qkv_bias,
-        qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
-    )
-    if problems := config.problems():
-        raise UserError(*(problem.removeprefix("model.") for problem in problems))
+    shape = {
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": values["intermediate_size"],
+        "num_hidden_layers": values["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim"),
+        "vocab_size": values["vocab_size"],
+        "rms_norm_eps": 1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
+        "tie_word_embeddings": values.get("tie_word_embeddings") or False,
+        "qkv_bias": architecture.qkv_bias,
+        "qk_norm": {"when": "always" if architecture.qk_norm else "never"},
+    }
+    config, problems = validated(ModelConfig, shape)
+    if problems := problems or config.problems():
+        keys = {f"model.{key}": key for key in vars(config)}
+        raise UserError(*(problem.renamed(keys) for problem in problems))
     return config, _layout(values, architecture, config)
 
 
@@ -210,7 +221,7 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope parameters in the new style, including older top-level keys."""
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
-        raise UserError(f"rope_parameters: expected keys and values, got {given!r}.")
+        raise UserError.at("rope_parameters", f"expected keys and values, got {given!r}.")
     beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
     beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
     merged = beside | {key: value for key, value in given.items() if value is not None}
@@ -219,10 +230,11 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
         merged["original_max_position_embeddings"] = original
     kind, share = merged.get("rope_type", merged.get("type", "default")), _share(merged)
     if share != 1 and kind != "proportional":
-        raise UserError(
-            f"partial_rotary_factor: {share:g} with rope_type {kind!r}; transformers rotates whole "
-            "heads of these architectures all the same, or fails. Remove the key where the weights "
-            "were trained so; a part of a head rotates with rope_type 'proportional' alone."
+        raise UserError.at(
+            "partial_rotary_factor",
+            f"{share:g} with rope_type {kind!r}; transformers rotates whole heads of these "
+            "architectures all the same, or fails. Remove the key where the weights were trained "
+            "so; a part of a head rotates with rope_type 'proportional' alone.",
         )
     return merged
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.positional.encodings import geometric
 from trainer.positional.rescaling import (
     dynamic,
@@ -92,7 +92,7 @@ def spectrum_from_rope_parameters(
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         hint = did_you_mean(str(kind), ROPE_TYPES)
-        raise UserError(f"rope_parameters.rope_type: unknown type {kind!r}.{hint}")
+        raise UserError.at("rope_parameters.rope_type", f"unknown type {kind!r}.", hint)
     if problems := _problems(given, kind, head_dim):
         raise UserError(*problems)
     return _without_standstill(_SPECTRA[kind](_Rope(given, head_dim, training_length)))
@@ -106,42 +106,53 @@ def _without_standstill(spectrum: Spectrum) -> Spectrum:
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
-def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[str]:
-    """Return one sentence per problem of the keys."""
+def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Problem]:
+    """Return the problems of the keys."""
     known = (*_OTHERS, *_NUMBERS, *_LISTS)
     found = [
-        f"rope_parameters: unknown key {key!r}.{did_you_mean(key, known)}"
+        Problem("rope_parameters", f"unknown key {key!r}.", did_you_mean(key, known))
         for key in given
         if key not in known
     ]
     needed = ("rope_theta", *ROPE_TYPES[kind])
     found += [
-        f"rope_parameters.{key}: missing; the type {kind!r} needs {', '.join(needed)}."
+        Problem(f"rope_parameters.{key}", f"missing; the type {kind!r} needs {', '.join(needed)}.")
         for key in needed
         if key not in given
     ]
     found += [
-        f"rope_parameters.{key}: expected a number greater than {least}, got {given[key]!r}."
+        Problem(
+            f"rope_parameters.{key}", f"expected a number greater than {least}, got {given[key]!r}."
+        )
         for key, least in _NUMBERS.items()
         if key in given and not _is_number(given[key], least)
     ]
     if kind == "llama3" and not found and given["high_freq_factor"] <= given["low_freq_factor"]:
-        found.append("rope_parameters.high_freq_factor: expected more than low_freq_factor.")
+        found.append(
+            Problem("rope_parameters.high_freq_factor", "expected more than low_freq_factor.")
+        )
     share = given.get("partial_rotary_factor", 1.0)
     if not _is_number(share) or not 0 <= share <= 1:
         found.append(
-            f"rope_parameters.partial_rotary_factor: expected a number from 0 to 1, got {share!r}."
+            Problem(
+                "rope_parameters.partial_rotary_factor",
+                f"expected a number from 0 to 1, got {share!r}.",
+            )
         )
         return found
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 and kind != "proportional":
         found.append(
-            f"rope_parameters.partial_rotary_factor: {share} of {head_dim} channels is "
-            f"{rotary_dim}; expected an even number."
+            Problem(
+                "rope_parameters.partial_rotary_factor",
+                f"{share} of {head_dim} channels is {rotary_dim}; expected an even number.",
+            )
         )
     found += [
-        f"rope_parameters.{key}: expected a list of {rotary_dim // 2} positive numbers, one for "
-        "each rotated pair."
+        Problem(
+            f"rope_parameters.{key}",
+            f"expected a list of {rotary_dim // 2} positive numbers, one for each rotated pair.",
+        )
         for key in _LISTS
         if key in given and not _is_list(given[key], rotary_dim // 2)
     ]

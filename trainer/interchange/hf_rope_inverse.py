@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional.encodings import geometric
 from trainer.positional.spectrum import LongFrequencies, Spectrum

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from trainer.common.errors import Problem
 
 WAIT = 5.0
 """Seconds for a connection, of which nothing is read."""
@@ -47,3 +50,11 @@ def cached_or_downloaded(download: Callable[..., str], *what: str, **options: st
         if reason := no_hub():
             raise OSError(reason) from None
         return download(*what, **options)
+
+
+@dataclass(frozen=True)
+class MissingWeights(Problem):
+    """Published weights that are not on this machine, but can be had."""
+
+    is_published: bool = False
+    """Whether they are named by their place on the hub."""

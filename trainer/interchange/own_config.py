@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-from trainer.errors import UserError
-from trainer.formats import adapter
+from trainer.common.errors import Problem, UserError
+from trainer.common.validation import validated
 from trainer.interchange.hf_config import malformed
-from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.model.config import ModelConfig
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Layout
 from trainer.positional.stored_layout import read_layout
 
@@ -69,7 +69,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     """
     problems = malformed(values)
     problems += [
-        f"{key}: expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}."
+        Problem(key, f"expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}.")
         for key, allowed in (
             ("qkv_bias", (True, False)),
             ("qk_norm_kind", _KINDS),
@@ -78,45 +78,36 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         if values.get(key) not in allowed
     ]
     if problems:
-        raise UserError(*(f"{name}: {problem}" for problem in problems))
-    config = ModelConfig(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_hidden_layers=values["num_hidden_layers"],
-        num_attention_heads=values["num_attention_heads"],
-        num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
-        head_dim=values.get("head_dim"),
-        vocab_size=values["vocab_size"],
-        rms_norm_eps=1e-5 if (eps := values.get("rms_norm_eps")) is None else eps,
-        tie_word_embeddings=values.get("tie_word_embeddings") or False,
-        qkv_bias=values["qkv_bias"],
-        softmax=_softmax(values.get("softmax"), name),
-        qk_norm=QKNormConfig("never", values["qk_norm_kind"], values["qk_norm_targets"]),
-    )
-    if problems := config.problems():
-        raise UserError(*(f"{name}: {p.removeprefix('model.')}" for p in problems))
-    shape = config.num_hidden_layers, config.num_key_value_heads, config.head_size
+        raise UserError(*(problem.in_file(name) for problem in problems))
+    shape = {
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": values["intermediate_size"],
+        "num_hidden_layers": values["num_hidden_layers"],
+        "num_attention_heads": values["num_attention_heads"],
+        "num_key_value_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
+        "head_dim": values.get("head_dim"),
+        "vocab_size": values["vocab_size"],
+        "rms_norm_eps": 1e-5 if (eps := values.get("rms_norm_eps")) is None else eps,
+        "tie_word_embeddings": values.get("tie_word_embeddings") or False,
+        "qkv_bias": values["qkv_bias"],
+        "softmax": values.get("softmax") or {},
+        "qk_norm": {"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]},
+    }
+    config, problems = validated(ModelConfig, shape)
+    if problems := problems or config.problems():
+        keys = {f"model.{key}": key for key in vars(config)}
+        raise UserError(*(problem.renamed(keys).in_file(name) for problem in problems))
+    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_size
     try:
-        layout = read_layout(values.get("layout"), *shape)
+        layout = read_layout(values.get("layout"), *sizes)
     except ValueError as error:
-        raise UserError(f"{name}: {error}.") from None
+        raise UserError.at(name, f"{error}.") from None
     _check_slopes(values.get("alibi_slopes"), config, layout, name)
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
     when: Literal["never", "always", "after_drop"]
     when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
-
-
-def _softmax(given: Any, name: str) -> SoftmaxConfig:
-    """Read the softmax settings; files of earlier versions have none."""
-    known = [field.name for field in fields(SoftmaxConfig)]
-    try:
-        if isinstance(given, dict) and given.keys() - set(known):
-            raise ValueError
-        return adapter(SoftmaxConfig).validate_python(given or {})
-    except ValueError:
-        raise UserError(f"{name}: softmax: expected {', '.join(known)}, got {given!r}.") from None
 
 
 def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:
@@ -129,6 +120,6 @@ def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) ->
         )
     )
     if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
-        raise UserError(
-            f"{name}: alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
+        raise UserError.at(
+            name, f"alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
         )

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.formats import read_plain
 from trainer.interchange.drope_config import from_drope_config, is_drope, is_unused
 from trainer.interchange.finding import find_pretrained
@@ -107,8 +107,8 @@ class Pretrained:
             UserError: the model came without one.
         """
         if self.tokenizer is None:
-            raise UserError(
-                f"{self.name}: there is no tokenizer.json; put the model's beside its weights."
+            raise UserError.at(
+                self.name, "there is no tokenizer.json; put the model's beside its weights."
             )
         return self.tokenizer
 
@@ -125,13 +125,13 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
             names every problem.
     """
     path = find_pretrained(given)
-    problems: list[str] = []
+    problems: list[Problem] = []
 
     def attempt(function: Callable[..., T], *args: Any) -> T | None:
         try:
             return function(*args)
         except UserError as error:
-            problems.extend(f"{given}: {problem}" for problem in error.problems)
+            problems.extend(problem.in_file(given) for problem in error.problems)
             return None
 
     values: dict[str, Any] | None
@@ -151,9 +151,10 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         raise UserError(*problems)
     config, layout = model
     if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:
-        raise UserError(
-            f"{given}: num_hidden_layers: {len(tensors)} tensors are no model of "
-            f"{config.num_hidden_layers} layers."
+        raise UserError.at(
+            given,
+            f"num_hidden_layers: {len(tensors)} tensors are no model of "
+            f"{config.num_hidden_layers} layers.",
         )
     with torch.device("meta"):
         shapes = {
@@ -192,13 +193,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     if not path.is_file():
-        raise UserError(f"there is no 'config.json' in {str(directory)!r}.")
+        raise UserError.at("", f"there is no 'config.json' in {str(directory)!r}.")
     try:
         values = read_plain(path)
     except ValueError as error:
-        raise UserError(f"'config.json' is damaged: {error}.") from error
+        raise UserError.at("", f"'config.json' is damaged: {error}.") from error
     if not isinstance(values, dict):
-        raise UserError("'config.json' holds no keys.")
+        raise UserError.at("", "'config.json' holds no keys.")
     return values
 
 
@@ -214,7 +215,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     try:
         return tokenizer_from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"'tokenizer.json' is damaged ({error}).") from error
+        raise UserError.at("", f"'tokenizer.json' is damaged ({error}).") from error
 
 
 def _check(
@@ -228,15 +229,20 @@ def _check(
         if name not in shapes and not _is_harmless(name, tensors, tied)
     ]
     problems = [
-        f"tensor {tensors[name].name!r} has the shape {list(tensors[name].shape)}; the "
-        f"configuration asks for {list(shape)}."
+        Problem(
+            "",
+            f"tensor {tensors[name].name!r} has the shape {list(tensors[name].shape)}; the "
+            f"configuration asks for {list(shape)}.",
+        )
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
     if extra:
-        problems.insert(0, f"tensors that the model has no place for: {_listed(extra)}.")
+        problems.insert(
+            0, Problem("", f"tensors that the model has no place for: {_listed(extra)}.")
+        )
     if missing:
-        problems.insert(0, f"tensors that are missing: {_listed(missing)}.")
+        problems.insert(0, Problem("", f"tensors that are missing: {_listed(missing)}."))
     if problems:
         raise UserError(*problems)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.formats import read_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,14 +62,11 @@ def read_headers(directory: Path) -> dict[str, FileTensor]:
         UserError: no safetensors file, missing or damaged ones; every problem is named.
     """
     found: dict[str, FileTensor] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for path in _weight_files(directory):
-        try:
+        with collecting(problems):
             found |= _read_header(path)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_all(problems)
     return found
 
 
@@ -79,7 +76,7 @@ def weights_problem(directory: Path) -> str | None:
         missing = [path.name for path in _weight_files(directory) if not path.is_file()]
     except UserError as error:
         return str(error)
-    return f"{missing[0]!r} is missing." if missing else None
+    return f"{missing[0]!r} is missing" if missing else None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -88,11 +85,12 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
         return _shards(directory)
     if any(directory.glob("pytorch_model*.bin")):
-        raise UserError(
+        raise UserError.at(
+            "",
             "the weights are a pytorch_model.bin, which can run code as it is read; convert them "
-            "to safetensors."
+            "to safetensors.",
         )
-    raise UserError(f"there is no {SINGLE!r} in {str(directory)!r}.")
+    raise UserError.at("", f"there is no {SINGLE!r} in {str(directory)!r}.")
 
 
 def _shards(directory: Path) -> list[Path]:
@@ -101,27 +99,29 @@ def _shards(directory: Path) -> list[Path]:
         names = sorted(set(index["weight_map"].values()))
         elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(
+        raise UserError.at(
+            "",
             f"{INDEX!r} is damaged: its 'weight_map' should name the file of every tensor "
-            f"({error!r})."
+            f"({error!r}).",
         ) from error
     if elsewhere:
-        raise UserError(
+        raise UserError.at(
+            "",
             f"{INDEX!r} names files outside its directory: {', '.join(map(repr, elsewhere))}; "
-            "expected names of files beside it."
+            "expected names of files beside it.",
         )
     return [directory / name for name in names]
 
 
 def _read_header(path: Path) -> dict[str, FileTensor]:
     if not path.is_file():
-        raise UserError(f"the file {path.name!r} that the index names is missing.")
+        raise UserError.at("", f"the file {path.name!r} that the index names is missing.")
     with _opened(path) as file:
         headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         dtypes = {name: header.get_dtype() for name, header in headers.items()}
         shapes = {name: tuple(header.get_shape()) for name, header in headers.items()}
     if problems := [
-        f"tensor {name!r} has the type {dtype}; expected {', '.join(DTYPES)}."
+        Problem("", f"tensor {name!r} has the type {dtype}; expected {', '.join(DTYPES)}.")
         for name, dtype in dtypes.items()
         if dtype not in DTYPES
     ]:
@@ -138,8 +138,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path.name!r} is truncated, damaged or no safetensors file ({error})."
+        raise UserError.at(
+            "", f"{path.name!r} is truncated, damaged or no safetensors file ({error})."
         ) from error
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 def download_wheel(requirement: str, directory: Path) -> Path:
@@ -22,7 +22,9 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     )
     wheels = list(directory.glob("*.whl"))
     if result.returncode or not wheels:
-        raise UserError(f"pip could not download {requirement}: {result.stderr.strip()[-300:]}")
+        raise UserError.at(
+            "", f"pip could not download {requirement}: {result.stderr.strip()[-300:]}"
+        )
     return wheels[0]
 
 
@@ -35,4 +37,4 @@ def check_sum(path: Path, sha256: str) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        raise UserError(f"{path.name} has the SHA-256 {digest}, not {sha256}.")
+        raise UserError.at("", f"{path.name} has the SHA-256 {digest}, not {sha256}.")

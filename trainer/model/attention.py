@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.backends import Attend, sdpa
-from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
+from trainer.model.forward_pass import LayerPass
 from trainer.model.linear import Linear
-from trainer.model.masks import Mask
 from trainer.model.softmax import Softmax
-from trainer.positional.alibi import alibi_slopes
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
-from trainer.positional.rotation import Groups, encode_keys, encode_queries
-
-if TYPE_CHECKING:
-    from trainer.positional.intervening import Intervene
+from trainer.positional.rotation import encode_keys, encode_queries
 
 Observer = Callable[..., None]
-"""Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each, and by name
+"""Receives the queries and keys before and after their encoding, ``[B, H, T, D]`` each, and by name
 the ``softcap`` of their scores and the ``sinks`` beside them, ``[Hq]``."""
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Encoding of one layer for queries or keys at ``positions``, ``[T]`` or ``[B, T]``."""
-
-    groups: Groups
-    positions: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -62,8 +44,8 @@ class Attention(nn.Module):
     A learned softmax scale multiplies the queries of its head before their encoding, so that every
     backend and every analysis includes it. A sink is a logit beside the head's scores.
 
-    Encoded queries and keys pass one seam: ``intervention``, if the layout has one, replaces them,
-    and ``observe``, if set, receives them.
+    After their encoding, the layout's intervention may replace queries and keys, and ``observe``,
+    if set, receives them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -93,66 +75,34 @@ class Attention(nn.Module):
         self.sinks = of_heads(config.softmax.sinks, 0.0)
         self.softcap = config.softmax.softcap
         self.attend: Attend = sdpa
-        self.intervention: Intervene | None = None
-        self.expands = False
         self.observe: Observer | None = None
 
-    def intervene_with(self, wanted: Intervention | None) -> None:
-        """Set the intervention on encoded queries and keys; None removes it."""
-        if wanted is None:
-            self.intervention = None
-            return
-        from trainer.positional.intervening import Intervene  # slow import: the compiler
-
-        self.intervention = Intervene(wanted)
-
-    def forward(
-        self,
-        x: Tensor,
-        encoding: Encoding,
-        mask: Mask,
-        qk_norm: bool,
-        cache: LayerCache | None = None,
-        of_all_keys: Encoding | None = None,
-        last: int | None = None,
-    ) -> Tensor:
-        """Compute attention.
-
-        Args:
-            x: ``[B, T, hidden_size]``.
-            encoding: rotation and temperature of the heads for these tokens.
-            mask: restrictions beyond causality.
-            qk_norm: whether the query and key norms are enabled.
-            cache: keys and values of earlier tokens, extended in place.
-            of_all_keys: encoding of cached and new tokens together, if frequencies depend on the
-                sequence length or query heads have their own copies of keys; the cache then stores
-                unencoded keys.
-            last: number of last positions to compute; None: all.
-        """
+    def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
+        """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
+        queries, keys, cache = layer_pass.queries, layer_pass.keys, layer_pass.cache
+        qk_norm = layer_pass.qk_norm
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         if self.softmax_scale is not None:
             plain_q = plain_q * self.softmax_scale.to(plain_q.dtype)[:, None, None]
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
-        of_keys = encoding
-        if cache is not None and of_all_keys is not None:
+        if cache is not None and layer_pass.caches_plain_keys:
             plain_k, v = cache.append(plain_k, v)
-            of_keys = of_all_keys
-        if self.expands:
+        if layer_pass.copies_keys:
             copies = plain_q.shape[1] // plain_k.shape[1]
             plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
-        q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
-        if self.intervention is not None:
-            q, k = self.intervention(q, k, encoding.positions, of_keys.positions)
+        q, k = encode_queries(plain_q, queries.groups), encode_keys(plain_k, keys.groups)
+        if layer_pass.intervention is not None:
+            q, k = layer_pass.intervention(q, k, queries.positions, keys.positions)
         # Norm weights keep their dtype under every strategy: match the queries' dtype.
         softmax = Softmax(None if self.sinks is None else self.sinks.to(q.dtype), self.softcap)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k, **softmax._asdict())
-        if cache is not None and of_all_keys is None:
+        if cache is not None and not layer_pass.caches_plain_keys:
             k, v = cache.append(k, v)
-        if last is not None:
-            q = q[:, :, -last:]
-        out = self.o_proj(self.attend(q, k, v, mask, softmax).transpose(1, 2).flatten(2))
+        if layer_pass.last is not None:
+            q = q[:, :, -layer_pass.last :]
+        out = self.o_proj(self.attend(q, k, v, layer_pass.mask, softmax).transpose(1, 2).flatten(2))
         if not qk_norm:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:
@@ -168,20 +118,3 @@ class Attention(nn.Module):
         if norm is not None and self.per_head_norm:
             x = norm(x)
         return x.transpose(1, 2)
-
-
-def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor | None]:
-    """Return ALiBi's slopes ``[heads]`` for every layer; None if no head of a layer has a bias."""
-    found: dict[int, Tensor | None] = {}
-    for layer in layout.layers:
-        if id(layer) not in found:
-            biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-            found[id(layer)] = slopes_of(heads, biased, device) if any(biased) else None
-    return [found[id(layer)] for layer in layout.layers]
-
-
-@lru_cache
-def slopes_of(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached to avoid a sync."""
-    slopes = torch.tensor(alibi_slopes(heads), device=device)
-    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

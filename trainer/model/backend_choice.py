@@ -1,7 +1,7 @@
-"""Which backend computes attention: what is asked for, or what suits device, masks and type.
+"""Choose the backend that computes attention: the configured one, or by device, masks and dtype.
 
-A kernel counts as present if it loads here, and a new one if it also computes here what the
-definition says: package metadata says neither.
+Package metadata is not enough to tell whether a kernel works. A kernel counts as available if it
+loads here, and a new one if its results here also agree with the definition of attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention as torch_attention
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.model.backends import BACKENDS, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask
@@ -25,10 +25,10 @@ from trainer.model.softmax import Softmax, eager
 log = logging.getLogger(__name__)
 
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
-"""Packages of later generations, whose functions have other names and other arguments."""
+"""Packages of later generations, whose functions have other names and arguments."""
 
 LARGEST_HEAD = 256
-"""Channels of a head that flash-attention's kernels take."""
+"""Largest head that flash-attention's kernels support, in channels."""
 
 NEWER_FLASH = {
     "FA3": ("flash_attn_interface", (9,)),
@@ -42,7 +42,7 @@ CUDNN_GPUS, CUDNN = ((9, 0), (10, 0)), 91500
 (``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
 
 TRIAL_DEVICE = "cuda"
-"""Where kernels are tried."""
+"""Device on which kernels are tried."""
 
 
 class Choice(NamedTuple):
@@ -54,12 +54,12 @@ class Choice(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What attention of a model has to do.
+    """Requirements on a model's attention.
 
     ``documents``: batches carry document masks. ``windows``: a layer has a window. ``biased``: a
-    layer has ALiBi. ``half``: queries and keys are of 16 bits. ``length``: the length of every
+    layer has ALiBi. ``half``: queries and keys have 16 bits. ``length``: the length of every
     sequence in training; None: sequences have many lengths, as in an evaluation. ``head_size``: D.
-    ``softmax``: of a model.
+    ``softmax``: extensions of the softmax.
     """
 
     documents: bool = False
@@ -77,31 +77,33 @@ class Needs(NamedTuple):
         return not masked and self.softmax.is_fused
 
 
-def backend_problem(name: str, accelerator: str) -> str | None:
-    """Why a backend cannot run on ``accelerator`` ("cpu", "cuda"), or None.
+def backend_problem(name: str, accelerator: str) -> Problem | None:
+    """Return why a backend cannot run on ``accelerator`` ("cpu", "cuda"), or None.
 
-    A backend that is asked for and missing is an error, never replaced in silence.
+    A backend that is configured but missing is an error; no other one replaces it silently.
     """
     if name in ("flash", "varlen", "flex") and accelerator != "cuda":
-        return (
-            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
-            "choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"{name!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
         )
     if name == "flash" and (problem := flash_problem()) is not None:
-        return (
-            f"model.attention_backend: 'flash' needs the package flash-attn, which {problem}; "
-            "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"'flash' needs the package flash-attn, which {problem}; pip install "
+            "'unrope[flash]', or choose 'auto' or 'sdpa'.",
         )
     if name == "varlen" and not has_varlen():
-        return (
-            "model.attention_backend: 'varlen' needs torch 2.12 or later, whose varlen_attn takes "
-            "windows and shared keys; choose 'auto' or 'flex'."
+        return Problem(
+            "model.attention_backend",
+            "'varlen' needs torch 2.12 or later, whose varlen_attn takes windows and shared keys; "
+            "choose 'auto' or 'flex'.",
         )
     return None
 
 
 def flash_problem() -> str | None:
-    """What is wrong with the package flash-attn, generation 2, or None."""
+    """Return why the package flash-attn, generation 2, cannot be used, or None."""
     try:
         found = version("flash-attn")
     except PackageNotFoundError:
@@ -118,7 +120,7 @@ def flash_problem() -> str | None:
 def _import_problem(module: str) -> str | None:
     """Import a module and return what that raises, or None.
 
-    A wheel built for another torch has package metadata, and fails with an undefined symbol.
+    A wheel built for another torch has package metadata, but fails with an undefined symbol.
     """
     try:
         import_module(module)
@@ -140,7 +142,7 @@ def _is_installed(name: str) -> bool:
 
 
 def has_varlen() -> bool:
-    """Whether torch's variable-length attention takes what ``varlen`` gives it."""
+    """Whether torch's variable-length attention takes the arguments that ``varlen`` passes."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -149,28 +151,30 @@ def has_varlen() -> bool:
 
 
 def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
-    """The backend that was asked for, or the one that ``auto`` stands for.
+    """Return the configured backend, or the one that ``auto`` selects.
 
     Args:
         name: as configured.
         accelerator: "cpu" or "cuda".
-        needs: what it has to do.
+        needs: requirements of the model.
 
     Raises:
-        UserError: the backend asked for cannot run here, or not what is needed.
+        UserError: the configured backend cannot run here, or does not meet the requirements.
     """
     if name != "auto":
         if problem := backend_problem(name, accelerator):
             raise UserError(problem)
         if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
-            raise UserError(f"model.attention_backend: {name!r} {why}; choose 'auto' or 'flex'.")
+            raise UserError.at(
+                "model.attention_backend", f"{name!r} {why}; choose 'auto' or 'flex'."
+            )
         cudnn = name == "sdpa" and accelerator == "cuda" and _suits_cudnn(needs)
         return Choice(name, "as configured" + (", cuDNN's kernel" if cudnn else ""), cudnn)
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
 
 
 def _kernel_problem(name: str, needs: Needs) -> str | None:
-    """What the kernels of ``flash`` and ``varlen`` cannot do of what is needed, or None."""
+    """Return which requirement the kernels of ``flash`` and ``varlen`` do not meet, or None."""
     if not needs.half:
         return "computes in 16 bits only"
     if _capability() < (8, 0):
@@ -267,8 +271,11 @@ def _flex_takes_flash(needs: Needs) -> bool:
 
 
 def trial_problem(name: str, needs: Needs) -> str | None:
-    """Compute a small attention and its gradients with a backend, as it is needed, and return what
-    is wrong, or None."""
+    """Try a backend on a small attention and its gradients, with these requirements.
+
+    Returns:
+        What is wrong, or None.
+    """
     length, generator = 256, torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, length, needs.head_size, generator=generator)
@@ -298,7 +305,7 @@ def trial_problem(name: str, needs: Needs) -> str | None:
 
 
 def _suitable(needs: Needs) -> Choice:
-    """Choose what a GPU computes fastest of what works there."""
+    """Choose the fastest backend on a GPU among those that work there."""
     if _suits_cudnn(needs):
         return Choice("sdpa", f"cuDNN's kernel: no masks, {needs.length:,} tokens", cudnn=True)
     documents = needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None
@@ -316,7 +323,7 @@ def _suitable(needs: Needs) -> Choice:
 
 
 def _flexible(needs: Needs, why: str) -> Choice:
-    """Choose what computes any mask and softmax; ``why`` others do not."""
+    """Choose a backend for any mask and softmax; ``why``: the reason that others are unsuitable."""
     if needs.length is None:
         return Choice("sdpa", f"{why}; FlexAttention would be compiled for many lengths")
     if _flex_takes_flash(needs):

@@ -21,22 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.masks import Mask, bias, bounds_of
 from trainer.model.softmax import PLAIN, Softmax, capped, eager, recomputed
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask, Softmax], Tensor]
 
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
-"""Queries that ``sdpa`` takes at once where it needs a mask: fewer compute less that the mask then
-hides, more keep a GPU busy."""
+"""Queries per block of ``sdpa`` with a mask: small blocks compute fewer scores that the mask hides,
+large ones keep a GPU busy."""
 SCORES = 2**28
-"""Scores that a block of queries has at most where they are written out, some times in float32."""
+"""Limit on the scores of a block of queries, if they are computed explicitly (in float32)."""
 VARIANTS = 64
-"""Of FlexAttention that one process may compile."""
+"""Limit on the variants of FlexAttention that one process compiles."""
 
 # torch prefers cuDNN's kernel on Hopper, which is wrong with some masks and makes a plan for every
-# new length. It stays off in this process but within cudnn_attention(True).
+# new length. It is off in this process, except within cudnn_attention(True).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -91,8 +91,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Call SDPA such that one of its fused kernels can be used."""
     shared = q.shape[1] // k.shape[1]
-    # Of CUDA's kernels only flash supports grouped keys: 16 bits, no mask. Otherwise torch silently
-    # takes the kernel that materializes all scores.
+    # Flash is the only CUDA kernel that supports grouped keys (16 bits, no mask). Otherwise torch
+    # silently takes the kernel that materializes all scores.
     needs_more = q.element_size() > 2 or "attn_mask" in options
     if shared > 1 and q.device.type != "cpu" and needs_more:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
@@ -170,9 +170,10 @@ def _packed(
 ) -> Tensor:
     """Call a kernel with all rows packed into one row of documents."""
     if q.shape[2] != k.shape[2]:
-        raise UserError(
-            "model.attention_backend: document masks do not work with a KV cache in kernels of "
-            "variable length; choose 'sdpa'."
+        raise UserError.at(
+            "model.attention_backend",
+            "document masks do not work with a KV cache in kernels of variable length; choose "
+            "'sdpa'.",
         )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -198,8 +199,7 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     compiled = torch.compile(function, fullgraph=whole)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Masks, dtypes and numbers of heads each need a compilation: more than eight in one
-        # process.
+        # Every mask, dtype and number of heads needs a compilation: more than the default of eight.
         with config.patch(recompile_limit=VARIANTS):
             return compiled(*args, **kwargs)
 

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import Count, Number, OptionalText, Positive, configuration
+
+Cap = Annotated[Number, Field(ge=0.001, le=1_000_000)]
+"""Bound of a soft cap; smaller ones leave no gradient."""
 
 
-@dataclass(frozen=True)
+@configuration
 class QKNormConfig:
-    """RMS normalisation of queries and keys between projection and rotation.
-
-    ``when``: never, always, or from the drop on (``after_drop``).
-    ``kind``: over each head (Qwen3) or over the full projection (OLMo 2, DroPE's released recipe).
-    ``targets``: both, queries only, keys only.
-    """
+    """RMS normalisation of queries and keys between projection and rotation."""
 
     when: Literal["never", "always", "after_drop"] = "never"
+    """Whether it is on: never, always, or after_drop (from the drop on)."""
     kind: Literal["per_head", "full"] = "per_head"
+    """What is normalised: per_head (each head, as in Qwen3), or full (the whole projection, as
+    in OLMo 2 and DroPE's released recipe)."""
     targets: Literal["both", "q", "k"] = "both"
+    """Which are normalised: both, q, k."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SoftmaxConfig:
-    """What the softmax of attention has beside scores, and a cap of the head's logits.
-
-    ``learned_scale``: a factor on the scores for every query head, 1 at first (Scalable-Softmax,
-    Nakanishi 2025, learns one). ``sinks``: for every query head a learned logit beside its scores,
-    0 at first, which takes its share of the weights and has no value (gpt-oss). ``softcap``: keeps
-    scores within +-softcap by softcap tanh(score / softcap), before masks and ALiBi (Gemma 2: 50);
-    null: as they are. ``final_softcap``: of the head's logits likewise (Gemma 2: 30).
-    """
+    """Extensions of attention's softmax, and a cap on the head's logits."""
 
     learned_scale: bool = False
+    """Learn a factor on the scores for each query head, initially 1 (Scalable-Softmax)."""
     sinks: bool = False
-    softcap: float | None = None
-    final_softcap: float | None = None
+    """Learn a logit for each query head that takes weight from the keys, initially 0 (gpt-oss)."""
+    softcap: Cap | None = None
+    """Keep scores within +-softcap by softcap tanh(score / softcap), before masks and ALiBi
+    (Gemma 2: 50); null: no cap."""
+    final_softcap: Cap | None = None
+    """The same for the logits of the vocabulary (Gemma 2: 30); null: no cap."""
 
     @property
     def is_fused(self) -> bool:
@@ -42,53 +47,51 @@ class SoftmaxConfig:
         return not self.sinks and self.softcap is None
 
 
-LARGEST = {
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "num_hidden_layers": 2048,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 1 << 16,
-    "vocab_size": 1 << 24,
-}
-"""Sizes that no model comes near; larger ones would be found late, by a lack of memory."""
-
-
-@dataclass(frozen=True)
+@configuration
 class ModelConfig:
-    """Shape of a pre-norm decoder with grouped-query attention and SwiGLU.
+    """Shape of a pre-norm decoder with grouped-query attention and SwiGLU."""
 
-    ``vocab_size``: null takes the tokenizer's. ``head_dim``: null takes hidden_size /
-    num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
-    ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
-    std 1 / sqrt(fan-in), untied embeddings with 1 and their head with a tenth of its fan-in value,
-    tied ones as the head that they are, with 1 / sqrt(hidden_size). ``initializer_by_depth``: both
-    divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers); false:
-    those are drawn like the others, as transformers does and DroPE's Table 5 has it (range 0.02).
-    ``from_pretrained``: a directory, hub id or .gguf file whose weights the run begins with; shape,
-    positions and tokenizer are then theirs, and of this group only ``attention_backend`` and a
-    ``qk_norm`` that comes on at the drop count. ``from_run``: a run of this program, or one of its
-    checkpoints, likewise.
-    """
-
-    hidden_size: int = 576
-    intermediate_size: int = 1536
-    num_hidden_layers: int = 30
-    num_attention_heads: int = 9
-    num_key_value_heads: int = 3
-    head_dim: int | None = None
-    vocab_size: int | None = None
-    rms_norm_eps: float = 1e-5
+    hidden_size: Annotated[Count, Field(le=1 << 20)] = 576
+    """Channels of the residual stream."""
+    intermediate_size: Annotated[Count, Field(le=1 << 24)] = 1536
+    """Channels of the MLPs."""
+    num_hidden_layers: Annotated[Count, Field(le=2048)] = 30
+    """Number of decoder layers."""
+    num_attention_heads: Annotated[Count, Field(le=1024)] = 9
+    """Query heads of each layer."""
+    num_key_value_heads: Annotated[Count, Field(le=1024)] = 3
+    """Key-value heads of each layer; divides the query heads, and fewer is grouped-query
+    attention."""
+    head_dim: Annotated[Count, Field(le=1 << 16)] | None = None
+    """Channels of each head; null: hidden_size / num_attention_heads."""
+    vocab_size: Annotated[Count, Field(le=1 << 24)] | None = None
+    """Rows of the embedding; null: as many as the tokenizer has tokens."""
+    rms_norm_eps: Annotated[Positive, Field(le=1)] = 1e-5
+    """Added to the mean square in every RMS norm."""
     tie_word_embeddings: bool = True
+    """Use the embedding as the head."""
     qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as in Qwen2."""
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
+    """RMS norm of queries and keys before the rotation."""
     softmax: SoftmaxConfig = field(default_factory=SoftmaxConfig)
+    """What attention's softmax has beside scores."""
     initializer: Literal["normal", "fan_in"] = "normal"
-    initializer_range: float = 0.02
+    """Standard deviation of initial weights: normal (initializer_range everywhere), or fan_in (1
+    / sqrt(fan-in); untied embeddings 1 and their head a tenth of its fan-in value)."""
+    initializer_range: Annotated[Positive, Field(le=1000)] = 0.02
+    """Standard deviation of the initializer normal."""
     initializer_by_depth: bool = True
+    """Divide o_proj and down_proj by sqrt(2 num_hidden_layers) at the start; false: as
+    transformers does, and DroPE's Table 5."""
     attention_backend: Literal["auto", "sdpa", "flash", "varlen", "flex", "eager"] = "auto"
-    from_pretrained: str | None = None
-    from_run: str | None = None
+    """Kernel of attention: auto, sdpa, flash, varlen, flex, eager."""
+    from_pretrained: OptionalText = None
+    """Directory, hub id or .gguf file with weights to start from, with their shape, positions
+    and tokenizer; null: random weights."""
+    from_run: OptionalText = None
+    """A run of this program, or one of its checkpoints, to start from, with its shape, positions
+    and tokenizer; null: none."""
 
     @property
     def is_trained(self) -> bool:
@@ -107,48 +110,31 @@ class ModelConfig:
         block = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * block
 
-    def problems(self) -> list[str]:
-        """Check the shape; return one sentence per problem."""
-        found = [
-            f"model.{key}: expected a positive number, got {value}."
-            for key in (
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-                "vocab_size",
-                "rms_norm_eps",
-                "initializer_range",
-            )
-            if (value := getattr(self, key)) is not None and value <= 0
-        ]
-        found += [
-            f"model.{key}: expected at most {most:,}, got {value}."
-            for key, most in LARGEST.items()
-            if (value := getattr(self, key)) is not None and value > most
-        ]
-        found += [
-            f"model.softmax.{key}: expected a number from 0.001, or null for none, got {value}."
-            for key in ("softcap", "final_softcap")
-            if (value := getattr(self.softmax, key)) is not None and value < 0.001
-        ]
-        if found:
-            return found
+    def problems(self) -> list[Problem]:
+        """What is impossible about this shape, one sentence each."""
+        found = []
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             found.append(
-                f"model.num_attention_heads: {self.num_attention_heads} heads do not divide "
-                f"hidden_size {self.hidden_size}; choose a divisor or set model.head_dim."
+                Problem(
+                    "model.num_attention_heads",
+                    f"{self.num_attention_heads} heads do not divide hidden_size "
+                    f"{self.hidden_size}; choose a divisor or set model.head_dim.",
+                )
             )
         elif self.head_size % 2:
             found.append(
-                f"model.head_dim: {self.head_size} is odd, but channels rotate in pairs; "
-                f"use {self.head_size + 1} or {self.head_size - 1}."
+                Problem(
+                    "model.head_dim",
+                    f"{self.head_size} is odd, but channels rotate in pairs; use "
+                    f"{self.head_size + 1} or {self.head_size - 1}.",
+                )
             )
         if self.num_attention_heads % self.num_key_value_heads:
             found.append(
-                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}."
+                Problem(
+                    "model.num_key_value_heads",
+                    f"{self.num_key_value_heads} does not divide num_attention_heads "
+                    f"{self.num_attention_heads}.",
+                )
             )
         return found

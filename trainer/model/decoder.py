@@ -2,34 +2,80 @@
 
 Module names are those of Hugging Face's Llama, so that state dicts differ only by a prefix. The
 decoder knows no encoding method. It holds a :class:`Layout`, computes the tables of each distinct
-spectrum once per forward pass, and passes each block the tables of its heads, or none.
+spectrum once per forward pass, and gives each block a :class:`LayerPass` with its mask, its cache
+and the tables of its heads, if they have any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Encoding, RMSNorm, bias_slopes
+from trainer.model.attention import Attention, RMSNorm
 from trainer.model.backend_choice import Choice, Needs, choose_backend
-from trainer.model.backends import BACKENDS, prepared
-from trainer.model.block import Block, Blocks
+from trainer.model.backends import BACKENDS
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
+from trainer.model.forward_pass import ForwardPass, LayerPass
 from trainer.model.initialization import initial_value
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
-from trainer.model.masks import Mask
 from trainer.model.softmax import capped
-from trainer.model.watching import feeding, observed
 from trainer.positional.layout import Layout
-from trainer.positional.rotation import head_groups
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``[B, T, hidden_size]``."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
+        """Transform ``[B, T, hidden_size]``; return the ``last`` positions if the pass says so."""
+        mixed = self.self_attn(self.input_layernorm(x), layer_pass)
+        x = (x if layer_pass.last is None else x[:, -layer_pass.last :]) + mixed
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+if TYPE_CHECKING:
+
+    class Blocks(nn.ModuleList):
+        """Blocks of a decoder: a module list that declares its element type."""
+
+        def __init__(self, modules: Iterable[Block]) -> None: ...
+        def __iter__(self) -> Iterator[Block]: ...
+        @overload
+        def __getitem__(self, idx: slice) -> nn.ModuleList: ...
+        @overload
+        def __getitem__(self, idx: int) -> Block: ...
+        def __getitem__(self, idx: int | slice) -> Block | nn.ModuleList: ...
+else:
+    Blocks = nn.ModuleList
 
 
 class Decoder(LanguageModel):
@@ -83,9 +129,9 @@ class Decoder(LanguageModel):
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """On a CPU, use copies of the weights in the kernels' memory order within the block.
+        """Use copies of the weights in the memory order of a CPU's kernels within the block.
 
-        Products with few rows are faster then. Weights must not change meanwhile.
+        Products with few rows are then faster. Weights must not change meanwhile.
         """
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         usual, compute = self._product, self.compute_dtype or self.norm.weight.dtype
@@ -122,13 +168,6 @@ class Decoder(LanguageModel):
             if layer.qk_norm and self.config.qk_norm.when == "never":
                 raise ValueError("the layout turns QK-norm on, but the model has none")
         self._layout = layout
-        for block, layer in zip(self.layers, layout.layers, strict=True):
-            block.self_attn.intervene_with(layer.intervention)
-            block.self_attn.expands = len(layer.spectra) != heads
-        self._keeps_plain_keys = [
-            layer.frequencies_follow_length or len(layer.spectra) != heads
-            for layer in layout.layers
-        ]
 
     @property
     def device(self) -> torch.device:
@@ -170,92 +209,23 @@ class Decoder(LanguageModel):
             block.self_attn.attend = BACKENDS[choice.name]
         return choice
 
-    def hidden_states(
-        self,
-        ids: Tensor,
-        *,
-        documents: Tensor | None = None,
-        bounds: Tensor | None = None,
-        longest: int | None = None,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-        length: int | None = None,
-        last: int | None = None,
-    ) -> Tensor:
+    def hidden_states(self, ids: Tensor, **options: Any) -> Tensor:
         """Compute normalized states before the head.
 
         Args:
             ids: ``[B, T]`` token ids.
-            documents: ``[B, T]`` integers; attention stays within equal numbers.
-            bounds: starts of the documents, see :func:`trainer.model.masks.bounds_of`. If needed
-                and not given, computing them causes a host sync.
-            longest: upper bound of the documents' lengths; None: T.
-            positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.
-            cache: earlier tokens, extended in place.
-            length: tokens of the whole sequence if more will follow; encodings that depend on the
-                length use it.
-            last: number of last positions to return; None: all. For other positions the last block
-                computes only keys and values.
+            options: documents, positions, cache and so on, see :meth:`ForwardPass.of`.
 
         Returns:
             ``[B, T, hidden_size]``, or the ``last`` positions only.
         """
-        past = cache.length if cache else 0
-        end, device = past + ids.shape[1], ids.device
-        if positions is None:
-            positions = torch.arange(past, end, device=device)
-        lengths: int | list[int] = length or end
-        begins = None
-        if cache and cache.begins:
-            begins = torch.tensor(cache.begins, device=device)
-            lengths = [(length or end) - begin for begin in cache.begins]
-            positions = positions - begins[:, None]
-        layers = self.layout.layers
-        encodings = self._encodings(positions, lengths)
-        of_all_keys: list[Encoding | None] = [None] * len(layers)
-        if cache and any(self._keeps_plain_keys):
-            columns = torch.arange(end, device=device)
-            places = columns if begins is None else columns - begins[:, None]
-            of_all = self._encodings(places, lengths) if past else encodings
-            of_all_keys = [
-                encoding if plain else None
-                for encoding, plain in zip(of_all, self._keeps_plain_keys, strict=True)
-            ]
-        common = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
-        masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)
+        attends = [block.self_attn.attend for block in self.layers]
+        layer_passes = ForwardPass.of(ids, **options).layers(self.layout, self.config, attends)
         x = self.embed_tokens(ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
-            x = block(
-                x,
-                encodings[index],
-                masks[index],
-                layer.qk_norm,
-                cache.layers[index] if cache else None,
-                of_all_keys[index],
-                last if block is self.layers[-1] else None,
-            )
+        for block, layer_pass in zip(self.layers, layer_passes, strict=True):
+            x = block(x, layer_pass)
         return self.norm(x)
-
-    def _masks(
-        self, common: Mask, shape: tuple[int, int], keys: int, device: torch.device
-    ) -> list[Mask]:
-        """Return the mask of every layer; equal ones share the backend's preparation."""
-        slopes = bias_slopes(self.layout, self.config.num_attention_heads, device)
-        found: dict[tuple[int | None, int], Mask] = {}
-        masks = []
-        for block, layer, slope in zip(self.layers, self.layout.layers, slopes, strict=True):
-            window = layer.window if layer.window and layer.window < keys else None
-            key = window, id(slope)
-            if key not in found:
-                own = replace(common, window=window, slopes=slope)
-                found[key] = prepared(block.self_attn.attend, own, shape, keys, device)
-            masks.append(found[key])
-        return masks
-
-    def _encodings(self, positions: Tensor, lengths: int | list[int]) -> list[Encoding]:
-        """Return the encoding of every layer for tokens at ``positions``."""
-        return [Encoding(x, positions) for x in head_groups(self.layout, positions, lengths)]
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
@@ -273,7 +243,7 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Return the weighted mean cross-entropy in nats per token.
 
-        See :func:`linear_cross_entropy`, and :meth:`hidden_states` for ``options``.
+        See :func:`linear_cross_entropy`, and :meth:`ForwardPass.of` for ``options``.
         """
         x, softcap = self.hidden_states(ids, **options), self.config.softmax.final_softcap
         more: dict[str, Any] = {"softcap": softcap, "product": self._product}
@@ -293,10 +263,31 @@ class Decoder(LanguageModel):
         dtype = self.compute_dtype or weight.dtype
         return KVCache.empty(self.config, rows, capacity, dtype, weight.device)
 
-    def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
-        """See :class:`LanguageModel`."""
-        return observed(self.layers, on_layer)
+    @contextmanager
+    def observed(self, on_layer: OnLayer) -> Iterator[None]:
+        """Call ``on_layer`` for each layer, see :class:`LanguageModel`; blocks run uncompiled."""
+        layers = [block.self_attn for block in self.layers]
+        try:
+            for index, attention in enumerate(layers):
+                attention.observe = partial(on_layer, index)
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for attention in layers:
+                attention.observe = None
 
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """See :class:`LanguageModel`."""
-        return feeding(self.layers, on_input)
+    @contextmanager
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Call ``on_input`` for each layer, see :class:`LanguageModel`; blocks run uncompiled."""
+        hooks = [
+            block.input_layernorm.register_forward_hook(
+                lambda _, __, out, index=index: on_input(index, out)
+            )
+            for index, block in enumerate(self.layers)
+        ]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -32,9 +32,8 @@ def _std(config: ModelConfig, name: str, shape: torch.Size) -> float:
         std = 1.0
     else:
         # Tied embeddings, too, get the head's scale: PaLM (Chowdhery et al. 2022, section 5) draws
-        # them
-        # with 1 and divides the logits by sqrt(hidden_size), which Llama's shape does not have. As
-        # inputs their scale matters less, since every block normalizes its input.
+        # them with 1 and divides the logits by sqrt(hidden_size), which Llama's shape does not
+        # have. As inputs their scale matters less, since every block normalizes its input.
         std = shape[1] ** -0.5
         if module == "lm_head":
             std *= 0.1

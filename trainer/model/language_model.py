@@ -16,9 +16,8 @@ from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
 
 OnLayer = Callable[..., None]
-"""Told the index of a layer and its queries and keys before and after their encoding,
-``[B, H, T, D]`` each; by name ``scaling``, ``softcap`` and ``sinks``, where the softmax has others
-than usual."""
+"""Receives the index of a layer and its queries and keys before and after their encoding,
+``[B, H, T, D]`` each; by name ``scaling``, ``softcap`` and ``sinks``, if its softmax has any."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -128,7 +127,7 @@ class LanguageModel(nn.Module, ABC):
         with torch.no_grad():
             if not self._is_long(ids):
                 return self.losses(self.hidden_states(ids), targets)
-            # A chunk of states at a time, since those of all tokens would take memory again.
+            # Keep the states of one chunk only: storing all states would need memory again.
             begin, losses = 0, []
             for states in self._by_chunk(ids, self.empty_cache(*ids.shape), ids.shape[1], None):
                 end = begin + states.shape[1]
@@ -157,13 +156,14 @@ class LanguageModel(nn.Module, ABC):
     def _by_chunk(
         self, ids: Tensor, cache: KVCache, length: int, last: int | None
     ) -> Iterator[Tensor]:
-        """Yield the states of a chunk after the other, those of the ``last`` positions only."""
+        """Yield the states of one chunk after the other, without positions before the ``last``
+        ones."""
         assert self.prefill_chunk is not None
         begin = 0
         for chunk in ids.split(self.prefill_chunk, dim=1):
             size, begin = chunk.shape[1], begin + chunk.shape[1]
             wanted = size if last is None else size - max(0, ids.shape[1] - last - begin + size)
-            # One position at least goes through the last block, whose keys and values are kept.
+            # The last block needs at least one position, because it stores keys and values.
             states = self.hidden_states(chunk, cache=cache, length=length, last=max(1, wanted))
             if wanted > 0:
                 yield states

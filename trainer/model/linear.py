@@ -36,7 +36,7 @@ def _mkl_is_slow() -> bool:
 MKL_IS_SLOW = _mkl_is_slow()
 
 SMALL = 600_000
-"""Multiplications below which a product in float32 takes less time than a call of oneDNN."""
+"""Multiplications below which MKL computes a product in less time than a call of oneDNN takes."""
 
 # oneDNN does not repack float32 for one row; the order for this many rows is good for 1 to 64.
 _PACKED_FOR_ROWS = 8

@@ -1,11 +1,14 @@
-"""The ``positional`` configuration group, and the layout it stands for."""
+"""The ``positional`` configuration group, and the layout that it describes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Annotated, Literal
 
-from trainer.errors import UserError, did_you_mean
+from pydantic import Field
+
+from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import Count, FreeForm, NotNegative, Number, Share, configuration
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
@@ -17,53 +20,38 @@ from trainer.positional.spectrum import (
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class TemperatureConfig:
-    """Logits times ``scale`` (1 + ``coefficient`` ln s)^``exponent`` from the first step on.
+    """Softmax temperature by length: logits times scale (1 + coefficient ln s)^exponent."""
 
-    s = max(n, R) / R, or with ``steps`` 1 + floor(n / R): n is the keys that a query sees, or with
-    ``per`` the tokens of its sequence, and R the ``reference`` (null: C, so that nothing changes
-    before C). ``heads``: ``all``, or those that are ``free`` of rotation, as in Llama 4.
-    """
-
-    coefficient: float = 0.0
-    exponent: float = 1.0
-    scale: float = 1.0
+    coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.0
+    """c of the factor scale (1 + c ln s)^exponent on the logits, from the first step on."""
+    exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 1.0
+    """Exponent of the factor."""
+    scale: Annotated[Number, Field(ge=0.001, le=MOST_SCALE)] = 1.0
+    """Constant part of the factor."""
     per: Literal["sequence", "query"] = "query"
-    reference: int | None = None
+    """Length n that counts: query (keys that a query sees), or sequence (tokens of its
+    sequence)."""
+    reference: Count | None = None
+    """R of s = max(n, R) / R, in tokens; null: the training length."""
     steps: bool = False
+    """Use s = 1 + floor(n / R) instead, as Llama 4 does."""
     heads: Literal["all", "free"] = "all"
+    """Heads it applies to: all, or free (those without rotation, as in Llama 4)."""
 
     @property
     def is_none(self) -> bool:
         """Whether the factor is 1 everywhere."""
         return self.coefficient == 0 and self.scale == 1
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = [
-            f"positional.temperature.{key}: expected a number from {least} to {most}, got {value}."
-            for key, least, most in (
-                ("coefficient", 0, MOST_COEFFICIENT),
-                ("exponent", 0, MOST_EXPONENT),
-                ("scale", 0.001, MOST_SCALE),
-            )
-            if not least <= (value := getattr(self, key)) <= most
-        ]
-        if self.reference is not None and self.reference < 1:
-            found.append(
-                "positional.temperature.reference: expected tokens, 1 or more, or null for the "
-                f"training length, got {self.reference}."
-            )
-        return found
-
     def reaches(self, spectrum: Spectrum) -> bool:
-        """Whether it changes anything for a head of that spectrum."""
+        """Whether the factor changes the logits of a head with this spectrum."""
         free = not (spectrum.rotates or spectrum.alibi)
         return not self.is_none and (self.heads == "all" or free)
 
     def on(self, spectrum: Spectrum) -> Spectrum:
-        """The spectrum of a head with it.
+        """Return the spectrum with this temperature.
 
         Raises:
             UserError: its encoding has a temperature of its own.
@@ -71,44 +59,42 @@ class TemperatureConfig:
         if not self.reaches(spectrum):
             return spectrum
         if not spectrum.temperature.is_none:
-            raise UserError(
-                "positional.temperature: an encoding has a temperature of its own; set its "
-                "positional.encodings.NAME.temperature=0, or leave this one out."
+            raise UserError.at(
+                "positional.temperature",
+                "an encoding has a temperature of its own; set its "
+                "positional.encodings.NAME.temperature=0, or leave this one out.",
             )
         values = (self.coefficient, self.exponent, self.scale, self.per)
         return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
 
 
-@dataclass(frozen=True)
+@configuration
 class PositionalConfig:
-    """Encodings over layers and heads.
-
-    ``layers``: encoding names, repeated over the depth: ``[rope]`` is RoPE everywhere,
-    ``[rope, rope, rope, nope]`` is iRoPE.
-    ``windows``: sliding windows in tokens, repeated likewise (null: full attention).
-    ``heads``: a share of the key-value heads of every layer, the last ones, gets another encoding:
-    ``{nope: 0.5}``.
-    ``encodings``: parameters by name. A name of your own with a ``type`` is a variant:
-    ``{local: {type: rope, base: 1e4}, global: {type: rope, base: 1e6}}``.
-    ``temperature``: of the softmax, by the length, for encodings that have none of their own.
-    """
+    """Encodings over layers and heads."""
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
-    windows: list[int | None] = field(default_factory=lambda: [None])
-    heads: dict[str, float] = field(default_factory=dict)
-    encodings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Encodings by name, repeated over the depth: [rope, rope, rope, nope] is iRoPE."""
+    windows: list[Count | None] = field(default_factory=lambda: [None])
+    """Sliding windows in tokens, repeated likewise; null: full attention."""
+    heads: dict[str, Share] = field(default_factory=dict)
+    """Share of every layer's key-value heads, the last ones, that get another encoding: {nope:
+    0.5}."""
+    encodings: dict[str, FreeForm] = field(default_factory=dict)
+    """Parameters by encoding. A name of your own with a type is a variant: {local: {type: rope,
+    base: 1e4}}."""
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
+    """Softmax temperature by length, for encodings that have none of their own."""
 
 
-def unknown_encodings(config: PositionalConfig) -> list[str]:
-    """One sentence for every name that no encoding is registered under."""
+def unknown_encodings(config: PositionalConfig) -> list[Problem]:
+    """Return a problem for every name under which no encoding is registered."""
     kinds = {
         name: str(config.encodings.get(name, {}).get("type", name))
         for name in dict.fromkeys([*config.layers, *config.heads, *config.encodings])
     }
     choices = {*ENCODINGS, *(name for name, kind in kinds.items() if kind in ENCODINGS)}
     return [
-        f"positional: unknown encoding {kind!r}.{did_you_mean(kind, choices)}"
+        Problem("positional", f"unknown encoding {kind!r}.", did_you_mean(kind, choices))
         for kind in dict.fromkeys(kinds.values())
         if kind not in ENCODINGS
     ]
@@ -123,12 +109,12 @@ def build_layout(
     training_length: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """The layout that ``config`` describes for a model of this shape.
+    """Build the layout that ``config`` describes for a model of this shape.
 
     Raises:
-        UserError: all that is wrong with names, parameters, windows and head shares.
+        UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
     """
-    problems = [*unknown_encodings(config), *config.temperature.problems()]
+    problems = unknown_encodings(config)
 
     def spectrum(name: str) -> Spectrum | None:
         given = dict(config.encodings.get(name, {}))
@@ -144,41 +130,51 @@ def build_layout(
 
     for key in ("layers", "windows"):
         if not getattr(config, key):
-            problems.append(f"positional.{key}: expected at least one entry, got an empty list.")
+            problems.append(
+                Problem(f"positional.{key}", "expected at least one entry, got an empty list.")
+            )
     used = {*config.layers, *config.heads}
     named = dict.fromkeys([*config.layers, *config.heads, *config.encodings])
     spectra = {name: spectrum(name) for name in named}
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
             problems.append(
-                f"positional.windows: a window of {window} tokens does not fit the training length "
-                f"of {training_length}; expected 1 to {training_length}, or null for none."
+                Problem(
+                    "positional.windows",
+                    f"a window of {window} tokens does not fit the training length of "
+                    f"{training_length}; expected 1 to {training_length}, or null for none.",
+                )
             )
     reached = {*config.layers[:num_layers], *config.heads}
     of_free = config.temperature.heads == "free" and not config.temperature.is_none
     if of_free and not any(s and config.temperature.reaches(s) for s in map(spectra.get, reached)):
         problems.append(
-            "positional.temperature.heads: no head of these layers is free of rotation; expected "
-            f"'all', or an encoding that does not rotate among the first {num_layers} of "
-            "positional.layers."
+            Problem(
+                "positional.temperature.heads",
+                "no head of these layers is free of rotation; expected 'all', or an encoding "
+                f"that does not rotate among the first {num_layers} of positional.layers.",
+            )
         )
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
         heads = share * num_key_value_heads
-        # A hundredth of a head is let pass: 0.333 is one of three.
+        # Tolerate a hundredth of a head: 0.333 is one of three.
         if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
             counts[name] = round(heads)
         elif not 0 <= share <= 1:
             problems.append(
-                f"positional.heads.{name}: expected a share from 0 to 1, got {share:g}."
+                Problem(f"positional.heads.{name}", f"expected a share from 0 to 1, got {share:g}.")
             )
         else:
             problems.append(
-                f"positional.heads.{name}: {share:g} of {num_key_value_heads} key-value heads is "
-                "not a whole number of them."
+                Problem(
+                    f"positional.heads.{name}",
+                    f"{share:g} of {num_key_value_heads} key-value heads is not a whole number of "
+                    "them.",
+                )
             )
     if sum(counts.values()) > num_key_value_heads:
-        problems.append("positional.heads: the shares add up to more than 1.")
+        problems.append(Problem("positional.heads", "the shares add up to more than 1."))
     if problems:
         raise UserError(*dict.fromkeys(problems))
 

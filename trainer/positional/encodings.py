@@ -1,4 +1,4 @@
-"""The encodings one trains with, each as a function that writes a :class:`Spectrum`.
+"""Positional encodings for training, each a function that returns a :class:`Spectrum`.
 
 To add one, decorate a function of ``(head_dim, training_length, *, parameters)`` with
 :func:`encoding`; its name becomes the name in configurations and its keyword parameters become the
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
     MOST_EXPONENT,
@@ -32,7 +32,7 @@ def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """The keyword parameters of an encoding and their defaults."""
+    """Return the keyword parameters of an encoding and their defaults."""
     signature = inspect.signature(ENCODINGS[name])
     return {
         key: parameter.default
@@ -49,26 +49,28 @@ def make_spectrum(
     *,
     variant: str | None = None,
 ) -> Spectrum:
-    """The spectrum of a registered encoding.
+    """Return the spectrum of a registered encoding.
 
     Args:
         name: a key of :data:`ENCODINGS`.
-        head_dim: channels a head, even.
-        training_length: C, tokens.
+        head_dim: channels per head, even.
+        training_length: C, in tokens.
         given: parameters that differ from the encoding's defaults.
-        variant: the name they stand under in the configuration, where it is not the encoding's.
+        variant: name in the configuration, if it is not the encoding's.
 
     Raises:
         UserError: the name, a parameter's name or a parameter's value is wrong.
     """
     if name not in ENCODINGS:
-        raise UserError(f"positional: unknown encoding {name!r}.{did_you_mean(name, ENCODINGS)}")
+        raise UserError.at(
+            "positional", f"unknown encoding {name!r}.", did_you_mean(name, ENCODINGS)
+        )
     known = parameters(name)
     where = f"positional.encodings.{variant or name}"
     problems = [
-        f"{where}: unknown parameter {key!r}.{did_you_mean(key, known)}"
+        Problem(where, f"unknown parameter {key!r}.", did_you_mean(key, known))
         if key not in known
-        else f"{where}.{key}: expected a number, got {value!r}."
+        else Problem(f"{where}.{key}", f"expected a number, got {value!r}.")
         for key, value in given.items()
         if key not in known
         or isinstance(value, bool)
@@ -79,31 +81,33 @@ def make_spectrum(
     try:
         spectrum = ENCODINGS[name](head_dim, training_length, **given)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError.at(where, str(error)) from error
     if spectrum.rotary_dim > head_dim:
-        raise UserError(
-            f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
+        raise UserError.at(
+            where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
         )
     temperature = spectrum.temperature
     if not (
         0 <= temperature.coefficient <= MOST_COEFFICIENT
         and 0 <= temperature.exponent <= MOST_EXPONENT
     ):
-        raise UserError(
-            f"{where}: expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and "
-            f"an exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
-            f"{temperature.exponent:g}."
+        raise UserError.at(
+            where,
+            f"expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and an "
+            f"exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
+            f"{temperature.exponent:g}.",
         )
     if not all(0 <= f <= MOST_FREQUENCY for f in spectrum.inv_freq):
-        raise UserError(
-            f"{where}: its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; "
-            f"expected at most {MOST_FREQUENCY:,.0f}."
+        raise UserError.at(
+            where,
+            f"its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; expected at "
+            f"most {MOST_FREQUENCY:,.0f}.",
         )
     return spectrum
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:
-    """How many pairs rotate when ``fraction`` of the channels does.
+    """Return the number of pairs that rotate if a ``fraction`` of the channels rotates.
 
     Raises:
         ValueError: the fraction is outside (0, 1] or leaves an odd number of channels.
@@ -148,7 +152,7 @@ def rope(
 ) -> Spectrum:
     """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them.
 
-    ``angle_scale``: factor on all angles; iRoPE as Frequency Entropy (Sec. 2.3) describes it has
+    ``angle_scale``: factor on all angles. iRoPE as described by Frequency Entropy (Sec. 2.3) uses
     one below 1 from the first step on.
     """
     if not 0 < angle_scale < math.inf:
@@ -185,8 +189,8 @@ def rope_id(
     temperature: float = 0.1,
     exponent: float = 2.0,
 ) -> Spectrum:
-    """RoPE-ID (App. A.4): half the channels, wavelengths from 32 tokens to C / 2, temperature
-    (1 + 0.1 ln(max(n, C) / C))^2.
+    """RoPE-ID (App. A.4): half the channels, wavelengths from 32 tokens to C / 2, temperature (1 +
+    0.1 ln(max(n, C) / C))^2.
 
     The C of the temperature is stored, so that it stays 4,096 when a later phase has longer
     sequences, as in the paper's code (App. A.9).
@@ -212,8 +216,8 @@ def p_rope(
 ) -> Spectrum:
     """p-RoPE (Barbero et al. 2024): RoPE whose slowest (1 - p) of the frequencies are zero.
 
-    The zeros stay in the spectrum, so that the pairs are those of full RoPE. Of a share that is no
-    whole number of pairs the part of a pair stands still, as in transformers.
+    The zeros stay in the spectrum, so that the pairs are those of full RoPE. If p is not a whole
+    number of pairs, the fractional pair does not rotate, as in transformers.
     """
     if not 0 < p <= 1:
         raise ValueError(f"p must be in (0, 1], got {p}.")
@@ -226,7 +230,7 @@ def p_rope(
 def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -> Spectrum:
     """HoPE as RoPE-ID characterises it (App. A.6): wavelengths 2 pi .. C on half of the channels.
 
-    That is the encoding of RoPE-ID's comparison; :func:`hope_published` is the one of its authors.
+    RoPE-ID compares with this encoding; :func:`hope_published` is the one of HoPE's authors.
     """
     pairs = rotated_pairs(head_dim, rotary_fraction)
     return Spectrum(between_wavelengths(2 * math.pi, training_length, pairs))
@@ -236,8 +240,8 @@ def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -
 def hope_published(head_dim: int, training_length: int, *, base: float = 10_000.0) -> Spectrum:
     """HoPE (Chen et al. 2024): RoPE whose pairs with a wavelength of more than C are zero.
 
-    At a base of 500,000, 64 channels and C = 4096 half of the channels rotate, which is what
-    RoPE-ID says of HoPE at 1B (App. A.6).
+    At a base of 500,000, 64 channels and C = 4096 half of the channels rotate, as RoPE-ID reports
+    for HoPE at 1B (App. A.6).
     """
     slowest = 2 * math.pi / training_length
     frequencies = geometric(base, rotated_pairs(head_dim, 1.0))
@@ -253,5 +257,17 @@ def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Sp
 
 @encoding
 def alibi(head_dim: int, training_length: int) -> Spectrum:
-    """ALiBi (Press et al. 2021): a bias linear in the distance; the slopes are in ``alibi.py``."""
+    """ALiBi (Press et al. 2021): a bias linear in the distance; see :func:`alibi_slopes`."""
     return Spectrum(alibi=True)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return ALiBi's slope of every query head (Press, Smith and Lewis 2021, Sec. 3).
+
+    For a power of two: 2^(-8/heads), 2^(-16/heads), ..., 2^-8. Otherwise the slopes of the power of
+    two below, then every second slope of the power of two above, as in the published code.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return tuple(slopes + between[: heads - power])

@@ -1,30 +1,83 @@
-"""Interventions on bands of heads: factors on channels of queries and keys, and noise in their
-place (DoPE; Weighted RoPE).
+"""Apply the interventions of a layout to encoded queries and keys.
 
-A rotated pair shares one factor, so that a factor before the rotation is one after it. They are
-made for an evaluation, and never stored with a checkpoint.
+A module of its own, because importing torch's compiler is slow.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
-Factors = tuple[tuple[float, ...], ...]
+import torch
+from torch import Tensor
+
+from trainer.positional.layout import Factors, Intervention
+
+BITS = 32
 
 
 @dataclass(frozen=True)
-class Intervention:
-    """What is done to the heads of one layer after the rotation.
+class Intervene:
+    """Applies an :class:`Intervention` to encoded queries and keys."""
 
-    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
-    ``[Hq][D]`` in a layer with a spectrum for every query head; empty: all 1. ``query_noise``,
-    ``key_noise``: the standard deviation of Gaussian noise that is added to every channel of a
-    head, likewise; empty: none.
-    The noise is a fixed function of ``seed``, head and position.
+    intervention: Intervention
+
+    def __call__(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Change queries and keys, ``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
+        intervention, seed = self.intervention, 2 * self.intervention.seed
+        return (
+            _changed(q, intervention.query, intervention.query_noise, seed, q_positions),
+            _changed(k, intervention.key, intervention.key_noise, seed + 1, k_positions),
+        )
+
+
+def _changed(
+    x: Tensor, rows: Factors, std: tuple[float, ...], seed: int, positions: Tensor
+) -> Tensor:
+    if rows:
+        x = x * _factors(rows, x.device).to(x.dtype)
+    return x + noise(std, x.shape[-1], seed, positions).to(x.dtype) if any(std) else x
+
+
+def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Tensor:
+    """Return Gaussian noise for every head at ``positions`` ``[..., T]``: ``[..., H, T, size]``
+    float32.
+
+    It is a hash of seed, head, channel and position, so that it does not repeat below 2^32 and
+    needs no table. Box and Muller's transform makes it Gaussian.
     """
+    chosen = [head for head, deviation in enumerate(std) if deviation]
+    first, second = _keys(len(std), size, seed, positions.device)[:, chosen]
+    place = _mixed(positions[..., None, :, None] & (2**BITS - 1))
+    bits = _mixed(place ^ first)
+    radius = (-2 * ((bits + 0.5) / 2**BITS).log()).sqrt()
+    draws = radius * (_mixed(bits ^ second) * (2 * math.pi / 2**BITS)).cos()
+    found = draws.new_zeros(*draws.shape[:-3], len(std), *draws.shape[-2:])
+    found[..., chosen, :, :] = draws * _factors(tuple((std[h],) for h in chosen), draws.device)
+    return found
 
-    query: Factors = ()
-    key: Factors = ()
-    query_noise: tuple[float, ...] = ()
-    key_noise: tuple[float, ...] = ()
-    seed: int = 0
+
+def _mixed(x: Tensor) -> Tensor:
+    """Scatter 32 bits by a bijection (Wellons's "lowbias32"), in int64."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & (2**BITS - 1)
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & (2**BITS - 1)
+    return x ^ (x >> 16)
+
+
+# Break the graph here; otherwise it would build the tensor in every call.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+@lru_cache
+def _factors(rows: Factors, device: torch.device) -> Tensor:
+    """Return factors ``[H, 1, D]``, float32."""
+    return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+@lru_cache(maxsize=64)
+def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
+    """Return random 32-bit integers ``[2, heads, 1, size]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2**BITS, (2, heads, 1, size), generator=generator).to(device)

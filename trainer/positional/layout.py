@@ -1,43 +1,65 @@
-"""Which spectrum every layer and head has: uniform models, layer hybrids, head hybrids.
+"""The spectrum of every layer and head: uniform models, layer hybrids, head hybrids.
 
-A layout is given per key-value head; the query heads that read a key-value head share its spectrum.
-An evaluation may give a layer a spectrum for every query head: each then has a copy of its keys.
-It travels with every checkpoint, as it is at that moment.
+A layout assigns spectra to key-value heads; the query heads that read a key-value head share its
+spectrum. An evaluation may assign a spectrum to every query head of a layer: each then has a copy
+of its keys. Every checkpoint stores the layout of its time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from trainer.errors import did_you_mean
-from trainer.positional.first_format import from_first_format
-from trainer.positional.intervention import Intervention
-from trainer.positional.rescaling import Rescaling, dynamic, rescaled
+from trainer.common.errors import Problem, did_you_mean
+from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
+Factors = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Change of a layer's encoded queries and keys: factors on channels, and noise (DoPE; Weighted
+    RoPE).
+
+    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
+    ``[Hq][D]`` for both in a layer with a spectrum for every query head; empty: all 1.
+    ``query_noise``, ``key_noise``: standard deviation of the Gaussian noise added to every channel
+    of a head, one number per head; empty: no noise. The noise is a fixed function of ``seed``, head
+    and position.
+
+    A rotated pair shares one factor, so that the factor before the rotation equals one after it.
+    Evaluations set interventions; checkpoints never store them.
+    """
+
+    query: Factors = ()
+    key: Factors = ()
+    query_noise: tuple[float, ...] = ()
+    key_noise: tuple[float, ...] = ()
+    seed: int = 0
+
+
 Group = tuple[Spectrum, int]
-"""A spectrum, and how many neighbouring key-value heads have it."""
+"""A spectrum, and the number of neighbouring key-value heads that have it."""
 LAYER_WORDS = ("all", "full_attention")
 LayerChoice = str | list[int] | None
-"""Layers that an extension changes: ``all``, those of ``full_attention``, which have no window, or
-indices, of which negative ones count from the last. None: the layers that see more than C keys,
-since a window within C meets no distance that was not trained."""
+"""Layers that an extension changes: ``all``; ``full_attention``, the layers without a window; or
+indices, where negative ones count from the last. None: the layers that see more than C keys, since
+a window within C meets no distance that was not trained."""
 
 
 @dataclass(frozen=True)
 class LayerEncoding:
-    """What happens to queries and keys of one layer between projection and scores.
+    """Encoding of a layer's queries and keys, between projection and scores.
 
     ``groups``: the key-value heads, or all query heads, from the first to the last; neighbours with
-    equal spectra become one group. ``window``: how many keys a query sees, itself included
-    (None: all before it).
-    ``qk_norm``: whether the layer's query and key norms are on. ``intervention``: what an
-    evaluation does to its heads.
+    equal spectra become one group. ``window``: number of keys that a query sees, itself included
+    (None: all before it). ``qk_norm``: whether the layer's query and key norms are on.
+    ``intervention``: change of the encoded queries and keys, for an evaluation.
     """
 
     groups: tuple[Group, ...]
@@ -52,41 +74,41 @@ class LayerEncoding:
 
     @classmethod
     def of(cls, spectra: Iterable[Spectrum], *others: Any, **named: Any) -> LayerEncoding:
-        """From a spectrum for every key-value head; the other fields follow."""
+        """Build a layer from a spectrum for every key-value head and the other fields."""
         return cls(tuple((spectrum, 1) for spectrum in spectra), *others, **named)
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """One for every key-value head, or for every query head."""
+        """Spectrum of every key-value head, or of every query head."""
         return tuple(spectrum for spectrum, heads in self.groups for _ in range(heads))
 
     @property
     def frequencies_follow_length(self) -> bool:
-        """Whether a key is rotated otherwise once the sequence has grown."""
+        """Whether the rotation of a key changes once the sequence has grown."""
         return any(spectrum.long is not None for spectrum, _ in self.groups)
 
     def expanded(self, queries_per_key: int) -> LayerEncoding:
-        """The same with a spectrum for every query head."""
+        """Return the layer with a spectrum for every query head."""
         groups = tuple((spectrum, heads * queries_per_key) for spectrum, heads in self.groups)
-        own = self.intervention
-        if own is not None:
-            keys = tuple(row for row in own.key for _ in range(queries_per_key))
-            noise = tuple(std for std in own.key_noise for _ in range(queries_per_key))
-            own = replace(own, key=keys, key_noise=noise)
-        return replace(self, groups=groups, intervention=own)
+        intervention = self.intervention
+        if intervention is not None:
+            keys = tuple(row for row in intervention.key for _ in range(queries_per_key))
+            noise = tuple(std for std in intervention.key_noise for _ in range(queries_per_key))
+            intervention = replace(intervention, key=keys, key_noise=noise)
+        return replace(self, groups=groups, intervention=intervention)
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
-        """The layer with every spectrum replaced by ``change(spectrum)``."""
+        """Replace every spectrum by ``change(spectrum)``; return the new layer."""
         return replace(self, groups=tuple((change(s), heads) for s, heads in self.groups))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The encodings of all layers, from the first to the last.
+    """Encodings of all layers, from the first to the last.
 
-    ``training_length``: C, the length in tokens that the model was trained at, at which every
-    rescaling is the identity. Equal layers are one object, so that what is computed for a layer can
-    be looked up by its identity.
+    ``training_length``: C, the length in tokens that the model was trained at; every rescaling is
+    the identity there. Equal layers are one object, so that results for a layer can be looked up by
+    its identity.
     """
 
     training_length: int
@@ -100,18 +122,18 @@ class Layout:
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """The distinct spectra, in order of first appearance."""
+        """Distinct spectra, in order of first appearance."""
         distinct = {id(layer): layer for layer in self.layers}.values()
         return tuple(dict.fromkeys(s for layer in distinct for s, _ in layer.groups))
 
     @cached_property
     def follows_length(self) -> bool:
-        """Whether :meth:`at` ever gives something else."""
+        """Whether :meth:`at` depends on the length."""
         return any(spectrum.follows_length for spectrum in self.spectra)
 
     @cached_property
     def frequencies_follow_length(self) -> bool:
-        """Whether keys are rotated otherwise once the sequence has grown."""
+        """Whether the rotation of keys changes once the sequence has grown."""
         return any(spectrum.long is not None for spectrum in self.spectra)
 
     @property
@@ -120,7 +142,8 @@ class Layout:
         return any(spectrum.rotates for spectrum in self.spectra)
 
     def at(self, length: int) -> Layout:
-        """The layout for a sequence of ``length`` tokens, which follows no length."""
+        """Return the layout for sequences of ``length`` tokens, with fixed frequencies and
+        temperatures."""
         if not self.follows_length:
             return self
         return self.map(lambda spectrum: spectrum.at(length, self.training_length))
@@ -128,8 +151,8 @@ class Layout:
     def map(
         self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None
     ) -> Layout:
-        """The layout with every spectrum of these layers, by default of all, replaced by
-        ``change(spectrum)``."""
+        """Replace every spectrum of ``layers`` (default: all) by ``change(spectrum)``; return the
+        new layout."""
         indices = range(len(self.layers)) if layers is None else {*layers}
         distinct = {id(self.layers[i]): self.layers[i] for i in indices}
         changed = {key: layer.map(change) for key, layer in distinct.items()}
@@ -177,13 +200,13 @@ class Layout:
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
     ) -> Layout:
-        """Slow the rotations of ``layers`` with the length of each sequence, and ``growth`` times
-        as fast."""
+        """Slow the rotations of ``layers`` with the length of each sequence, ``growth`` times as
+        fast."""
         C = self.training_length
         return self.map(lambda s: dynamic(s, rescaling, C, growth), self.chosen(layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and checkpoints; each distinct spectrum is written once.
+        """Return plain values for JSON and checkpoints; each distinct spectrum is written once.
 
         Raises:
             ValueError: there are interventions, which are never stored.
@@ -208,7 +231,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layout:
-        """The inverse of :meth:`to_dict`; what the first version wrote is read as well."""
+        """Build a layout from values of :meth:`to_dict`, also from those of the first version."""
         values = from_first_format(values)
         spectra = [Spectrum.from_dict(spectrum) for spectrum in values["spectra"]]
         return cls(
@@ -224,26 +247,65 @@ class Layout:
         )
 
 
-def layer_problems(key: str, layers: Any, count: int | None = None) -> list[str]:
-    """Return what is wrong with a :data:`LayerChoice`, one sentence each.
+def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Problem]:
+    """Check a :data:`LayerChoice`; return a problem for each rule it breaks.
 
     Args:
-        key: where it stands.
+        key: its configuration key.
         layers: the choice.
-        count: layers of the model (None: not known yet, so that indices are not checked).
+        count: number of layers of the model (None: unknown, so that indices are not checked).
     """
     if isinstance(layers, str) and layers not in LAYER_WORDS:
-        return [
-            f"{key}: expected 'all', 'full_attention', a list of layers, or null for those that "
-            f"see more than the training length, got {layers!r}.{did_you_mean(layers, LAYER_WORDS)}"
-        ]
+        message = (
+            "expected 'all', 'full_attention', a list of layers, or null for those that see more "
+            f"than the training length, got {layers!r}."
+        )
+        return [Problem(key, message, did_you_mean(layers, LAYER_WORDS))]
     if not isinstance(layers, list):
         return []
     if not layers:
-        return [f"{key}: expected one layer or more, got none; null leaves the choice to windows."]
+        return [Problem(key, "expected one layer or more, got none; null leaves it to windows.")]
     return [
-        f"{key}: layer {index} does not exist in a model of {count} layers; expected 0 to "
-        f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}."
+        Problem(
+            key,
+            f"layer {index} does not exist in a model of {count} layers; expected 0 to "
+            f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}.",
+        )
         for index in layers
         if count is not None and not -count <= index < count
     ]
+
+
+def from_first_format(values: dict[str, Any]) -> dict[str, Any]:
+    """Convert a stored layout of the first version to today's format; return newer ones unchanged.
+
+    The first version stored C in every spectrum, one spectrum's index per head, and for frequencies
+    that follow the length the name of a method.
+    """
+    if "training_length" in values:
+        return values
+    return {
+        "training_length": values["spectra"][0]["training_length"],
+        "spectra": [_spectrum_of_first_format(spectrum) for spectrum in values["spectra"]],
+        "layers": [
+            {**layer, "groups": [[index, 1] for index in layer["heads"]]}
+            for layer in values["layers"]
+        ],
+    }
+
+
+def _spectrum_of_first_format(values: dict[str, Any]) -> dict[str, Any]:
+    length, long = values["training_length"], values.get("beyond")
+    others = {
+        key: value for key, value in values.items() if key not in ("training_length", "beyond")
+    }
+    if long is None:
+        return others | {"long": None}
+    changed = {"length": long["length"], "inv_freq": long["inv_freq"]}
+    if long.get("growth"):
+        method = RESCALINGS[long.get("rescaling", "ntk")]
+        stretch = asdict(method(tuple(long["inv_freq"]), length))
+        changed |= {"stretch": stretch, "growth": long["growth"], "reference": length}
+    else:
+        changed |= {"stretch": None, "growth": 1.0}
+    return others | {"long": changed}

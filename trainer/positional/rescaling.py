@@ -1,9 +1,9 @@
 """Context extension as rescalings of a spectrum: PI, NTK-aware, NTK-by-parts, YaRN (DroPE Eq. 3 and
 App. A), Llama 3's, LongRoPE, RoPE-ID's (App. A.9), and each with a factor that follows the length.
 
-A method of :data:`RESCALINGS` looks at frequencies and the length they were trained at, and says
-how an extension by any factor s = length / C slows them: a :class:`Stretch`. :func:`rescaled` does
-that for a given s, :func:`dynamic` for the s of the sequence at hand.
+A method of :data:`RESCALINGS` takes frequencies and the length they were trained at. It returns a
+:class:`Stretch`, which says how an extension by any factor s = length / C slows them.
+:func:`rescaled` applies it with a fixed s, :func:`dynamic` with the s of each sequence.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch
 
 GEOMETRIC = 1e-4
-"""Relative difference of the steps between neighbouring pairs of a geometric spectrum, which may
-have been read from float32 tables."""
+"""Tolerance on the steps between neighbouring pairs of a geometric spectrum, relative: it may have
+been read from float32 tables."""
 
 
 class Rescaling(Protocol):
     """A method of context extension."""
 
     def __call__(self, inv_freq: Frequencies, training_length: int, /) -> Stretch:
-        """How it slows these frequencies, trained at this many tokens."""
+        """Return how this method slows frequencies that were trained at so many tokens."""
         ...
 
 
 def _by_share(kept: np.ndarray) -> Stretch:
-    """Every frequency divided by s, but for a share ``kept`` ``[pairs]`` of it."""
+    """Divide every frequency by s, except for a share ``kept`` ``[pairs]`` of it."""
     return Stretch(tuple(kept.tolist()), (1.0,) * len(kept))
 
 
 def _has_order(inv_freq: Frequencies) -> bool:
-    """Whether some pair is slower than another, as the ramps of YaRN's family need it."""
+    """Whether some pair is slower than another, as the ramps of YaRN's family require."""
     return len({f for f in inv_freq if f > 0}) > 1
 
 
@@ -48,8 +48,10 @@ def _geometric_step(moving: Sequence[float]) -> float | None:
 
 
 def _over_logarithm(inv_freq: Frequencies, fast: float, slow: float) -> Stretch:
-    """Keep the frequencies from ``fast`` on, divide those up to ``slow`` by s, and between the two
-    go linearly with the logarithm of the frequency."""
+    """Keep frequencies from ``fast`` on, divide those up to ``slow`` by s.
+
+    The ramp between them is linear in the logarithm of the frequency.
+    """
     known = np.maximum(inv_freq, np.finfo(float).tiny)
     return _by_share(np.clip(np.log(known / slow) / math.log(fast / slow), 0, 1))
 
@@ -80,12 +82,12 @@ def ntk_by_parts(
     """NTK-by-parts scaling (bloc97 2023): the frequencies of YaRN, as transformers computes them.
 
     Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
-    than ``beta_slow`` times are divided by s. Between them is a ramp that is linear in the pair's
-    index, from and to a whole index with ``truncate``.
+    than ``beta_slow`` times are divided by s. The ramp between them is linear in the pair's index;
+    ``truncate`` rounds its ends to whole indices.
 
-    For frequencies that are not geometric (after an earlier rescaling, Llama 3.1's), an index says
-    nothing of the turns: the ramp is then linear in the logarithm of each pair's own turns, which
-    is the same for geometric ones, and ``truncate`` has no effect.
+    If frequencies are not geometric (after an earlier rescaling, Llama 3.1's), an index does not
+    determine the turns. The ramp is then linear in the logarithm of each pair's own turns, which is
+    the same for geometric ones, and ``truncate`` has no effect.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
@@ -118,11 +120,11 @@ def yarn(
 ) -> Stretch:
     """YaRN (Peng et al. 2023) as transformers computes it.
 
-    NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of queries
-    and keys both. Where the whole head rotates, logits are so multiplied by its square, the paper's
-    temperature. Of heads that rotate in part the paper says nothing: as in transformers the factor
-    is on all pairs of the spectrum, also those that stand still (p-RoPE), and on no channel beyond
-    them (HalfRoPE), where the content of a query and a key is not tempered.
+    NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of both
+    queries and keys. Where the whole head rotates, this multiplies logits by its square, the
+    paper's temperature. The paper does not cover heads that rotate in part. As in transformers, the
+    factor then is on all pairs of the spectrum, also on those with frequency zero (p-RoPE), and on
+    no channel beyond them (HalfRoPE), where the content of a query and a key is not tempered.
     """
     parts = ntk_by_parts(
         inv_freq, training_length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
@@ -133,13 +135,13 @@ def yarn(
 def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
 
-    The thresholds are the fastest and the slowest pair: the one stays as it is, the other is
-    divided by s, those between divided in part, on a ramp that is linear in the pair's index. The
-    text does not say over what it interpolates; the index is YaRN's choice in transformers, on
-    which RoPE-ID's code is built, and for its log-spaced pairs the logarithm of the frequency.
-    After an earlier rescaling they are log-spaced no longer, and the ramp is linear in that
-    logarithm, as in :func:`ntk_by_parts`.
-    There is no attention factor, since RoPE-ID has the same as a temperature of its own.
+    The thresholds are the fastest and the slowest pair: the fastest stays as it is, the slowest is
+    divided by s, and the ramp between them is linear in the pair's index. The paper does not say
+    over what it interpolates. The index is YaRN's choice in transformers, on which RoPE-ID's code
+    is built; for RoPE-ID's log-spaced pairs it equals the logarithm of the frequency. After an
+    earlier rescaling pairs are no longer log-spaced, and the ramp is linear in that logarithm, as
+    in :func:`ntk_by_parts`. There is no attention factor: RoPE-ID has it as a temperature of its
+    own.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
@@ -164,15 +166,15 @@ def ntk_by_parts_turns(
     """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
 
     Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
-    than ``beta_slow`` times are divided by s, with a ramp between that is linear in the turns, and
-    so in the frequency. :func:`ntk_by_parts` is the usual implementation.
+    than ``beta_slow`` times are divided by s. The ramp between them is linear in the turns, and
+    thus in the frequency. :func:`ntk_by_parts` is the usual implementation.
     """
     return _over_turns(inv_freq, training_length, beta_fast, beta_slow)
 
 
 def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
-    """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and the attention factor of
-    :func:`yarn`. DroPE's Eq. 11 has the frequencies alone."""
+    """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and :func:`yarn`'s attention
+    factor. DroPE's Eq. 11 has the frequencies alone."""
     parts = ntk_by_parts_turns(inv_freq, training_length)
     return replace(parts, attention=0.1) if any(inv_freq) else parts
 
@@ -184,18 +186,18 @@ def llama3(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
 ) -> Stretch:
-    """The scaling of Llama 3.1, as transformers computes it.
+    """Scaling of Llama 3.1, as transformers computes it.
 
-    That of :func:`ntk_by_parts_turns`, with ``high_freq_factor`` and ``low_freq_factor`` turns.
+    It is :func:`ntk_by_parts_turns` with ``high_freq_factor`` and ``low_freq_factor`` turns.
     """
     return _over_turns(inv_freq, training_length, high_freq_factor, low_freq_factor)
 
 
 def known_long(spectrum: Spectrum, training_length: int) -> LongFrequencies | None:
-    """Return the other frequencies of long sequences, as they are at the end of training.
+    """Return a spectrum's frequencies for long sequences, as they are at the end of training.
 
-    A schedule is taken at C, the longest sequences that the model was trained on, and goes no
-    further. None if all sequences have the same frequencies.
+    A schedule is evaluated at C, the longest sequences that the model was trained on, and fixed
+    there. None if all sequences have the same frequencies.
     """
     long = spectrum.long
     if long is None or long.stretch is None:
@@ -206,7 +208,7 @@ def known_long(spectrum: Spectrum, training_length: int) -> LongFrequencies | No
 
 
 def longest(spectrum: Spectrum, training_length: int) -> Frequencies:
-    """Return the frequencies in the longest sequences, from which an extension sets out."""
+    """Return the frequencies in the longest sequences; an extension starts from these."""
     long = known_long(spectrum, training_length)
     return spectrum.inv_freq if long is None else long.inv_freq
 
@@ -214,10 +216,10 @@ def longest(spectrum: Spectrum, training_length: int) -> Frequencies:
 def rescaled(
     spectrum: Spectrum, rescaling: Rescaling, training_length: int, factor: float
 ) -> Spectrum:
-    """The spectrum slowed for an extension by ``factor`` in sequences of every length.
+    """Slow a spectrum for an extension by ``factor`` in sequences of every length.
 
-    Other frequencies of long sequences are slowed by what the method says of them, and follow the
-    length no further.
+    If long sequences have other frequencies, the method slows those by its own rule for them, and
+    they no longer follow the length.
     """
     if factor == 1:
         return spectrum
@@ -237,14 +239,17 @@ def rescaled(
 def dynamic(
     spectrum: Spectrum, rescaling: Rescaling, training_length: int, growth: float = 1.0
 ) -> Spectrum:
-    """The spectrum slowed with the s of the sequence at hand (DroPE, App. C.2).
+    """Slow a spectrum by the s of each sequence (DroPE, App. C.2).
 
     In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
     shorter one nothing changes. C is stored, so that the schedule stays the same when a later phase
-    has longer sequences. A spectrum that has other frequencies in long sequences already keeps
-    them, rescaled beyond C; of two schedules the later one counts, and sets out from what the
-    earlier one has come to at C. With :func:`ntk_aware` and transformers' ``factor`` as ``growth``
-    this is dynamic NTK (emozilla 2023; DoPE App. A.2): s = alpha n / C - (alpha - 1).
+    has longer sequences.
+
+    If long sequences already have other frequencies, they keep them, rescaled beyond C. A second
+    schedule replaces the first one and starts from its frequencies at C.
+
+    With :func:`ntk_aware` and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla
+    2023; DoPE App. A.2): s = alpha n / C - (alpha - 1).
     """
     if not spectrum.rotates:
         return spectrum
@@ -258,11 +263,11 @@ def dynamic(
 def longrope(
     spectrum: Spectrum, short: Sequence[float], long: Sequence[float], training_length: int
 ) -> Spectrum:
-    """LongRoPE (Ding et al. 2024): every pair divided by a factor of its own, out of ``short`` in
-    sequences of up to C tokens and out of ``long`` in longer ones. Equal ones follow no length.
+    """Apply LongRoPE (Ding et al. 2024): divide every pair by its own factor.
 
-    A spectrum that has other frequencies in long sequences already has those divided by ``long``,
-    from the length on at which they begin.
+    Factors are from ``short`` in sequences of up to C tokens and from ``long`` in longer ones. If
+    both give equal frequencies, the spectrum does not depend on the length. If long sequences
+    already have other frequencies, ``long`` divides those, from the length on at which they begin.
 
     Raises:
         ValueError: there are not as many factors as pairs.
@@ -291,4 +296,4 @@ RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {
     "ntk_by_parts_turns": ntk_by_parts_turns,
     "yarn_turns": yarn_turns,
 }
-"""By name."""
+"""Methods of context extension by name."""

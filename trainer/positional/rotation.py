@@ -20,9 +20,9 @@ from trainer.positional.spectrum import Frequencies, Spectrum
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """What a forward pass needs for neighbouring key-value heads of one spectrum.
+    """Tables of neighbouring key-value heads with the same spectrum, for one forward pass.
 
-    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None where nothing rotates.
+    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None without rotation.
     ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
     """
 
@@ -33,14 +33,14 @@ class HeadGroup:
 
 
 Groups = tuple[HeadGroup, ...]
-"""Of all key-value heads of a layer."""
+"""Tables of all key-value heads of a layer."""
 
 
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``positions * inv_freq``, times the spectrum's ``rotary_scale``.
+    """Compute cosines and sines of ``positions * inv_freq``, times the spectrum's ``rotary_scale``.
 
-    The phase is reduced to one turn in float64 and only then rounded: in float32 the product
-    itself is off by 0.06 rad at position 10^6.
+    The phase is reduced to one turn in float64 and only then rounded: in float32 the product itself
+    is off by 0.06 rad at position 10^6.
 
     Args:
         spectrum: the encoding.
@@ -60,21 +60,21 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
 
 @lru_cache
 def frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
-    """Return frequencies on a device, and keep them.
+    """Return frequencies on a device; cached.
 
-    An annealed drop has others at every step: only a copy from pinned memory does not block the
-    host until a GPU has it.
+    During an annealed drop they differ at every step. A copy from pinned memory does not block the
+    host until the GPU has them.
     """
-    found = torch.tensor(inv_freq, dtype=torch.float64, device="cpu")
+    tensor = torch.tensor(inv_freq, dtype=torch.float64, device="cpu")
     if device.type == "cuda":
-        return found.pin_memory().to(device, non_blocking=True)
-    return found.to(device)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation whose gradient is the rotation back, so that it keeps no activations.
+    """Rotation whose gradient is the inverse rotation, so that it keeps no activations.
 
-    With a ``rotary_scale`` in the tables both are scaled alike, as the transpose is.
+    A ``rotary_scale`` in the tables scales both directions alike, as the transpose requires.
     """
 
     @staticmethod
@@ -101,11 +101,12 @@ class _Rotate(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * pairs`` channels of ``x`` ``[B, H, T, D]``; the rest passes through.
 
-    The tables are rounded to the type of ``x`` first, as Hugging Face models do.
+    The tables are rounded to the dtype of ``x`` first, as in Hugging Face models.
     """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if not torch.compiler.is_compiling():
-        # Without gradients the bookkeeping of autograd would cost a decoding step more than this.
+        # Without gradients, skip autograd: its bookkeeping costs a decoding step more than the
+        # rotation.
         turn = _Rotate.apply if torch.is_grad_enabled() else _Rotate.forward
         return turn(x, cos, sin)
     pairs = cos.shape[-1]
@@ -115,29 +116,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int]) -> list[Groups]:
-    """What every layer needs in this forward pass; tables are computed once a distinct spectrum.
+    """Return the tables of every layer for one forward pass, computed once per distinct spectrum.
 
     Args:
         layout: the encodings of all layers.
         positions: ``[T]`` or ``[B, T]``, of the tokens to encode.
-        lengths: tokens in the whole sequence, a number for all rows or one for each.
+        lengths: tokens in the whole sequence, one number for all rows or one per row.
     """
     if isinstance(lengths, int):
         return _groups_at(layout, positions, lengths)
     if not layout.follows_length:
         return _groups_at(layout, positions, max(lengths))
     rows = [_groups_at(layout, p, n) for p, n in zip(positions, lengths, strict=True)]
-    found: dict[int, Groups] = {}
+    by_layer: dict[int, Groups] = {}
     for layer, of_rows in zip(layout.layers, zip(*rows, strict=True), strict=True):
-        if id(layer) not in found:
-            found[id(layer)] = tuple(
+        if id(layer) not in by_layer:
+            by_layer[id(layer)] = tuple(
                 _stacked(groups, positions.device) for groups in zip(*of_rows, strict=True)
             )
-    return [found[id(layer)] for layer in layout.layers]
+    return [by_layer[id(layer)] for layer in layout.layers]
 
 
 def _groups_at(layout: Layout, positions: Tensor, length: int) -> list[Groups]:
-    """In sequences of one length. Heads are grouped as in the layout, at every length alike."""
+    """Return the tables for sequences of one length, grouped like the heads of the layout."""
     tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
 
     def group(spectrum: Spectrum, kv_heads: int) -> HeadGroup:
@@ -153,11 +154,11 @@ def _groups_at(layout: Layout, positions: Tensor, length: int) -> list[Groups]:
             tables[key] = cos, sin
         return HeadGroup(kv_heads, *tables[key], temperature)
 
-    found: dict[int, Groups] = {}
+    by_layer: dict[int, Groups] = {}
     for layer in layout.layers:
-        if id(layer) not in found:
-            found[id(layer)] = tuple(group(spectrum, heads) for spectrum, heads in layer.groups)
-    return [found[id(layer)] for layer in layout.layers]
+        if id(layer) not in by_layer:
+            by_layer[id(layer)] = tuple(group(spectrum, heads) for spectrum, heads in layer.groups)
+    return [by_layer[id(layer)] for layer in layout.layers]
 
 
 def _temperature(
@@ -174,14 +175,14 @@ def _temperature(
 
 
 def _stacked(rows: Sequence[HeadGroup], device: torch.device) -> HeadGroup:
-    """One group for a batch from those of its rows."""
+    """Join the tables of a batch's rows into one group."""
     first = rows[0]
     cos = sin = temperature = None
     if first.cos is not None and first.sin is not None:
         cos, sin = (torch.stack([getattr(row, name) for row in rows]) for name in ("cos", "sin"))
         cos, sin = cos[:, None], sin[:, None]
     if any(row.temperature is not None for row in rows):
-        # A number for all of a row's queries, or [T, 1].
+        # Per row, a number for all queries, or [T, 1].
         factors = [1.0 if row.temperature is None else row.temperature for row in rows]
         of_rows = [torch.as_tensor(factor, device=device).view(1, -1, 1) for factor in factors]
         temperature = torch.stack(of_rows)
@@ -189,19 +190,20 @@ def _stacked(rows: Sequence[HeadGroup], device: torch.device) -> HeadGroup:
 
 
 def encode_queries(q: Tensor, groups: Groups) -> Tensor:
-    """Rotate and temper queries ``[B, Hq, T, D]``; themselves where there is nothing to do."""
+    """Rotate and temper queries ``[B, Hq, T, D]``; return them unchanged if their encoding is
+    empty."""
     if all(group.cos is None and group.temperature is None for group in groups):
         return q
     return _by_group(q, groups, _encode_queries)
 
 
 def encode_keys(k: Tensor, groups: Groups) -> Tensor:
-    """Rotate keys ``[B, Hkv, T, D]``; themselves where there is nothing to do."""
+    """Rotate keys ``[B, Hkv, T, D]``; return them unchanged if their encoding is empty."""
     return k if all(group.cos is None for group in groups) else _by_group(k, groups, _rotated)
 
 
 def _by_group(x: Tensor, groups: Groups, change: Callable[[Tensor, HeadGroup], Tensor]) -> Tensor:
-    """``change`` made to the heads ``[B, H, T, D]`` of every group."""
+    """Apply ``change`` to the heads of ``x`` ``[B, H, T, D]``, group by group."""
     if len(groups) == 1:
         return change(x, groups[0])
     heads_per_key = x.shape[1] // sum(group.kv_heads for group in groups)

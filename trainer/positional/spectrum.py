@@ -1,10 +1,8 @@
-"""A positional encoding as data: which channel pairs of a head rotate, how fast, and how the
-softmax is tempered with length.
+"""Positional encoding of a head as data: frequencies of its channel pairs, and its temperature.
 
-Everything a method does to a head is a value here. Training encodings write a spectrum, context
-extension rescales one, a drop replaces it with the empty one; the decoder only reads it. C, the
-training length in tokens, belongs to the whole model: :class:`~trainer.positional.layout.Layout`
-holds it.
+Training encodings create a spectrum, context extension rescales it, a drop replaces it with the
+empty one; the decoder only reads it. C, the training length in tokens, belongs to the whole model:
+:class:`~trainer.positional.layout.Layout` holds it.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
-"""Of a temperature: with these the logits of any length are numbers still."""
+"""Limits of a temperature; within them logits are finite at any length."""
 MOST_FREQUENCY = 1e6
-"""Radians per token; the angles of larger ones leave the numbers that kernels have."""
+"""Limit in radians per token; angles of larger frequencies exceed the range of kernels."""
 Frequencies = tuple[float, ...]
-"""Radians per token, a number for every pair."""
+"""Radians per token, one number per pair."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,14 @@ class Temperature:
     """Factor on the attention logits at length n: ``scale * (1 + coefficient * ln s) ** exponent``.
 
     s = max(n, C) / C with C the training length, so inside the training length the factor is
-    ``scale``. DroPE (App. C.2) has exponent 1 and a fitted coefficient; RoPE-ID (App. A.4) 0.1 and
-    2, and its C stays the one that it began with (App. A.9) as its ``reference``; YaRN has a
-    constant ``scale`` for a given extension. ``per`` says whether n is the length of
-    the sequence or, for every query, the number of keys it can see.
-    ``reference``: tokens in place of C, so that a model is also trained with the factor; 1 for the
-    logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 + floor(n /
-    reference), as Llama 4 has it.
+    ``scale``. ``per``: whether n is the length of the sequence or, for every query, the number of
+    keys it can see. ``reference``: tokens in place of C, so that a model is also trained with the
+    factor; 1 for the logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 +
+    floor(n / reference), as in Llama 4.
+
+    DroPE (App. C.2) has exponent 1 and a fitted coefficient. RoPE-ID (App. A.4) has coefficient 0.1
+    and exponent 2; its ``reference`` is the C that it began with (App. A.9). YaRN has a constant
+    ``scale`` for a given extension.
     """
 
     coefficient: float = 0.0
@@ -63,8 +62,10 @@ class Temperature:
         return self.per == "sequence" and not self.is_constant
 
     def at(self, length: int, training_length: int) -> Temperature:
-        """The temperature for a sequence of ``length`` tokens: a constant one, but for ``query``,
-        which is the same in all sequences."""
+        """Return the temperature for a sequence of ``length`` tokens.
+
+        It is constant, except for ``per="query"``, which is the same in all sequences.
+        """
         if not self.follows_length:
             return self
         reference = self.reference or training_length
@@ -76,10 +77,10 @@ class Temperature:
 
 @dataclass(frozen=True)
 class Stretch:
-    """How an extension by a factor s slows the pairs of a head.
+    """Slowing of a head's pairs by an extension with factor s.
 
     Frequency f_m becomes f_m (``kept[m]`` + (1 - ``kept[m]``) s^-``power[m]``), and the rotated
-    channels are multiplied by 1 + ``attention`` ln s. All are the identity at s = 1.
+    channels are multiplied by 1 + ``attention`` ln s. Both are the identity at s = 1.
     """
 
     kept: Frequencies
@@ -87,7 +88,7 @@ class Stretch:
     attention: float = 0.0
 
     def frequencies(self, inv_freq: Frequencies, factor: float) -> Frequencies:
-        """``inv_freq`` slowed for an extension by ``factor``."""
+        """Return ``inv_freq`` slowed for an extension by ``factor``."""
         return tuple(
             f * (kept + (1 - kept) * factor**-power)
             for f, kept, power in zip(inv_freq, self.kept, self.power, strict=True)
@@ -96,20 +97,20 @@ class Stretch:
     def scale(self, factor: float, before: float = 1.0) -> float:
         """Return the factor on rotated channels after an extension by ``factor``.
 
-        ``before``: the factor they have already. The logarithms of two extensions add up, so that
-        YaRN by s and then by t gives 1 + 0.1 ln(s t), its factor for both together.
+        ``before``: the factor before it. The logarithms of two extensions add up, so that YaRN by s
+        and then by t gives 1 + 0.1 ln(s t), its factor for both together.
         """
         return before + self.attention * math.log(factor)
 
 
 @dataclass(frozen=True)
 class LongFrequencies:
-    """Frequencies in sequences of n > ``length`` tokens, where they differ.
+    """Frequencies in sequences of n > ``length`` tokens, if they differ.
 
-    They are ``inv_freq`` (LongRoPE), slowed by ``stretch`` with s = 1 + ``growth`` (n / C - 1)
-    where n > C (dynamic NTK and its like); None: the same in all sequences of more than ``length``.
-    ``reference``: the C of s, which a later phase with longer sequences does not change; None, in
-    layouts that earlier versions stored: the training length.
+    With ``stretch``, they are ``inv_freq`` slowed with s = 1 + ``growth`` (n / C - 1) where n > C
+    (dynamic NTK and similar methods). Without, they are ``inv_freq`` in all sequences of more than
+    ``length`` tokens (LongRoPE). ``reference``: the C of s, unchanged by a later phase with longer
+    sequences; None, in layouts that earlier versions stored: the training length.
     """
 
     length: int
@@ -121,15 +122,15 @@ class LongFrequencies:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The encoding of one head.
+    """Encoding of one head.
 
     ``inv_freq``: angular frequencies in radians per token of the rotated pairs. Pair m is made of
     channels m and m + len(inv_freq) (the rotate-half layout of Hugging Face); channels from
-    ``rotary_dim`` on carry no position. Empty: no rotation (NoPE).
-    ``alibi``: a bias linear in the distance on the scores, the one encoding that is no rotation.
-    ``rotary_scale``: factor on the rotated channels of queries and keys (YaRN's and LongRoPE's
-    attention factor in Hugging Face models); the other channels keep their size.
-    ``long``: other frequencies for long sequences; None, the usual case: the same at any length.
+    ``rotary_dim`` on carry no position. Empty: no rotation (NoPE). ``alibi``: whether scores have a
+    bias linear in the distance, the only encoding without rotation. ``rotary_scale``: factor on the
+    rotated channels of queries and keys (YaRN's and LongRoPE's attention factor in Hugging Face
+    models); the other channels keep their size. ``long``: frequencies for long sequences; None, the
+    usual case: the same at any length.
     """
 
     inv_freq: Frequencies = ()
@@ -145,21 +146,21 @@ class Spectrum:
 
     @property
     def rotates(self) -> bool:
-        """Whether there is any rotation to compute."""
+        """Whether any pair has a nonzero frequency."""
         return any(self.inv_freq)
 
     @property
     def wavelengths(self) -> tuple[float, ...]:
-        """Tokens per full turn of every pair (infinite for a pair that stands still)."""
+        """Tokens per full turn of every pair (infinite at frequency zero)."""
         return tuple(2 * math.pi / f if f else math.inf for f in self.inv_freq)
 
     @property
     def follows_length(self) -> bool:
-        """Whether anything depends on the length of the sequence."""
+        """Whether the frequencies or the temperature depend on the length of the sequence."""
         return self.long is not None or self.temperature.follows_length
 
     def at(self, length: int, training_length: int) -> Spectrum:
-        """The spectrum for a sequence of ``length`` tokens, which follows no length."""
+        """Return the spectrum for a sequence of ``length`` tokens, with fixed frequencies."""
         if not self.follows_length:
             return self
         temperature = self.temperature.at(length, training_length)
@@ -177,16 +178,17 @@ class Spectrum:
         )
 
     def with_temperature(self, **changes: Any) -> Spectrum:
-        """This spectrum with some fields of its temperature replaced."""
+        """Return this spectrum with some fields of its temperature replaced."""
         return replace(self, temperature=replace(self.temperature, **changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values as JSON has them."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Spectrum:
-        """The inverse of :meth:`to_dict`, also of what JSON made of it."""
+        """Build a spectrum from what :meth:`to_dict` returned, also after a round trip through
+        JSON."""
         long = values["long"]
         if long is not None:
             stretch = long["stretch"]

@@ -1,4 +1,4 @@
-"""Layouts from a file that may be damaged or made up by somebody: checked before they are used."""
+"""Check layouts from a file, which may be damaged or untrusted, before they are used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from trainer.formats import adapter, first_problem
-from trainer.positional.first_format import from_first_format
-from trainer.positional.layout import Layout
+from trainer.common.validation import adapter
+from trainer.formats import first_problem
+from trainer.positional.layout import Layout, from_first_format
 from trainer.positional.spectrum import Spectrum
 
 Length = Annotated[int, Field(ge=1, lt=1 << 31)]
-"""Of sequences, in tokens."""
+"""Length of sequences, in tokens."""
 Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """Groups are (index of a spectrum, key-value heads)."""
+    """Layer of a stored layout; groups are (index of a spectrum, number of key-value heads)."""
 
     groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
     window: Length | None
@@ -31,7 +31,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """As :meth:`Layout.to_dict` writes it."""
+    """Layout as :meth:`Layout.to_dict` writes it."""
 
     training_length: Length
     spectra: list[Spectrum]
@@ -39,10 +39,10 @@ class StoredLayout:
 
 
 def in_todays_form(values: Any) -> dict[str, Any]:
-    """What was stored, in today's form.
+    """Convert stored values to today's format.
 
     Raises:
-        ValueError: it is nothing of the kind.
+        ValueError: they are not a layout.
     """
     if not isinstance(values, dict):
         raise ValueError("layout: expected the encodings of all layers")
@@ -55,11 +55,11 @@ def in_todays_form(values: Any) -> dict[str, Any]:
 
 
 def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
-    """The layout that was stored for a model of ``layers``, each with so many key-value heads of
-    ``head_size`` channels.
+    """Read the stored layout of a model with ``layers`` layers, ``heads`` key-value heads in each
+    and ``head_size`` channels per head.
 
     Raises:
-        ValueError: it is damaged, or no layout of such a model; says what, in one line.
+        ValueError: it is damaged or does not fit the model; the message is one line.
     """
     values = in_todays_form(values)
     try:
@@ -101,7 +101,7 @@ def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers at any depth."""
+    """Yield all numbers at any depth."""
     if isinstance(value, dict | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _numbers(item)

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import LARGEST, Count, Integer, Natural, Number, Positive, configuration
 from trainer.recalibration.schedule import ScheduleConfig
 
+Step = Annotated[int, Field(strict=True, ge=-LARGEST, le=LARGEST)]
+Fraction = Annotated[Number, Field(le=LARGEST)]
+"""1.0 is the whole run, where 1 is its first step."""
 
-@dataclass(frozen=True)
+
+@configuration
 class ChangeConfig:
-    """What is dropped, and what replaces it.
+    """What is dropped, and what replaces it."""
 
-    ``layers``: indices, null for all. ``heads``: of these layers only such key-value heads, null
-    for all. ``slower_than``, ``faster_than``: of these heads only pairs that take more, or fewer,
-    than so many tokens to turn once; with both, those of either kind. ``to``: the encoding that
-    replaces it. ``anneal_steps``: 0 is at once; else it shrinks to nothing over so many steps, as
-    ``anneal`` says: the ``angles`` of all pairs, or the share of ``heads`` of every layer that
-    still rotate. ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or matched to
-    the RMS that queries and keys have on the effect batch.
-    """
-
-    layers: list[int] | None = None
-    heads: list[int] | None = None
-    slower_than: float | None = None
-    faster_than: float | None = None
+    layers: list[Integer] | None = None
+    """Indices of the layers to drop; null: all."""
+    heads: list[Integer] | None = None
+    """Indices of the key-value heads of these layers; null: all."""
+    slower_than: Positive | None = None
+    """Drop only pairs that take more than so many tokens to turn once; null: no such limit."""
+    faster_than: Positive | None = None
+    """Drop only pairs that take fewer tokens to turn once; with slower_than, pairs of either
+    kind."""
     to: str = "nope"
-    anneal_steps: int = 0
+    """Encoding that takes the place, named as in positional."""
+    anneal_steps: Natural = 0
+    """Steps over which the encoding shrinks to nothing; 0: at once."""
     anneal: Literal["angles", "heads"] = "angles"
+    """What shrinks: angles (of all pairs), or heads (the share of each layer that still
+    rotates)."""
     qk_norm_gain: Literal["one", "matched"] = "one"
+    """Gain of a QK-norm that comes on at the drop: one, or matched (to the RMS of queries and
+    keys on the effect batch)."""
 
     @property
     def of_pairs(self) -> bool:
@@ -51,11 +61,13 @@ class ChangeConfig:
         found += [f"pairs {' or '.join(pairs)}"] if pairs else []
         return f" of {', '.join(found)}" if found else ""
 
-    def change_problems(self, key: str, num_layers: int, num_heads: int, steps: int) -> list[str]:
-        """Check the change for a model of this shape; return one sentence per problem.
+    def change_problems(
+        self, key: str, num_layers: int, num_heads: int, steps: int
+    ) -> list[Problem]:
+        """Check the change for a model of this shape.
 
         Args:
-            key: path of the group in the configuration.
+            key: path of the group.
             num_layers: layers of the model.
             num_heads: key-value heads of the model.
             steps: steps left after the drop.
@@ -64,55 +76,71 @@ class ChangeConfig:
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
             if chosen == []:
-                found.append(f"{key}.{name}: an empty list drops nothing; null means all {name}.")
+                found.append(
+                    Problem(f"{key}.{name}", f"an empty list drops nothing; null means all {name}.")
+                )
             found += [
-                f"{key}.{name}: {what} {i} does not exist in a model of {count} "
-                f"{'layers' if name == 'layers' else 'key-value heads'}."
+                Problem(
+                    f"{key}.{name}",
+                    f"{what} {i} does not exist in a model of {count} "
+                    f"{'layers' if name == 'layers' else 'key-value heads'}.",
+                )
                 for i in chosen or []
                 if not -count <= i < count
             ]
-        for name in ("slower_than", "faster_than"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                found.append(f"{key}.{name}: expected a number of tokens, got {value}.")
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
             found.append(
-                f"{key}.slower_than: pairs slower than {slower:g} or faster than "
-                f"{faster:g} are all; give one of them, or a slower_than above "
-                "faster_than."
+                Problem(
+                    f"{key}.slower_than",
+                    f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
+                    "them, or a slower_than above faster_than.",
+                )
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
             found.append(
-                f"{key}.to: pairs, and what shrinks over steps, are dropped to nope alone, got "
-                f"{self.to!r}."
+                Problem(
+                    f"{key}.to",
+                    "pairs, and what shrinks over steps, are dropped to nope alone, got "
+                    f"{self.to!r}.",
+                )
             )
-        if not 0 <= self.anneal_steps <= steps:
+        if self.anneal_steps > steps:
             found.append(
-                f"{key}.anneal_steps: expected 0 to {steps}, the steps that are left, got "
-                f"{self.anneal_steps}."
+                Problem(
+                    f"{key}.anneal_steps",
+                    f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
+                )
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            found.append(f"{key}.anneal: 'heads' goes through all heads; leave out the choice.")
+            found.append(
+                Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
+            )
         return found
 
 
-@dataclass(frozen=True)
+@configuration
 class DropConfig(ChangeConfig):
-    """When the encoding is dropped, what replaces it, and how training goes on.
-
-    ``at``: a step (integer; 0 only for pretrained weights) or a fraction of the run (0.85);
-    ``at_tokens``: the first step by which so many tokens were seen; both null: never. ``enabled``:
-    false leaves out a drop that is set. ``optimizer_state``: keep, reset, or reset for the new
-    parameters only. ``schedule``: the learning rate from the drop to the end.
-    ``effect_sequences``: size of the fixed held-out batch whose loss is reported before and after.
-    """
+    """When the encoding is dropped, what replaces it, and how training resumes."""
 
     enabled: bool = True
-    at: int | float | None = None
-    at_tokens: int | None = None
+    """Drop as configured; false leaves out a drop that is set."""
+    at: (
+        Annotated[int, Field(strict=True, ge=-LARGEST, le=LARGEST)]
+        | Annotated[Number, Field(le=LARGEST)]
+        | None
+    ) = None
+    """When to drop: a step (0 only for trained weights), or a fraction of the run such as 0.85;
+    null: never."""
+    at_tokens: Count | None = None
+    """When to drop, in tokens read; null: see at."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
+    """State of the optimizer at the drop: keep, reset, or reset_new (only of parameters that the
+    drop adds)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    effect_sequences: int = 64
+    """Learning rate from the drop to the end."""
+    effect_sequences: Count = 64
+    """Held-out sequences whose loss is measured before and after the drop."""
 
     def step(self, max_steps: int, tokens_per_step: int) -> int | None:
         """Return the number of steps trained before the drop, or None for never."""
@@ -131,27 +159,28 @@ class DropConfig(ChangeConfig):
         num_layers: int,
         num_heads: int,
         trained: bool = False,
-    ) -> list[str]:
-        """Check the drop for a run of this length and shape; return one sentence per problem.
+    ) -> list[Problem]:
+        """Check the drop for a run of this length and shape.
 
         ``trained``: the run begins with trained weights, which may be dropped before the first
         step.
         """
-        found = self.schedule.problems("drop.schedule")
+        found = []
         if self.at is not None and self.at_tokens is not None:
-            found.append("drop: give either drop.at or drop.at_tokens, not both.")
+            found.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
         step = self.step(max_steps, tokens_per_step)
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
             found.append(
-                f"drop.{key}: {getattr(self, key)} is step {step}, but the run has steps {first} "
-                f"to {max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
-                "step, a fraction between 0 and 1, or null for no drop."
+                Problem(
+                    f"drop.{key}",
+                    f"{getattr(self, key)} is step {step}, but the run has steps {first} to "
+                    f"{max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
+                    "step, a fraction between 0 and 1, or null for no drop.",
+                )
             )
             step = None
         left = max_steps - step if step is not None else max_steps
         found += self.change_problems("drop", num_layers, num_heads, left)
-        if self.effect_sequences < 1:
-            found.append(f"drop.effect_sequences: expected 1 or more, got {self.effect_sequences}.")
         return found

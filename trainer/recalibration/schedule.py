@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
+from trainer.common.fields import Natural, Rate, Share, configuration
 
-@dataclass(frozen=True)
+
+@configuration
 class ScheduleConfig:
-    """Learning rate of one phase, as a multiple of the optimizer's learning rates.
-
-    Warm-up is linear from 0 to ``peak`` over ``warmup_steps``. Then ``cosine`` decays to ``final``
-    * peak at the end of the phase, ``wsd`` is constant and decays linearly to it over the last
-    ``decay_fraction`` of the phase, and ``constant`` stays at the peak.
-    """
+    """Learning rate of one phase, as a multiple of the optimizer's learning rates."""
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
-    peak: float = 1.0
-    warmup_steps: int = 0
-    final: float = 0.1
-    decay_fraction: float = 0.2
-
-    def problems(self, key: str) -> list[str]:
-        """Check the values; return one sentence per problem. ``key``: path of the group."""
-        found = []
-        if self.peak <= 0:
-            found.append(f"{key}.peak: expected a positive number, got {self.peak}.")
-        if self.warmup_steps < 0:
-            found.append(f"{key}.warmup_steps: expected 0 or more, got {self.warmup_steps}.")
-        found += [
-            f"{key}.{name}: expected a fraction from 0 to 1, got {value}."
-            for name in ("final", "decay_fraction")
-            if not 0 <= (value := getattr(self, name)) <= 1
-        ]
-        return found
+    """Shape after the warm-up: cosine (falls to the end), wsd (stays, then falls over the last
+    decay_fraction), constant."""
+    peak: Rate = 1.0
+    """Factor on the optimizer's learning rates after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    final: Share = 0.1
+    """Factor at the end, as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Share of the phase over which wsd falls."""
 
     def factor(self, step: int, length: int) -> float:
         """Return the factor on the base learning rate for update ``step`` of ``length``."""

@@ -1,1 +1,1 @@
-"""What was measured as plain data, tables, figures and pages, and sentences about it."""
+"""Pages, tables, figures and judged claims made from results; nothing below imports it."""

@@ -1,72 +1,93 @@
-"""The figures of a report, each as SVG and PNG with its numbers as CSV beside it, and what is said
-below it."""
+"""The figures of a report: success and perplexity by length, by position and by depth."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from trainer.report.drawn import Drawn, Plan
-from trainer.report.frames import lengths_frame, perplexity_axis, positions_frame, success
-from trainer.report.heatmap import Depths, draw_heatmaps
-from trainer.report.outcomes import AS_IS, Outcomes, Row
-from trainer.report.panels import draw_rows, is_panelled, pair
-from trainer.report.plotting import Series, paper_style
-from trainer.report.reach import reach_figures
-from trainer.report.recovery import recovery_figure
-from trainer.report.results import PERPLEXITY, STATEMENTS, Report
-from trainer.report.table import perplexity
-from trainer.report.training_curves import training_figure
-from trainer.report.words import factor_label, percent
+from trainer.common.words import factor_label, percent
+from trainer.evaluation.outcomes import AS_IS, Outcomes, Row
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.plotting.lines import (
+    OVERLAY,
+    Frame,
+    Panel,
+    Series,
+    draw,
+    log_axis,
+    side_by_side,
+    small_multiples,
+    training_length_mark,
+)
+from trainer.plotting.maps import Scale, numbered_maps
+from trainer.plotting.style import style_numbers
+from trainer.report.files import Drawn, Plan
+from trainer.report.tables import perplexity
+from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
-"""Methods of the first model in the figure that holds perplexity against retrieval."""
+"""Methods of the first model in the figure of perplexity and retrieval."""
 
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
+_LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
+_DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
+_MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 _INTERVALS = (
     "Bars: 95% intervals over trials, Wilson's for scores of 0 and 1, percentile bootstrap for "
     "fractions. Dashed: the training length."
 )
 
+AxisScale = Callable[[Axes], None]
+
 
 def write_figures(report: Report, directory: Path) -> list[Drawn]:
-    """Draw what the report has numbers for, and return it in the order of the page.
+    """Draw what the report has numbers for, and return the figures in the order of the page.
 
-    ``success_*``: success over length, of the mean over tasks and of each task.
+    ``success_*``: success over length, for the mean over tasks and for each task.
     ``perplexity_and_retrieval``: both side by side. ``training``: training loss over steps.
-    ``perplexity_by_position``: along the longest sequences. ``reach*``, ``benchmarks``: what was
-    measured while arms trained. ``depth_*``: success by depth and length. Beside each
-    ``<name>.svg`` lie ``<name>.png`` and ``<name>.csv``, numbers in full precision and empty where
-    nothing was measured. The files depend on the report alone.
+    ``perplexity_by_position``: along the longest sequences. ``reach*`` and ``benchmarks``:
+    measurements during training. ``depth_*``: success by depth and length. Each ``NAME.svg`` has a
+    ``NAME.png`` and a ``NAME.csv`` beside it, with numbers in full precision.
     """
-    outcomes = Outcomes(report)
     drawn: list[Drawn] = []
-    with paper_style():
-        for plan in _plans(outcomes):
-            # Names that differ in punctuation alone must not share a file.
-            again = sum(figure.path.stem.split("~")[0] == plan.name for figure in drawn)
-            stem = f"{plan.name}~{again + 1}" if again else plan.name
-            drawn.append(plan.write(directory / stem))
+    for plan in _plans(Outcomes(report)):
+        # Names that differ only in punctuation must not share a file.
+        again = sum(figure.path.stem.split("~")[0] == plan.name for figure in drawn)
+        stem = f"{plan.name}~{again + 1}" if again else plan.name
+        drawn.append(plan.write(directory / stem))
     return drawn
 
 
+def styles_of(outcomes: Outcomes) -> dict[str, int]:
+    """Return the style number of every row and arm by its name."""
+    report = outcomes.report
+    arms = (*(arm.name for arm in report.arms), *report.reach)
+    return style_numbers((*map(outcomes.name, outcomes.rows), *arms))
+
+
 def _plans(outcomes: Outcomes) -> Iterator[Plan]:
+    styles = styles_of(outcomes)
     if len(outcomes.lengths(outcomes.averaged)) > 1:
         titles = ", ".join(map(outcomes.task, outcomes.averaged))
         yield _success(outcomes, "mean", f"the mean over {titles}", outcomes.averaged)
     yield from _contrast(outcomes)
     for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
         yield _success(outcomes, task, outcomes.task(task), [task])
-    yield from training_figure(outcomes.report, outcomes.looks)
+    yield from training_figure(outcomes.report, styles)
     yield from _by_position(outcomes)
-    yield from reach_figures(outcomes.report, outcomes.looks)
+    yield from reach_figures(outcomes.report, styles)
     yield from recovery_figure(outcomes.report)
     for task in outcomes.scored:
         yield from _by_depth(outcomes, task)
@@ -114,12 +135,11 @@ def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Itera
     found = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
     y, low, high = ([100 * getattr(e, name) for _, e in found] for name in ("mean", "low", "high"))
     name = outcomes.name(row)
-    return Series(name, outcomes.looks[name], [n for n, _ in found], y, low, high)
+    return Series(name, styles_of(outcomes)[name], [n for n, _ in found], y, low, high)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
-    """Perplexity beside retrieval: the first model as is, cropped and with YaRN, and every other
-    model as is."""
+    """Plan perplexity beside retrieval of all models as is, and the first with some methods."""
     lengths = outcomes.lengths([PERPLEXITY], losses=True)
     chosen = [
         row
@@ -128,10 +148,10 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     ]
     if not (lengths and outcomes.scored and chosen):
         return
-    task = outcomes.scored[0]
+    task, styles = outcomes.scored[0], styles_of(outcomes)
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
     left = [
-        Series(name, outcomes.looks[name], list(curves[row]), list(curves[row].values()))
+        Series(name, styles[name], list(curves[row]), list(curves[row].values()))
         for row in chosen
         for name in (outcomes.name(row),)
     ]
@@ -139,10 +159,10 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     right = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
-    frames = (
-        lengths_frame(report, lengths, "perplexity", scale),
-        lengths_frame(report, tested, "success (%)", success),
-    )
+    panels = [
+        Panel("", apart(left), lengths_frame(report, lengths, "perplexity", scale)),
+        Panel("", apart(right), lengths_frame(report, tested, "success (%)", success)),
+    ]
     title = outcomes.task(task)
     yield Plan(
         "perplexity_and_retrieval",
@@ -153,7 +173,7 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         f"{report.training_length} tokens (cropped) keeps it too. {_INTERVALS} After Figure 5 of "
         f"“{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
-        lambda: pair((left, right), frames),
+        partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
         ("model", "method", "length", "factor", "perplexity", "success", "low", "high"),
         [
             (*row, n, factor, curves[row].get(n), *((e.mean, e.low, e.high) if e else ("",) * 3))
@@ -216,12 +236,12 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
     groups = {"": rows}
     if len(rows) > _TOGETHER:
         groups = {m: [row for row in rows if row[0] == m] for m in dict(rows)}
-    for model, own in groups.items():
-        panels = {row: np.array([means.get((row, n), missing) for n in lengths]).T for row in own}
-        one_method = len({method for _, method in own}) == 1
+    for model, group in groups.items():
+        panels = {row: np.array([means.get((row, n), missing) for n in lengths]).T for row in group}
+        one_method = len({method for _, method in group}) == 1
         titles = {
             row: outcomes.method(row[1]) if model and not one_method else outcomes.name(row)
-            for row in own
+            for row in group
         }
         named = {titles[row]: values for row, values in panels.items()}
         name = f"{outcomes.task(task)}{', ' if model else ''}{model}"
@@ -251,3 +271,166 @@ def _grey(lines: Iterable[Row]) -> str:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", text).strip("_") or "unnamed"
+
+
+def success(axes: Axes) -> None:
+    """Scale the y axis from 0 to 100 percent."""
+    axes.set_ylim(-4, 106)
+    axes.set_yticks(range(0, 101, 25))
+
+
+def perplexity_axis(values: Iterable[float]) -> AxisScale:
+    """Return a scale for perplexities: logarithmic if the values span a large factor."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+
+    def prepare(axes: Axes) -> None:
+        if high < _LINEAR * low:
+            room = 0.06 * (high - low) or 0.1 * high
+            axes.set_ylim(low - room, high + room)
+            return
+        log_axis(axes, low, high)
+        axes.set_ylim(low / 1.2, high * 1.2)
+
+    return prepare
+
+
+def lengths_frame(
+    report: Report,
+    lengths: dict[int, float],
+    y_label: str,
+    scale: AxisScale,
+    narrow: bool = False,
+    lines: tuple[tuple[float, str], ...] = (),
+) -> Frame:
+    """Return a frame with lengths on a logarithmic axis.
+
+    Ticks name multiples of the training length, and tokens unless the panel is ``narrow``.
+    ``lines``: horizontal reference lines, as y and name.
+    """
+
+    def prepare(axes: Axes) -> None:
+        scale(axes)
+        axes.set_xscale("log", base=2)
+        names = [factor_label(f) + ("" if narrow else f"\n{n}") for n, f in lengths.items()]
+        axes.set_xticks(list(lengths), names)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
+
+    unit = "multiple of the training length" + ("" if narrow else "; tokens")
+    return Frame(
+        f"sequence length ({unit})",
+        y_label,
+        prepare,
+        training_length_mark(report.training_length, lengths),
+        lines,
+    )
+
+
+def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
+    """Return a frame of positions, with ticks at multiples of the training length."""
+
+    def prepare(axes: Axes) -> None:
+        scale(axes)
+        axes.set_xlim(0, longest)
+        step = min(report.training_length, longest)
+        while longest / step > 4:
+            step *= 2
+        axes.set_xticks(range(0, longest + 1, step))
+
+    label = f"position in sequences of {longest} tokens"
+    return Frame(
+        label, "perplexity", prepare, training_length_mark(report.training_length, (0, longest))
+    )
+
+
+def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
+    """Draw one line for each row.
+
+    If :func:`is_panelled`, each model has a panel with its methods, or each method one with its
+    models, whichever leaves fewer lines in a panel.
+    """
+    styles = styles_of(outcomes)
+    if not is_panelled(lines):
+        named = [
+            replace(line, label=name, style=styles[name])
+            for row, line in lines.items()
+            for name in (outcomes.name(row),)
+        ]
+        return draw(apart(named), frame)
+    models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
+    methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
+    by_model = len(models) >= len(methods)
+    titles = models if by_model else [outcomes.method(key) for key in methods]
+    names = [outcomes.method(key) for key in methods] if by_model else models
+    # A line has the style of the first row with the same method (or model).
+    first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
+    keys = methods if by_model else models
+    line_styles = {name: styles[first[key]] for name, key in zip(names, keys, strict=True)}
+    panels: dict[str, list[Series]] = {title: [] for title in titles}
+    for (model, method), line in lines.items():
+        panel, name = model, outcomes.method(method)
+        if not by_model:
+            panel, name = name, panel
+        panels[panel].append(replace(line, label=name, style=line_styles[name]))
+    marked = any(line.marked for line in lines.values())
+    legend = [Series(name, line_styles[name], (), (), marked=marked) for name in names]
+    return small_multiples([(title, apart(p)) for title, p in panels.items()], frame, legend)
+
+
+def is_panelled(lines: Iterable[Row]) -> bool:
+    """Whether rows are spread over panels with several lines each."""
+    rows = list(lines)
+    shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
+    return len(rows) > OVERLAY and 1 not in shapes
+
+
+def apart(lines: Sequence[Series]) -> list[Series]:
+    """Shift lines with intervals slightly along a logarithmic axis, so that these stay apart."""
+    middle = (len(lines) - 1) / 2
+    return [
+        line
+        if line.low is None
+        else replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
+        for index, line in enumerate(lines)
+    ]
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Rows of a heat map: row i, called ``names[i]``, holds depths from ``edges[i]`` (included) to
+    ``edges[i + 1]`` (excluded)."""
+
+    edges: tuple[float, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell]) -> Depths:
+        """Return a row for each depth that occurs, or for each tenth if there are many depths."""
+        depths = sorted({depth for cell in cells for depth in cell.depths})
+        if len(depths) <= _MOST:
+            return cls((*depths, math.inf), tuple(f"{100 * depth:.0f}" for depth in depths))
+        names = (f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS))
+        return cls((*(i / _BINS for i in range(_BINS)), math.inf), tuple(names))
+
+    def means(self, cell: Cell) -> list[float]:
+        """Return the mean score of every row, NaN for rows without trials."""
+        index = np.searchsorted(self.edges, cell.depths, side="right") - 1
+        counts = np.bincount(index, minlength=len(self.names))
+        sums = np.bincount(index, weights=cell.scores, minlength=len(self.names))
+        return [s / n if n else math.nan for s, n in zip(sums, counts, strict=True)]
+
+
+def draw_heatmaps(
+    panels: Mapping[str, np.ndarray], depths: Depths, lengths: Mapping[int, str]
+) -> Figure:
+    """Draw mean scores ``[depth, length]`` by title; ``lengths``: their names."""
+    return numbered_maps(
+        {textwrap.fill(title, 24): 100 * values for title, values in panels.items()},
+        Scale("success (%)", 0, 100),
+        names=(list(lengths.values()), depths.names),
+        labels=("sequence length (multiple of the training length)", "depth (% of the text)"),
+        text=lambda _, value: f"{value:.0f}",
+        columns=5,
+        row_height=0.17,
+    )

@@ -1,4 +1,4 @@
-"""Formulas in plain text with Unicode signs, set as MathML, which browsers draw by themselves."""
+"""Convert formulas in plain text with Unicode signs to MathML, which browsers render."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿʲˡʳᶜᵀ′", "
 LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₙₘₜ", "0123456789ijknmt", strict=True))
 CLOSING = {"(": ")", "[": "]", "{": "}", "⟨": "⟩", "⌊": "⌋"}
 FUNCTIONS = {"cos", "exp", "log", "tr"}
-"""That need no bracket behind them."""
+"""Functions whose argument may follow without brackets."""
 
 _TOKEN = re.compile(r"\s+|\d+(?:[.,]\d+)*|[A-Za-z]\u0304|[A-Za-z][A-Za-z'’]*|.", re.DOTALL)
 _REMARK = re.compile(r"[^=]*: ")
 _WORD = "<mtext>"
-_FACTORS = "‖|…"  # signs that a numerator may hold
+_FACTORS = "‖|…"  # signs that can be part of a fraction
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A sign, a name, a group in brackets or a word of a formula. ``factor``: whether a fraction
-    can hold it; ``inner``: of brackets; ``spaced``: behind a blank."""
+    """A sign, name, bracketed group or word of a formula.
+
+    ``factor``: whether it can be part of a fraction. ``inner``: content of brackets. ``spaced``:
+    whether a space precedes it.
+    """
 
     xml: str
     factor: bool = True
@@ -31,11 +34,11 @@ class _Part:
 
 
 def mathml(text: str) -> str:
-    """A formula, with its remarks (behind two blanks, ``R: the rotation``) as they are.
+    """Convert a formula; remarks such as ``R: the rotation``, after two spaces, stay text.
 
-    ``a_i``, ``a_{ij}`` and small signs are indices, ``^`` and raised signs exponents. ``a / b`` is
-    a fraction of what stands between the next signs of relations, sums and words; ``a/b`` of what
-    touches the stroke. Every other sign is escaped.
+    ``a_i``, ``a_{ij}`` and subscript signs are indices; ``^`` and superscript signs are exponents.
+    ``a / b`` is a fraction of everything up to the next relation, sum or word; ``a/b`` one of the
+    parts that touch the slash. All other signs are escaped.
     """
     first, *others = re.split(r"(?<=\S)\s{2,}", text)
     shown = (escape(part) if _REMARK.match(part) else _formula(part) for part in others)
@@ -48,7 +51,7 @@ def _formula(text: str) -> str:
 
 
 class _Tokens:
-    """Tokens one by one; the next can be looked at."""
+    """Iterator over tokens with a look-ahead."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.tokens, self.at = tokens, 0
@@ -70,7 +73,7 @@ class _Tokens:
 
 
 def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
-    """What stands before the closing bracket, or before the end, fractions made."""
+    """Return the parts up to the closing bracket or the end, with fractions."""
     found: list[_Part] = []
     spaced = False
     for token in tokens:
@@ -109,7 +112,7 @@ def _sign(token: str) -> str:
 
 
 def _scripted(base: _Part, tokens: _Tokens) -> _Part:
-    """With the indices and exponents that follow it."""
+    """Return a part with the indices and exponents that follow it."""
     below, above = "", ""
     while True:
         sign = tokens.peek()
@@ -158,7 +161,7 @@ def _with_fractions(parts: list[_Part]) -> list[_Part]:
 
 
 def _factors(parts: Sequence[_Part], *, tight: bool, backwards: bool) -> Iterator[_Part]:
-    """The parts from the stroke on that belong to the fraction."""
+    """Yield the parts next to the slash that belong to the fraction."""
     for number, part in enumerate(parts):
         if not part.factor or (tight and not backwards and number and part.spaced):
             return
@@ -170,13 +173,13 @@ def _factors(parts: Sequence[_Part], *, tight: bool, backwards: bool) -> Iterato
 
 
 def _bare(side: Sequence[_Part]) -> str:
-    """Without the brackets that a fraction makes needless."""
+    """Return one side of a fraction without redundant brackets."""
     (first, *others) = side
     return first.inner if first.inner is not None and not others else _joined(side)
 
 
 def _joined(parts: Sequence[_Part]) -> str:
-    """A blank between factors is a narrow one, beside a word a wide one."""
+    """Join parts, with a narrow space between factors and a wide one beside words."""
     xml, before = "", None
     for part in parts:
         if part.spaced and before is not None:

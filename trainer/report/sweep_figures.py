@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from trainer.report.dark import ON_BRIGHT, UNKNOWN
-from trainer.report.drawn import Plan
-from trainer.report.plotting import Series, blank, draw_line, legend_above, line_handle
+from trainer.common.words import factor_label
+from trainer.plotting.lines import Series, draw_line, legend_above, line_handle
+from trainer.plotting.maps import numbered_maps
+from trainer.plotting.style import BLUE, blank
+from trainer.report.files import Plan
 from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
-from trainer.report.words import factor_label
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
 _CROWDED = 12  # characters of the names of ticks that stand beside each other
-_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
 _BARS = "Bars: 95% intervals over trials."
 _WHAT = {
     "loss": "held-out loss in nats per token on the same last tokens at every length",
@@ -31,7 +29,7 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class Measure:
-    """A panel: what it shows of what a run reached at a length; ``value`` may be None."""
+    """Quantity of a panel at one length: its value, which may be None, and its interval."""
 
     title: str
     factor: float
@@ -41,15 +39,18 @@ class Measure:
 
 @dataclass(frozen=True)
 class Axis:
-    """A swept key along which runs lie, as lines: the name of each and its runs by the value."""
+    """Swept key on the x axis, and its lines: the name of each, with runs by their value."""
 
     key: str
     lines: tuple[tuple[str, tuple[tuple[float, SweptRun], ...]], ...]
 
 
 def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
-    """``sweep``, where anything was measured: a row of panels for each of the :func:`axes`, which
-    are the held-out loss and the retrieval at the training length and at the longest."""
+    """Plan ``sweep`` if anything was measured.
+
+    Panels show loss and retrieval at the training length and at the longest, a row for each of the
+    :func:`axes`.
+    """
     shown = measures(sweep)
     if not shown:
         return
@@ -81,7 +82,7 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
 
 
 def measures(sweep: Sweep) -> list[Measure]:
-    """The panels that any run has numbers for."""
+    """Return the panels for which any run has numbers."""
     ends = dict.fromkeys((*sweep.factors[:1], *sweep.factors[-1:]))
     wanted = [
         *(Measure(f"loss at {factor_label(f)}", f, lambda at: at.loss) for f in ends),
@@ -101,9 +102,11 @@ def measures(sweep: Sweep) -> list[Measure]:
 
 
 def axes(sweep: Sweep) -> list[Axis]:
-    """The keys with numbers along which the runs lie: the only one; the one with more values of two
-    that make a grid, with a line for each value of the other; or each of those in which alone runs
-    differ from the first. Empty where that does not hold all runs."""
+    """Return the numeric keys that serve as x axes, or nothing if they do not cover all runs.
+
+    For two keys that form a grid, this is the one with more values, with a line for each value of
+    the other. Otherwise a key's line holds the runs that differ from the first in that key alone.
+    """
     numbers = {
         key: places
         for key in sweep.keys
@@ -149,7 +152,7 @@ def _sorted(key: str, runs: Sequence[SweptRun]) -> tuple[tuple[float, SweptRun],
 
 
 def _grid(sweep: Sweep) -> dict[tuple[str, str], SweptRun]:
-    """The runs by the values of two keys; empty where these make no grid of rows and columns."""
+    """Return the runs by the values of two keys, or nothing if these form no grid."""
     if len(sweep.keys) != 2:
         return {}
     found = {
@@ -223,26 +226,21 @@ def _draw_grid(
     sweep: Sweep, grid: dict[tuple[str, str], SweptRun], shown: Sequence[Measure]
 ) -> Figure:
     rows, columns = (list(dict.fromkeys(pair[i] for pair in grid)) for i in (0, 1))
-    figure = blank(0.9 + 0.4 * len(rows))
-    for panel, measure in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        values = np.full((len(rows), len(columns)), math.nan)
+    panels = {}
+    for measure in shown:
+        values = panels[measure.title] = np.full((len(rows), len(columns)), math.nan)
         for (row, column), run in grid.items():
-            own = _value(sweep, run, measure)
-            values[rows.index(row), columns.index(column)] = math.nan if own is None else own
-        panel.imshow(values, cmap=_MAP, aspect="auto")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
-        for (y, x), value in np.ndenumerate(values):
-            known = math.isfinite(value)
-            text = "·" if not known else f"{value:.1f}" if "%" in measure.title else f"{value:.3f}"
-            colour = "white" if known and value <= middle else ON_BRIGHT
-            panel.text(x, y, text, color=colour, ha="center", va="center", fontsize=6)
-        panel.set_xticks(range(len(columns)), columns, fontsize=6)
-        panel.set_yticks(range(len(rows)), rows, fontsize=6)
-        panel.set_xlabel(sweep.titles[sweep.keys[1]])
-        panel.set_title(measure.title)
-        _bare(panel)
-    figure.supylabel(sweep.titles[sweep.keys[0]], fontsize=8)
-    return figure
+            value = _value(sweep, run, measure)
+            values[rows.index(row), columns.index(column)] = math.nan if value is None else value
+    return numbered_maps(
+        panels,
+        None,
+        names=(columns, rows),
+        labels=(sweep.titles[sweep.keys[1]], sweep.titles[sweep.keys[0]]),
+        text=lambda title, value: f"{value:.1f}" if "%" in title else f"{value:.3f}",
+        columns=len(panels),
+        row_height=0.4,
+    )
 
 
 def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
@@ -257,16 +255,10 @@ def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
                 continue
             low, high = measure.limits(at) or (own, own)
             panel.errorbar(
-                own, y, xerr=[[own - low], [high - own]], fmt="o", color="#0072B2", capsize=1.5
+                own, y, xerr=[[own - low], [high - own]], fmt="o", color=BLUE, capsize=1.5
             )
         panel.set_title(measure.title)
         panel.grid(visible=True, axis="both")
     panels[0].set_yticks(places, [name[:40] for name in sweep.names], fontsize=6.5)
     panels[0].set_ylim(len(sweep.runs) - 0.5, -0.5)
     return figure
-
-
-def _bare(panel: Axes) -> None:
-    panel.tick_params(length=0)
-    panel.grid(visible=False)
-    panel.spines[:].set_visible(False)

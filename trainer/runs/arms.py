@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from trainer.common.errors import Problem
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
@@ -16,7 +17,7 @@ from trainer.runs.training_config import StrategyConfig
 
 MAIN = "main"
 """What the run itself is called among its arms."""
-Check = Callable[[RunConfig], Sequence[str]]
+Check = Callable[[RunConfig], Sequence[Problem]]
 """What is wrong with a configuration, one sentence each."""
 
 
@@ -39,8 +40,8 @@ def arm_problems(
     arms: Mapping[str, RunConfig],
     of_run: Sequence[Check] = (),
     of_phase: Sequence[Check] = (),
-) -> list[str]:
-    """Return the problems of all arms; problems of a control alone are reported under its name.
+) -> list[Problem]:
+    """Return what is wrong with any arm; what is wrong with a control alone is said under its name.
 
     Args:
         arms: the result of :func:`arms_of`.
@@ -52,28 +53,35 @@ def arm_problems(
         found[name] += [problem for check in of_phase for problem in check(config)]
     shared = {*found[MAIN]}
     named = [
-        problem if name == MAIN or problem in shared else f"controls.{name}.{problem}"
+        problem if name == MAIN or problem in shared else problem.under(f"controls.{name}")
         for name, problems in found.items()
         for problem in problems
     ]
     return list(dict.fromkeys(named))
 
 
-def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:
-    """Check a run for this number of processes; return one sentence per problem."""
+def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[Problem]:
+    """Check that a run fits this number of processes."""
     run, found = config.trainer, []
     share = processes * (run.micro_batch_size or 1)
     if run.batch_size % share:
         near = max(run.batch_size // share, 1) * share
         found.append(
-            f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches of "
-            f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is {near}."
+            Problem(
+                "trainer.batch_size",
+                f"{run.batch_size} sequences do not divide into micro-batches of "
+                f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is "
+                f"{near}.",
+            )
         )
     size = shard_size(config.strategy, processes, on_a_node)
     if config.strategy.name == "hsdp" and processes % size:
         found.append(
-            f"strategy.shard_size: {size} does not divide the {processes} ranks; by default it is "
-            "the number of ranks on a node."
+            Problem(
+                "strategy.shard_size",
+                f"{size} does not divide the {processes} ranks; by default it is the number of "
+                "ranks on a node.",
+            )
         )
     return found
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 import trainer
-from trainer.errors import UserError, did_you_mean
-from trainer.formats import FIRST, adapter, check_format, read_plain
+from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.validation import adapter
+from trainer.formats import FIRST, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -106,10 +107,11 @@ def newest_sound_checkpoint(run_dir: Path) -> Path | None:
             return path
         log.warning("Checkpoint %s is damaged (%s); trying the one before it", path.name, wrong)
     if found:
-        raise UserError(
-            f"checkpoint: every checkpoint in {str(run_dir / 'checkpoints')!r} is damaged "
-            f"({', '.join(p.name for p in found)}). Restore one{_way_by_the_drop(run_dir)}, or set "
-            "overwrite=true to start again from nothing."
+        raise UserError.at(
+            "checkpoint",
+            f"every checkpoint in {str(run_dir / 'checkpoints')!r} is damaged "
+            f"({', '.join(p.name for p in found)}). Restore one{_way_by_the_drop(run_dir)}, or "
+            "set overwrite=true to start again from nothing.",
         )
     return None
 
@@ -183,14 +185,15 @@ def find_checkpoint(given: str) -> Path:
             return found[-1]
         before = directory / BEFORE_DROP
         hint = f" but {str(before)!r}" if before.is_dir() else ""
-        raise UserError(f"checkpoint: there is no checkpoint in {given!r}{hint}.")
+        raise UserError.at("checkpoint", f"there is no checkpoint in {given!r}{hint}.")
     if path.is_file():
-        raise UserError(f"checkpoint: {given!r} is a file; a checkpoint is a directory.")
+        raise UserError.at("checkpoint", f"{given!r} is a file; a checkpoint is a directory.")
     beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
     nearby = get_close_matches(path.name, beside, n=1)
-    raise UserError(
-        f"checkpoint: {given!r} is neither a run directory nor a checkpoint."
-        + did_you_mean(path.name, nearby)
+    raise UserError.at(
+        "checkpoint",
+        f"{given!r} is neither a run directory nor a checkpoint.",
+        did_you_mean(path.name, nearby),
     )
 
 
@@ -209,12 +212,13 @@ def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
             p.parent.name for p in path.parent.glob(f"*/{MANIFEST}") if p.parent != path
         )
         hint = f" Others beside it: {', '.join(others)}." if others else ""
-        raise UserError(f"checkpoint: {path.name!r} is damaged: {wrong}.{hint}")
+        raise UserError.at("checkpoint", f"{path.name!r} is damaged: {wrong}.", hint)
     state = read_saved(path)
     check_format(
         state.get("format", FIRST),
         FORMAT,
-        f"checkpoint: {str(path)!r}",
+        "checkpoint",
+        repr(str(path)),
         "give a checkpoint that an older one wrote",
     )
     return state
@@ -239,7 +243,9 @@ def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Deco
     saved = tensors_in(index)
     check_shapes(shapes, saved, path.name)  # before allocating memory
     if more := [key for key in saved if key.startswith("model.") and key not in shapes]:
-        raise UserError(f"checkpoint: {path.name!r} holds {more[0]!r}, which the model has not.")
+        raise UserError.at(
+            "checkpoint", f"{path.name!r} holds {more[0]!r}, which the model has not."
+        )
     model.to_empty(device=device)
     load({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path, index)
     return model
@@ -254,7 +260,10 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
     # Keys unknown to an earlier version had their default values.
     saved, wanted = asdict(ModelConfig()) | state["model"], asdict(model.config)
     differing = [
-        f"model.{key}: the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}."
+        Problem(
+            f"model.{key}",
+            f"the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}.",
+        )
         for key in wanted
         if saved[key] != wanted[key] and key not in NOT_OF_THE_MODEL
     ]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import FreeForm, Natural, OptionalText, configuration
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
 from trainer.evaluation.method_config import LAYERS_KEY
+from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import layer_problems
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
-from trainer.report.results import STATEMENTS
 from trainer.runs.layouts import layout_problems
 from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.monitoring import MonitorConfig
@@ -28,42 +29,55 @@ NAME = re.compile(r"\w[\w.+-]*")
 """Of runs and controls, which are names of directories."""
 
 
-@dataclass(frozen=True)
+@configuration
 class RunConfig:
-    """Everything that defines a run.
-
-    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it
-    lives; stable, so that the same command resumes. ``controls``: other runs of the same experiment
-    by name, each a set of changes to this configuration, trained for the same budget and reported
-    in the same table; one with ``branch: drop`` goes on from this run's state just before its drop,
-    with ``branch: 320`` from that after step 320.
-    ``phases``: the parts of the run by name, in order, where there are more than a drop makes;
-    ``trainer.max_steps`` is then their sum, and ``drop`` a phase's.
-    ``plugins``: Python files that register encodings. ``callbacks``: Lightning callbacks by name,
-    each ``_target_``, a class, and its arguments; nothing but training makes them.
-    """
+    """Everything that defines a run."""
 
     name: str = "run"
-    label: str | None = None
+    """Name of the run and its directory."""
+    label: OptionalText = None
+    """What tables call the run; null: its encoding."""
     run_dir: str = "runs/run"
-    seed: int = 0
+    """Directory of the run; the same command resumes what is there."""
+    seed: Natural = 0
+    """Seed of the weights and of the order of samples."""
     overwrite: bool = False
+    """Start again in a directory that holds a run."""
     plugins: list[str] = field(default_factory=list)
+    """Python files that register encodings of your own."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the decoder, or weights to start from."""
     positional: PositionalConfig = field(default_factory=PositionalConfig)
+    """Encodings over layers and heads."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Text, and how it becomes sequences."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer, read from a file or trained."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer and its rates."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate of the run, before a drop."""
     drop: DropConfig = field(default_factory=DropConfig)
+    """When the encoding is dropped, what replaces it, and how training resumes."""
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    """Parts of the run by name, in order, for more than one change (docs/phases.md);
+    trainer.max_steps is then their sum."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Length, batch, precision and rhythm of the run."""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How the run spreads over devices."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where metrics go besides metrics.csv."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """What the run is measured by at its end."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What is measured during training."""
+    callbacks: dict[str, FreeForm] = field(default_factory=dict)
+    """Lightning callbacks of your own by name: {name: {_target_: module.Class, argument:
+    value}}."""
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other runs to train and report beside this one: {name: changes}. branch: drop, or a step,
+    resumes from this run's state there."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -85,8 +99,8 @@ class RunConfig:
             return sum(steps[: drops.index(True)]) if any(drops) else None
         return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
 
-    def problems(self) -> list[str]:
-        """Check within and between the groups; return one sentence per problem."""
+    def problems(self) -> list[Problem]:
+        """Check within and between the groups."""
         model_problems = self.model.problems()
         drop_problems = self.drop.problems(
             self.trainer.max_steps,
@@ -97,21 +111,24 @@ class RunConfig:
         )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
-            drop_problems.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
+            drop_problems.append(Problem("drop.to", f"unknown encoding {self.drop.to!r}.", near))
         found = []
         if not NAME.fullmatch(self.name):
             found.append(
-                f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
-                "._+- only (run_dir= may be any path)."
+                Problem(
+                    "name",
+                    f"{self.name!r} names a directory under runs/; expected letters, digits and "
+                    "._+- only (run_dir= may be any path).",
+                )
             )
         if not self.run_dir:
-            found.append("run_dir: expected a directory, got nothing; leave it out for runs/NAME.")
+            found.append(
+                Problem("run_dir", "expected a directory, got nothing; leave it out for runs/NAME.")
+            )
         found += [
             *model_problems,
             *self.data.problems(),
             *self.tokenizer.problems(),
-            *self.optimizer.problems(),
-            *self.schedule.problems("schedule"),
             *self.trainer.problems(),
             *self.strategy.problems(),
             *self.monitor.problems(),
@@ -122,7 +139,10 @@ class RunConfig:
         ]
         if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
             found.append(
-                "evaluation.methods: expected 'none' among them; a run is reported as it is first."
+                Problem(
+                    "evaluation.methods",
+                    "expected 'none' among them; a run is reported as it is first.",
+                )
             )
         if self.evaluation.enabled and not model_problems:
             layers, count = self.evaluation.layers, self.model.num_hidden_layers
@@ -131,25 +151,36 @@ class RunConfig:
         heads = units(self.model, dope) * self.model.num_hidden_layers
         if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
             found.append(
-                f"evaluation.dope.heads: expected at most {heads}, the heads of the model, got "
-                f"{dope.heads}."
+                Problem(
+                    "evaluation.dope.heads",
+                    f"expected at most {heads}, the heads of the model, got {dope.heads}.",
+                )
             )
         unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
         if self.evaluation.enabled and unheard:
             found.append(
-                "evaluation.tasks: nothing but statements, which the training text does not carry; "
-                "set data.needles.share, or add perplexity."
+                Problem(
+                    "evaluation.tasks",
+                    "nothing but statements, which the training text does not carry; set "
+                    "data.needles.share, or add perplexity.",
+                )
             )
         if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
             found.append(
-                "model.attention_backend: 'flash' computes in 16 bits only; set "
-                "trainer.precision=bf16, or choose 'auto' or 'sdpa'."
+                Problem(
+                    "model.attention_backend",
+                    "'flash' computes in 16 bits only; set trainer.precision=bf16, or choose "
+                    "'auto' or 'sdpa'.",
+                )
             )
         no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(
-                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose "
-                "'never' or 'always'."
+                Problem(
+                    "model.qk_norm.when",
+                    "'after_drop', but there is no drop; set drop.at, or choose 'never' or "
+                    "'always'.",
+                )
             )
         found += unknown_encodings(self.positional)
         if not model_problems and self.data.sequence_length > 1:

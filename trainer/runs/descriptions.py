@@ -72,7 +72,7 @@ def encodings(config: RunConfig) -> str:
 
 
 def _of_layers(config: RunConfig) -> list[str]:
-    """Name the encodings of a pattern that is repeated over the depth."""
+    """List the encodings of a pattern that is repeated over the depth."""
     return config.positional.layers[: config.model.num_hidden_layers]
 
 

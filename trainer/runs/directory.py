@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from trainer.errors import UserError
-from trainer.formats import adapter, check_format, first_problem, read_content, read_plain
-from trainer.report.atomic import write_atomically
+from trainer.common.errors import Problem, UserError
+from trainer.common.files import write_atomically
+from trainer.common.validation import checked
+from trainer.formats import check_format, read_content, read_plain
 from trainer.runs.config import RunConfig
-from trainer.runs.numbers import number_problems
 
 MARK = "run.json"
 FORMAT = 1
@@ -50,12 +49,12 @@ def check_mark(directory: Path, key: str = "run_dir") -> None:
         content = read_plain(mark)
         found, program = content["format"], content.get("program")
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{key}: {str(mark)!r} is damaged; it should hold a format number."
+        raise UserError.at(
+            key, f"{str(mark)!r} is damaged; it should hold a format number."
         ) from None
     if program != PROGRAM:
-        raise UserError(f"{key}: {str(mark)!r} is of another program, {program!r}.")
-    check_format(found, FORMAT, f"{key}: {str(directory)!r}", "choose another run")
+        raise UserError.at(key, f"{str(mark)!r} is of another program, {program!r}.")
+    check_format(found, FORMAT, key, repr(str(directory)), "choose another run")
 
 
 FREE_TO_CHANGE = (
@@ -114,9 +113,10 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             raise UserError(*problems)
         return
     if is_used and not record.exists():
-        raise UserError(
-            f"run_dir: {config.run_dir!r} holds other files and no run (no config.yaml); choose "
-            "another run_dir."
+        raise UserError.at(
+            "run_dir",
+            f"{config.run_dir!r} holds other files and no run (no config.yaml); choose another "
+            "run_dir.",
         )
     if record.exists():
         # Keys added since the run was written have their default values.
@@ -125,11 +125,16 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         if differing := differences(saved, plain(config), free):
             raise UserError(
                 *(
-                    f"{key}: the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    Problem(
+                        key, f"the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    )
                     for key, old, new in differing
                 ),
-                "Choose another name=, or overwrite=true to start again; "
-                f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
+                Problem(
+                    "",
+                    "Choose another name=, or overwrite=true to start again; `python -m trainer "
+                    f"evaluate checkpoint={config.run_dir}` evaluates a run anew.",
+                ),
             )
 
 
@@ -157,7 +162,7 @@ def saved_run(directory: Path) -> RunConfig:
     """
     check_mark(directory)
     record = directory / "config.yaml"
-    return saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged")
+    return saved_config(_saved(record), "run_dir", f"{str(record)!r} is damaged")
 
 
 def _saved(record: Path) -> dict[str, Any]:
@@ -165,13 +170,15 @@ def _saved(record: Path) -> dict[str, Any]:
         saved = yaml.safe_load(read_content(record).decode("utf-8"))
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"run_dir: {str(record)!r} is damaged{line}: {error.problem}.") from None
+        raise UserError.at(
+            "run_dir", f"{str(record)!r} is damaged{line}: {error.problem}."
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"run_dir: {str(record)!r} is damaged: {' '.join(str(error).split())}."
+        raise UserError.at(
+            "run_dir", f"{str(record)!r} is damaged: {' '.join(str(error).split())}."
         ) from None
     if not isinstance(saved, dict):
-        raise UserError(f"run_dir: {str(record)!r} is damaged: it holds no configuration.")
+        raise UserError.at("run_dir", f"{str(record)!r} is damaged: it holds no configuration.")
     return saved
 
 
@@ -192,21 +199,25 @@ def differences(
     return found
 
 
-def writable_problem(directory: str, key: str = "run_dir") -> str | None:
-    """Return why a directory cannot be created, or None; leaves nothing behind."""
+def check_writable(directory: str, key: str = "run_dir") -> None:
+    """Check that a directory can be made; leave nothing behind.
+
+    Raises:
+        UserError: it cannot.
+    """
     place = Path(directory)
     try:
         if place.is_symlink():
             place = place.resolve(strict=True)
         while not place.is_dir():
             if place.exists() or place.is_symlink():
-                return f"{key}: {str(place)!r} is a file; give the name of a directory."
+                raise UserError.at(key, f"{str(place)!r} is a file; give the name of a directory.")
             place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
-            return None
-    except (OSError, RuntimeError) as error:  # a symbolic link loop raises RuntimeError
+            pass
+    except (OSError, RuntimeError) as error:  # a link in a circle is a RuntimeError
         reason = getattr(error, "strerror", None) or "its links go in a circle"
-        return f"{key}: {directory!r} cannot be written ({reason})."
+        raise UserError.at(key, f"{directory!r} cannot be written ({reason}).") from error
 
 
 class LogFile(logging.FileHandler):
@@ -251,25 +262,22 @@ CHANGED_SINCE = ("evaluation", "monitor", "logger")
 """Groups that earlier versions had in other forms, and that say nothing of what was trained."""
 
 
-def saved_config(values: dict[str, Any], what: str) -> RunConfig:
-    """Parse the configuration that a run was written with, even with other plugins or by another
-    version.
+def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
+    """Parse the configuration that a run was written with, even by another version or with other
+    plugins; unknown keys are ignored.
 
-    ``what``: beginning of an error message.
+    Args:
+        values: what was written.
+        key: the configuration key that errors name.
+        what: names the file in errors.
 
     Raises:
         UserError: the configuration is damaged.
     """
-    try:
-        config = adapter(RunConfig).validate_python(values)
-    except ValidationError as error:
-        if not {e["loc"][0] for e in error.errors()} <= {*CHANGED_SINCE}:
-            raise UserError(f"{what}: {first_problem(error)}.") from error
-        rest = {key: value for key, value in values.items() if key not in CHANGED_SINCE}
-        config = adapter(RunConfig).validate_python(rest)
-    numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
-    if numbers:
-        raise UserError(f"{what}: {numbers[0]}")
+    config, _, wrong = checked(RunConfig, values)
+    damaged = [problem for problem in wrong if problem.key.split(".")[0] not in CHANGED_SINCE]
+    if problems := [*damaged, *config.trainer.problems(), *config.data.problems()]:
+        raise UserError.at(key, f"{what}: {problems[0]}")
     return config
 
 
@@ -298,18 +306,23 @@ _OWN = re.compile(
 MOST_NAMED = 5
 
 
-def overwrite_problems(directory: Path) -> list[str]:
-    """Return why a directory may not be replaced, one sentence per reason.
+def overwrite_problems(directory: Path) -> list[Problem]:
+    """Return why a directory may not be replaced, one problem per reason.
 
     Reasons are a directory of another origin, and files that someone added to it.
     """
     if directory.is_symlink():
-        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
+        return [
+            Problem("overwrite", f"{str(directory)!r} is a link; give the directory that it names.")
+        ]
     if not (directory / MARK).is_file():
         return [
-            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
-            f"{MARK}), so nothing is deleted. Remove it yourself or choose another run_dir; a run "
-            "of an older version is marked when it is resumed."
+            Problem(
+                "overwrite",
+                f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), "
+                "so nothing is deleted. Remove it yourself or choose another run_dir; a run of "
+                "an older version is marked when it is resumed.",
+            )
         ]
     try:
         check_mark(directory)
@@ -329,7 +342,10 @@ def overwrite_problems(directory: Path) -> list[str]:
     if foreign:
         named = ", ".join(repr(str(directory / name)) for name in sorted(foreign)[:MOST_NAMED])
         problems.append(
-            f"overwrite: not made by this program, so nothing is deleted: {named}{more}; move "
-            "what you want to keep elsewhere first."
+            Problem(
+                "overwrite",
+                f"not made by this program, so nothing is deleted: {named}{more}; move what you "
+                "want to keep elsewhere first.",
+            )
         )
     return problems

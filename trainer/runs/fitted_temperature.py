@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
-from trainer.report.atomic import write_atomically
 
 FILE = "temperature.json"
 LARGEST_COEFFICIENT = 100
@@ -70,7 +70,7 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
         return layout, ""
     layers = None if fitted.layers is None else [*fitted.layers]
     if unknown := layer_problems("layers", layers, len(layout.layers)):
-        raise UserError(f"checkpoint: {str(path)!r}: {unknown[0]}")
+        raise UserError.at("checkpoint", f"{str(path)!r}: {unknown[0]}")
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient,
@@ -91,6 +91,6 @@ def _read(path: Path) -> FittedTemperature:
     try:
         return read_as(path, FittedTemperature)
     except ValueError as error:
-        raise UserError(
-            f"checkpoint: {str(path)!r} holds no temperature ({error}); remove it to go without."
+        raise UserError.at(
+            "checkpoint", f"{str(path)!r} holds no temperature ({error}); remove it to go without."
         ) from error

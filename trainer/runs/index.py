@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.errors import kind_of
+from trainer.common.errors import UserError, is_transient
 from trainer.formats import read_content
 
 FILE = ".metadata"
@@ -86,8 +86,8 @@ def read_index(directory: Path) -> Metadata:
     except Exception as error:  # a damaged pickle may raise anything
         said = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
         line = "".join(c if c.isprintable() else "?" for c in said[:LONGEST_SAID])
-        refused = f"checkpoint: the index of {directory.name!r} is refused: {line}"
-        raise kind_of(error)(refused) from error
+        message = f"the index of {directory.name!r} is refused: {line}"
+        raise UserError.at("checkpoint", message, transient=is_transient(error)) from error
 
 
 def _check_program(data: bytes) -> None:

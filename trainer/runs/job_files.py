@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -28,14 +27,14 @@ def say_run_directory(directory: Path) -> None:
     _write("UNROPE_RUN_FILE", f"{directory.absolute()}\n")
 
 
-def tell_torchrun(problems: Sequence[str]) -> bool:
-    """Add the problems to torchrun's final summary, without a traceback.
+def tell_torchrun(error: Exception) -> bool:
+    """Put what is wrong into the summary that torchrun ends with, behind a traceback of its own.
 
     Returns whether that suffices: the first worker of a machine also prints them to the terminal.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
-    message = {"message": "\n".join(problems), "extraInfo": {"timestamp": int(time.time())}}
+    message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
     Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     return os.environ.get("LOCAL_RANK", "0") != "0"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.recalibration.config import ChangeConfig
@@ -17,9 +17,8 @@ def layout_problems(
     model: ModelConfig,
     training_length: int,
     drops: Mapping[str, ChangeConfig],
-) -> list[str]:
-    """Check that the layout can be made and that each drop changes it; return one sentence per
-    problem.
+) -> list[Problem]:
+    """Check that the layout can be made and that each drop changes it.
 
     Args:
         positional: encodings that are registered.
@@ -38,11 +37,17 @@ def layout_problems(
         for key, drop in drops.items():
             if drop.anneal_steps and not positional.temperature.is_none:
                 return [
-                    f"{key}.anneal_steps: with positional.temperature an encoding is dropped at "
-                    "once; expected 0."
+                    Problem(
+                        f"{key}.anneal_steps",
+                        "with positional.temperature an encoding is dropped at once; expected 0.",
+                    )
                 ]
             if drop.anneal_steps and not layout.rotates:
-                return [f"{key}.anneal_steps: nothing rotates, so that no angle could shrink."]
+                return [
+                    Problem(
+                        f"{key}.anneal_steps", "nothing rotates, so that no angle could shrink."
+                    )
+                ]
             at_once = replace(drop, anneal_steps=0)
             before, layout = layout, dropped_layout(layout, positional, at_once, model.head_size)
             if layout == before:
@@ -52,10 +57,11 @@ def layout_problems(
     return []
 
 
-def _without_effect(key: str, drop: ChangeConfig) -> str:
+def _without_effect(key: str, drop: ChangeConfig) -> Problem:
     if drop.of_pairs:
-        return f"{key}: nothing{drop.of_what} rotates, so that nothing would be dropped."
-    return (
-        f"{key}.to: {drop.to!r} is what the layers to drop have already, so that nothing would be "
-        "dropped; choose another encoding, or no drop."
+        return Problem(key, f"nothing{drop.of_what} rotates, so that nothing would be dropped.")
+    return Problem(
+        f"{key}.to",
+        f"{drop.to!r} is what the layers to drop have already, so that nothing would be "
+        "dropped; choose another encoding, or no drop.",
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from trainer.common.fields import OptionalText, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class LoggerConfig:
-    """Where metrics go besides ``metrics.csv``.
-
-    ``wandb``: Weights & Biases, under ``project``; offline without a key or with ``offline``.
-    ``tensorboard``: event files in the run directory.
-    """
+    """Where metrics go besides ``metrics.csv``."""
 
     wandb: bool = False
+    """Log to Weights & Biases; offline without a key or connection."""
     project: str = "unrope"
-    entity: str | None = None
+    """Project at Weights & Biases."""
+    entity: OptionalText = None
+    """Team at Weights & Biases; null: the user's own."""
     offline: bool = False
+    """Log offline in any case; `wandb sync` sends it later."""
     tensorboard: bool = False
+    """Write TensorBoard event files into the run directory."""

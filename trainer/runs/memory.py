@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import Problem
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.model.config import ModelConfig
-from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 
@@ -80,7 +81,7 @@ def evaluation_memory(
         rows if device == "cuda" else min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
     )
     at_once = together * min(tokens, chunk or tokens)
-    # Behind a chunk's beginning kernels want keys and values of a layer for every query head.
+    # After the first chunk, kernels need one layer's keys and values for every query head.
     copies = 2 * rows * tokens * q if in_chunks and q != k else 0
     return size * weights_of(config), kept, size * (at_once * a_token + copies)
 
@@ -91,8 +92,8 @@ def evaluation_problems(
     evaluation: EvaluationConfig,
     device: str,
     processes: int = 1,
-) -> list[str]:
-    """Return a sentence for each model whose evaluation does not fit the free memory, with what
+) -> list[Problem]:
+    """Return a problem for each model whose evaluation does not fit the free memory, with what
     would make it fit.
 
     Args:
@@ -116,9 +117,12 @@ def evaluation_problems(
         parts = {"weights": weights, "keys and values": kept, "activations": activations}
         held = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
         found.append(
-            f"evaluation.lengths: {longest:,} tokens of {name} need at least "
-            f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
-            f"{_remedy(shape, longest, *about, free)}."
+            Problem(
+                "evaluation.lengths",
+                f"{longest:,} tokens of {name} need at least "
+                f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
+                f"{_remedy(shape, longest, *about, free)}.",
+            )
         )
     return found
 
@@ -153,8 +157,8 @@ def _remedy(
     return "choose a smaller model, or a device with more memory"
 
 
-def memory_problems(config: RunConfig, ranks: int) -> list[str]:
-    """Return one sentence per requirement that exceeds this machine's memory.
+def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
+    """Return a problem per requirement that exceeds this machine's memory.
 
     ``ranks``: processes of the run. The estimates are lower bounds.
     """
@@ -167,17 +171,22 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
     state, free = 12 * weights_of(shape) // shards, free_memory(device)
     if state > free and not config.strategy.cpu_offload:
         found.append(
-            f"model: {weights_of(shape):,} weights with gradients and optimizer need at least "
-            f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."
+            Problem(
+                "model",
+                f"{weights_of(shape):,} weights with gradients and optimizer need at least "
+                f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices.",
+            )
         )
     micro = run.micro_batch_size or run.batch_size // ranks
     kept = 1 if config.strategy.activation_checkpointing == "full" else 4
     activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * kept
     if not found and state + activations > free:
         found.append(
-            f"trainer.micro_batch_size: {micro} sequences of {length} tokens need at least "
-            f"{gib(activations)} of activations, and {gib(free)} are free; choose fewer or "
-            "shorter ones."
+            Problem(
+                "trainer.micro_batch_size",
+                f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
+                f"activations, and {gib(free)} are free; choose fewer or shorter ones.",
+            )
         )
     if config.evaluation.enabled and not found:
         # Training's memory is free by then.
@@ -189,9 +198,9 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
     return found + _held_text_problems(config)
 
 
-def _held_text_problems(config: RunConfig) -> list[str]:
-    """Check the memory of held-out windows: 8 bytes per token, and five numbers per token of a
-    batch."""
+def _held_text_problems(config: RunConfig) -> list[Problem]:
+    """Windows of held-out text that are held at once, 8 bytes a token; a batch with its weights has
+    five such numbers a token."""
     length, evaluation, monitor = config.data.sequence_length, config.evaluation, config.monitor
     held = {}
     if config.drop_step is not None:
@@ -202,7 +211,10 @@ def _held_text_problems(config: RunConfig) -> list[str]:
         held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
     free = free_memory("cpu")
     return [
-        f"{key}: held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less."
+        Problem(
+            key,
+            f"held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less.",
+        )
         for key, tokens in held.items()
         if 8 * tokens > free
     ]

@@ -20,9 +20,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.formats import read_content
-from trainer.report.atomic import write_atomically
 
 BUCKETS = 4
 """Parts of a sequence whose losses are logged apart."""
@@ -75,9 +75,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError("there is no step")
             rows.append(values)
     except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(
-            f"run_dir: {str(path)!r} is damaged in row {len(rows) + 1} ({error}); restore it, or "
-            "remove it to go on without the rows until now."
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged in row {len(rows) + 1} ({error}); restore it, or remove it "
+            "to go on without the rows until now.",
         ) from error
     return rows
 

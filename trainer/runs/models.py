@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, did_you_mean, renaming
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError, did_you_mean, said_of
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig
@@ -84,7 +84,7 @@ def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    with said_of(key, "checkpoint"):
+    with renaming(checkpoint=key):
         return _find(given)
 
 
@@ -100,7 +100,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     paths = Counter((c.path.resolve(), c.computed_by) for c in candidates)
     for candidate in candidates:
         if paths[candidate.path.resolve(), candidate.computed_by] > 1:
-            raise UserError(f"compare: {candidate.given!r} is named twice.")
+            raise UserError.at("compare", f"{candidate.given!r} is named twice.")
     shared = Counter(candidate.name for candidate in candidates)
     for marks in ([c.home.resolve().name for c in candidates], [c.given for c in candidates]):
         names = [
@@ -110,7 +110,9 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
         if len(set(names)) == len(names):
             return [replace(c, name=name) for c, name in zip(candidates, names, strict=True)]
     twice = next(name for name, times in Counter(names).items() if times > 1)
-    raise UserError(f"compare: two models are called {twice!r}; give one of the runs a label=.")
+    raise UserError.at(
+        "compare", f"two models are called {twice!r}; give one of the runs a label=."
+    )
 
 
 def _find(given: str) -> Candidate:
@@ -133,7 +135,7 @@ def _find(given: str) -> Candidate:
     if path.suffix == ".gguf" and not path.is_file():
         beside = [file.name for file in path.parent.glob("*.gguf")]
         near = did_you_mean(path.name, beside)
-        raise UserError(f"checkpoint: there is no file {given!r}.{near}")
+        raise UserError.at("checkpoint", f"there is no file {given!r}.", near)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         published = read_pretrained(given)
         return Candidate(
@@ -150,8 +152,8 @@ def _find(given: str) -> Candidate:
         )
     path = find_checkpoint(given)
     state = read_state(path)
-    # Read without validation, which would run the plugins that a checkpoint names.
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    # Only read, not checked: that would run the plugins a checkpoint names.
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     return Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),

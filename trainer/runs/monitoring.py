@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
-from trainer.errors import did_you_mean
+from pydantic import Field
+
+from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Count, Multiple, Natural, OptionalText, configuration
 from trainer.evaluation.config import task_names
 
 
-@dataclass(frozen=True)
+@configuration
 class BenchmarksConfig:
-    """Tasks that the model in training answers, also before and after the drop and at the end.
+    """Tasks that the model answers in training, also before and after the drop and at the end."""
 
-    ``every``, ``every_tokens``: steps, or tokens, between them (null: never). ``tasks``: of
-    :func:`~trainer.evaluation.config.task_names`, on validation text at ``lengths`` times the
-    training length. ``multiple_choice``: tasks of request files in ``directory`` (null: where
-    scripts/fetch_benchmarks.py puts them). ``harness``: tasks of lm-eval; ``include_path``: a
-    directory with more of them. ``limit``: questions, trials or windows of each task and length.
-    How tasks are made, and tokens in a forward pass, is the evaluation's.
-    """
-
-    every: int | None = None
-    every_tokens: int | None = None
+    every: Count | None = None
+    """Steps between them; null: never."""
+    every_tokens: Count | None = None
+    """Tokens between them, instead of steps; null: see every."""
     tasks: list[str] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=lambda: [1.0, 2.0])
+    """Tasks on validation text, named as in evaluation.tasks."""
+    lengths: list[Multiple] = field(default_factory=lambda: [1.0, 2.0])
+    """Lengths of these tasks, in multiples of the training length."""
     multiple_choice: list[str] = field(default_factory=list)
-    directory: str | None = None
+    """Tasks of request files, for instance [arc_easy, piqa]."""
+    directory: OptionalText = None
+    """Directory of the request files; null: where scripts/fetch_benchmarks.py puts them."""
     harness: list[str] = field(default_factory=list)
-    include_path: str | None = None
-    limit: int = 200
+    """Tasks of lm-eval."""
+    include_path: OptionalText = None
+    """Directory with more tasks of lm-eval; null: none."""
+    limit: Count = 200
+    """Questions, trials or windows of each task and length."""
 
     @property
     def enabled(self) -> bool:
@@ -43,72 +48,72 @@ class BenchmarksConfig:
             before // self.every_tokens < tokens // self.every_tokens
         )
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = [
-            f"monitor.benchmarks.{key}: expected 1 or more, got {value}."
-            for key in ("every", "every_tokens", "limit")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        found = []
         given = [*self.tasks, *self.multiple_choice, *self.harness]
         if self.every is not None and self.every_tokens is not None:
-            found.append("monitor.benchmarks.every_tokens: give steps (every) or tokens, not both.")
+            found.append(
+                Problem(
+                    "monitor.benchmarks.every_tokens", "give steps (every) or tokens, not both."
+                )
+            )
         if self.enabled and not given:
             found.append(
-                "monitor.benchmarks: expected tasks, multiple_choice or harness to name one or "
-                "more, for instance monitor.benchmarks.multiple_choice=[piqa]."
+                Problem(
+                    "monitor.benchmarks",
+                    "expected tasks, multiple_choice or harness to name one or more, for "
+                    "instance monitor.benchmarks.multiple_choice=[piqa].",
+                )
             )
         if given and not self.enabled:
             found.append(
-                "monitor.benchmarks.every: expected the steps (or every_tokens) between them, for "
-                "instance 1000."
+                Problem(
+                    "monitor.benchmarks.every",
+                    "expected the steps (or every_tokens) between them, for instance 1000.",
+                )
             )
         found += [
-            f"monitor.benchmarks.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
+            Problem(
+                "monitor.benchmarks.tasks",
+                f"unknown task {name!r}.",
+                did_you_mean(name, task_names()),
+            )
             for name in self.tasks
             if name not in task_names()
         ]
-        if not self.lengths or min(self.lengths) <= 0:
+        if not self.lengths:
             found.append(
-                "monitor.benchmarks.lengths: expected positive multiples of the training length, "
-                f"got {self.lengths}."
+                Problem(
+                    "monitor.benchmarks.lengths",
+                    f"expected positive multiples of the training length, got {self.lengths}.",
+                )
             )
         return found
 
 
-@dataclass(frozen=True)
+@configuration
 class MonitorConfig:
-    """Measurements of the model in training, also on both sides of the drop and at the end.
+    """Measurements of the model in training; they change nothing of what is trained."""
 
-    They change nothing of what is trained. ``lengths_every``: steps between measurements of
-    retrieval and held-out loss on validation text (null: never), at ``lengths`` times the training
-    length, with ``trials`` retrieval trials (where the training text carries needles; 0: none) and
-    ``windows`` windows of text a length, rounded up to a multiple of the ranks. ``probe_every``:
-    steps between looks at the attention of every layer (null: never), on ``probe_sequences``
-    sequences. Needles in a trial, tokens in a forward pass and the seed are the evaluation's.
-    ``benchmarks``: tasks that the model answers meanwhile.
-    """
-
-    lengths_every: int | None = None
-    lengths: list[int] = field(default_factory=lambda: [1, 2, 4])
-    trials: int = 64
-    windows: int = 16
-    probe_every: int | None = None
-    probe_sequences: int = 2
+    lengths_every: Count | None = None
+    """Steps between measurements of retrieval and held-out loss by length; null: never."""
+    lengths: list[Annotated[Count, Field(le=1_000_000)]] = field(default_factory=lambda: [1, 2, 4])
+    """Lengths to measure at, in multiples of the training length."""
+    trials: Annotated[Natural, Field(le=1_000_000)] = 64
+    """Retrieval trials of a length, if the training text carries needles; 0: none."""
+    windows: Count = 16
+    """Windows of held-out text of a length, rounded up to a multiple of the ranks."""
+    probe_every: Count | None = None
+    """Steps between looks at the attention of every layer; null: never."""
+    probe_sequences: Count = 2
+    """Sequences that such a look reads."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
+    """Tasks that the model answers in training; each kind may be empty."""
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = [
-            f"monitor.{key}: expected 1 or more, got {value}."
-            for key in ("lengths_every", "windows", "probe_every", "probe_sequences")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
-        if not self.lengths or min(self.lengths) < 1:
-            found.append(
-                "monitor.lengths: expected multiples of the training length, 1 or more, "
-                f"got {self.lengths}."
-            )
-        if self.trials < 0:
-            found.append(f"monitor.trials: expected 0 or more, got {self.trials}.")
-        return found + self.benchmarks.problems()
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        found = self.benchmarks.problems()
+        if not self.lengths:
+            found.append(Problem("monitor.lengths", "expected one or more, got none."))
+        return found

@@ -1,4 +1,4 @@
-"""From plain values to a checked configuration; all problems are found before any is reported."""
+"""Parsing of plain values to a checked configuration; reports all problems together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.validation import checked
 from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.numbers import number_problems
 from trainer.runs.phase_problems import phase_problems
 from trainer.runs.phases import with_lengths
 from trainer.runs.trained_shape import ignored_keys, with_trained_shape
-from trainer.runs.validation import validated, without
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose."""
@@ -23,15 +22,15 @@ NAMED_BY_USERS = "controls", "callbacks", "phases"
 class Schema(Protocol):
     """A dataclass that knows what is impossible in it."""
 
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+    def problems(self) -> list[Problem]:
+        """Check the values."""
         ...
 
 
 T = TypeVar("T", bound=Schema)
 
 
-def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) -> T:
+def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()) -> T:
     """Plain values as a checked dataclass; ``found`` are problems already known.
 
     ``plugins`` are run first, so that what they add can be named. A run's configuration gets what
@@ -43,66 +42,62 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
     # `controls=null` on a command line leaves an experiment's out.
     empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     values = values | empty
-    config, problems = validated(schema, values)
-    try:
+    config, unknown, wrong = checked(schema, values)
+    problems = [*found, *unknown, *wrong]
+    with collecting(problems):
         load_plugins(getattr(config, "plugins", ()))
-    except UserError as error:
-        problems += error.problems
-    numbers = list(number_problems(config))
-    if numbers:  # with which the rest would not come to an end
-        values = without(values, [_place_in(number) for number in numbers])
-        config, _ = validated(schema, values)
-    config, impossible = _completed(config, values, [*found, *problems])
-    if problems := [*found, *problems, *numbers, *_apart_from(numbers, impossible)]:
-        raise UserError(*problems)
+    config, impossible = _completed(config, values, problems)
+    raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
 
 
-def _place_in(problem: str) -> list[str]:
-    """The keys, from the outermost on, to what a problem is about; a list is one value."""
-    return problem.partition(": ")[0].partition("[")[0].split(".")
+def _group(problem: Problem) -> str:
+    """Return the outermost group of a problem's key."""
+    return problem.key.split("[")[0].split(".")[0]
 
 
-DEPENDENT = ("positional", "drop", "phases", "controls", "evaluation", "monitor")
+DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
 """Groups in which sizes of the model, of its text and of its steps decide on what is possible."""
 
 
-def _apart_from(numbers: Sequence[str], impossible: Sequence[str]) -> list[str]:
-    """What is impossible whatever should have stood where the problems of ``numbers`` are."""
-    groups = {_place_in(number)[0] for number in numbers}
+def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of ``impossible`` that stay whatever replaces the values of ``wrong``."""
+    groups = {_group(problem) for problem in wrong}
     unsure = {*groups, *(DEPENDENT if groups & {"model", "data", "trainer"} else ())}
-    return [problem for problem in impossible if _place_in(problem)[0] not in unsure]
+    return [problem for problem in impossible if _group(problem) not in unsure]
 
 
 @singledispatch
-def _completed(config: Any, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
-    """The configuration with what follows from it, and what is impossible in it."""
+def _completed(
+    config: Any, values: dict[str, Any], known: Sequence[Problem]
+) -> tuple[Any, list[Problem]]:
+    """Complete the configuration with derived values; also return the problems that this shows."""
     return config, config.problems()
 
 
 @_completed.register
-def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
+def _(
+    config: RunConfig, values: dict[str, Any], known: Sequence[Problem]
+) -> tuple[Any, list[Problem]]:
     config = with_lengths(config)
     try:
         config = with_trained_shape(config)
     except UserError as error:
-        return config, [*error.problems, *_apart_from(["model: "], config.problems())]
+        return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
     problems = config.problems() + phase_problems(config)
-    values = values | {"controls": config.controls}  # without what was found wrong already
+    values = values | {"controls": config.controls}  # without what is already reported
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
 
 
-def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
-    """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
-    config, problems = validated(RunConfig, values)
-    if numbers := list(number_problems(config)):
-        config, _ = validated(RunConfig, without(values, [_place_in(n) for n in numbers]))
+def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
+    """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
+    weights."""
+    config, unknown, wrong = checked(RunConfig, values)
     config = with_lengths(config)
-    impossible = _apart_from(numbers, [*config.problems(), *phase_problems(config)])
-    if problems := [*found, *problems, *numbers, *impossible]:
-        raise UserError(*problems)
+    impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
+    raise_all([*found, *unknown, *wrong, *impossible])
     return config
 
 
@@ -111,45 +106,52 @@ def _control_problems(
     config: RunConfig,
     name: str,
     changes: dict[str, Any],
-    known: list[str],
-) -> list[str]:
+    known: list[Problem],
+) -> list[Problem]:
     if not NAME.fullmatch(name):
         return [
-            f"controls: {name!r} names a directory in the run's; expected letters, digits and ._+- "
-            "only."
+            Problem(
+                "controls",
+                f"{name!r} names a directory in the run's; expected letters, digits and ._+- only.",
+            )
         ]
     own = [key for key in ("run_dir", "controls") if key in changes]
     branch = changes.get("branch")
-    misplaced = [f"{key}: a control has none of its own." for key in own]
-    if found := misplaced or _branch_problems(config, branch):
-        return [f"controls.{name}.{problem}" for problem in found]
+    misplaced = [Problem(key, "a control has none of its own.") for key in own]
+    if found := misplaced or ([] if known else _branch_problems(config, branch)):
+        return [problem.under(f"controls.{name}") for problem in found]
     try:
         control = control_config(values, name)
     except UserError as error:
-        return [f"controls.{name}: {p}" for p in error.problems if p not in known]
+        return [p.under(f"controls.{name}") for p in error.problems if p not in known]
     at = config.drop_step if branch == "drop" else branch
     apart = [] if at is None else branch_problems(config, control, at)
-    return [f"controls.{name}.{p}" for p in _ignored_changes(control, changes) or apart]
+    return [p.under(f"controls.{name}") for p in _ignored_changes(control, changes) or apart]
 
 
-def _branch_problems(config: RunConfig, branch: Any) -> list[str]:
-    """What is wrong with the place where a control branches off."""
+def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
+    """Check the step at which a control branches off."""
     is_step = isinstance(branch, int) and not isinstance(branch, bool)
     if branch not in (None, "drop") and not is_step:
-        return [f"branch: expected 'drop', a step or nothing, got {branch!r}."]
+        return [Problem("branch", f"expected 'drop', a step or nothing, got {branch!r}.")]
     if branch == "drop" and config.drop_step is None:
-        return ["branch: the run has no drop to branch from; set drop.at, or leave it out."]
+        return [
+            Problem("branch", "the run has no drop to branch from; set drop.at, or leave it out.")
+        ]
     last = config.trainer.max_steps if config.drop_step is None else config.drop_step
     if is_step and not 1 <= branch <= last:
         return [
-            f"branch: expected a step from 1 to {last}, until which the run is as every branch "
-            f"begins, got {branch}."
+            Problem(
+                "branch",
+                f"expected a step from 1 to {last}, until which the run is as every branch "
+                f"begins, got {branch}.",
+            )
         ]
     return []
 
 
-def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:
-    """What a control changes of a model whose weights it begins with."""
+def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[Problem]:
+    """Check for changes of a control that its trained weights determine."""
     sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
     groups = "model", "tokenizer"
     keys = [f"{group}.{key}" for group in groups for key in changes.get(group) or ()]
@@ -169,10 +171,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
-    """The configuration of a control: the run's, without controls, with the control's changes.
+    """Return the configuration of a control: the run's with the control's changes.
 
-    ``weights``: whether those that it begins with are here; else it has the shape of ``values``.
-    The run's label is no part of it: it says what the run is, and the control is something else.
+    ``weights``: whether the weights that it begins with are available; otherwise it has the shape
+    in ``values``. The run's label is not inherited, since it describes the run.
     """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {

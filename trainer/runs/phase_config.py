@@ -1,145 +1,125 @@
-"""One of the ``phases`` of a run: how long it is, what it reads, and what changes at its start."""
+"""One phase of a run: its length, what it reads, and what changes at its start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from trainer.errors import did_you_mean
+from pydantic import Field
+
+from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Count, Integer, Number, Positive, configuration
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
 
-LARGEST_FACTOR = 1_000_000
 
-
-@dataclass(frozen=True)
+@configuration
 class RescaleConfig:
-    """Frequencies slowed at the start of a phase, for good: ``method`` is pi, ntk, ntk_by_parts,
-    yarn, llama3 or yarn_full_range; ``factor``: how much longer sequences get (null: as long as
-    those of the phase are, against the longest that the model was trained on before). ``layers``:
-    all, full_attention, or indices (null: the layers that see more than that longest length)."""
+    """Frequencies slowed at the start of a phase, for good."""
 
     method: str = "yarn"
-    factor: float | None = None
+    """pi, ntk, ntk_by_parts, yarn, llama3 or yarn_full_range."""
+    factor: Annotated[Number, Field(gt=1, le=1_000_000)] | None = None
+    """How much longer sequences get; null: the phase's sequences over the longest trained on
+    before."""
     layers: LayerChoice = None
+    """Layers to rescale: all, full_attention (those without a window), or indices; null: the
+    layers that see more than the longest sequences before."""
 
-    def problems(self, key: str, num_layers: int) -> list[str]:
-        """Check the values for a model of ``num_layers``; return one sentence per problem.
-
-        ``key``: path of the group.
-        """
+    def problems(self, key: str, num_layers: int) -> list[Problem]:
+        """Check the values for a model of ``num_layers``; ``key``: path of the group."""
         found = layer_problems(f"{key}.layers", self.layers, num_layers)
         if self.method not in RESCALINGS:
             near = did_you_mean(self.method, RESCALINGS)
-            found.append(f"{key}.method: unknown method {self.method!r}.{near}")
-        if self.factor is not None and not 1 < self.factor <= LARGEST_FACTOR:
+            found.append(Problem(f"{key}.method", f"unknown method {self.method!r}.", near))
+        return found
+
+
+@configuration
+class UntilConfig:
+    """When a phase ends before its steps are done, by its loss on the held-out effect batch."""
+
+    every: Count = 100
+    """Steps between looks at the loss."""
+    flat: Positive | None = None
+    """End if the loss has fallen by less than so many nats per token over the last looks; null:
+    not for this reason."""
+    patience: Count = 3
+    """Number of looks that flat compares over."""
+    back_within: Number | None = None
+    """End if the loss is at most so many nats above what it was before the phase changed the
+    model; null: not for this reason."""
+
+    def problems(self, key: str, changes: bool) -> list[Problem]:
+        """Check the values; ``changes``: whether the phase changes the model."""
+        found = []
+        if self.flat is None and self.back_within is None:
+            found.append(Problem(key, f"give {key}.flat or {key}.back_within, in nats per token."))
+        if self.back_within is not None and not changes:
             found.append(
-                f"{key}.factor: expected more than 1, which changes nothing, and at most "
-                f"{LARGEST_FACTOR:,}, got {self.factor:g}."
+                Problem(f"{key}.back_within", "the phase drops and rescales nothing; give flat.")
             )
         return found
 
 
-@dataclass(frozen=True)
-class UntilConfig:
-    """When a phase ends before its steps are done, by its loss on the held-out sequences on which
-    changes are measured, looked at every ``every`` steps: ``flat``: it has fallen by less than so
-    many nats per token over the last ``patience`` looks; ``back_within``: it is no more than so
-    many nats above what it was before the phase changed something."""
-
-    every: int = 100
-    flat: float | None = None
-    patience: int = 3
-    back_within: float | None = None
-
-    def problems(self, key: str, changes: bool) -> list[str]:
-        """Check the values; return one sentence per problem.
-
-        ``key``: path of the group. ``changes``: whether its phase changes the model.
-        """
-        found = [
-            f"{key}.{name}: expected 1 or more, got {value}."
-            for name in ("every", "patience")
-            if (value := getattr(self, name)) < 1
-        ]
-        if self.flat is None and self.back_within is None:
-            found.append(f"{key}: give {key}.flat or {key}.back_within, in nats per token.")
-        if self.flat is not None and self.flat <= 0:
-            found.append(f"{key}.flat: expected a positive number of nats, got {self.flat}.")
-        if self.back_within is not None and not changes:
-            found.append(f"{key}.back_within: the phase drops and rescales nothing; give flat.")
-        return found
-
-
-@dataclass(frozen=True)
+@configuration
 class PhaseConfig:
-    """A part of a run; what is null is as the run has it.
+    """A part of a run; what is null is as the run has it."""
 
-    ``steps``, or ``tokens``, which counts where both are given: its length. ``sequence_length``,
-    ``batch_size``, ``micro_batch_size``: as in ``data`` and ``trainer``. ``weights``: of the texts
-    of ``data.mixture`` by name; one that is not named is not read. ``schedule``: a learning rate of
-    its own (null: that of the run, laid out over all phases, goes on). ``drop``: what is dropped at
-    its start. ``rescale``: how frequencies are slowed at its start. ``optimizer_state``: at its
-    start keep, reset, or reset for what the drop adds. ``until``: when it ends before its steps are
-    done. ``log_every``: steps between rows.
-    """
-
-    steps: int | None = None
-    tokens: int | None = None
-    sequence_length: int | None = None
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    weights: dict[str, float] | None = None
+    steps: Count | None = None
+    """Optimizer steps of the phase; null: see tokens."""
+    tokens: Count | None = None
+    """Length in tokens, which takes precedence over steps; null: see steps."""
+    sequence_length: Annotated[Integer, Field(ge=2, lt=1 << 31)] | None = None
+    """Tokens of a sequence; null: data.sequence_length."""
+    batch_size: Count | None = None
+    """Sequences per optimizer step; null: trainer.batch_size."""
+    micro_batch_size: Count | None = None
+    """Sequences per forward pass of one rank; null: trainer.micro_batch_size."""
+    weights: dict[str, Positive] | None = None
+    """Weights of data.mixture's texts by name; a text that is not named is not read. Null: those
+    of the run."""
     schedule: ScheduleConfig | None = None
+    """Learning rate of the phase; null: the run's, laid out over all phases, continues."""
     drop: ChangeConfig | None = None
+    """What is dropped at the start; null: nothing."""
     rescale: RescaleConfig | None = None
+    """How frequencies are slowed at the start; null: not at all."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
+    """State of the optimizer at the start: keep, reset, or reset_new (only of parameters that
+    the drop adds)."""
     until: UntilConfig | None = None
-    log_every: int | None = None
+    """When the phase ends before its steps are done; null: never."""
+    log_every: Count | None = None
+    """Steps between logged rows; null: trainer.log_every."""
 
-    def problems(self, key: str, texts: list[str], num_layers: int) -> list[str]:
-        """Check what can be checked without the run; return one sentence per problem.
+    def problems(self, key: str, texts: list[str], num_layers: int) -> list[Problem]:
+        """Check what can be checked without the run.
 
         ``texts``: names of the mixture's texts; empty for a single text.
         """
         if self.steps is None and self.tokens is None:
-            return [f"{key}: how long is it? Give {key}.steps or {key}.tokens."]
-        counted = "steps" if self.tokens is None else "tokens"  # the key that determines the steps
-        found = [
-            f"{key}.{name}: expected 1 or more, got {value}."
-            for name in (counted, "batch_size", "micro_batch_size", "log_every")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        length = self.sequence_length
-        if length is not None and not 2 <= length < 1 << 31:
-            found.append(f"{key}.sequence_length: expected 2 to 2^31 - 1 tokens, got {length}.")
+            return [Problem(key, f"how long is it? Give {key}.steps or {key}.tokens.")]
+        found = []
         if self.weights is not None:
             found += self._weight_problems(f"{key}.weights", self.weights, texts)
-        if self.schedule is not None:
-            found += self.schedule.problems(f"{key}.schedule")
         if self.rescale is not None:
             found += self.rescale.problems(f"{key}.rescale", num_layers)
         if self.until is not None:
             changes = self.drop is not None or self.rescale is not None
             found += self.until.problems(f"{key}.until", changes)
         if self.rescale is not None and self.drop is not None:
-            found.append(f"{key}.rescale: give it a phase apart from {key}.drop.")
+            found.append(Problem(f"{key}.rescale", f"give it a phase apart from {key}.drop."))
         return found
 
     @staticmethod
-    def _weight_problems(key: str, weights: dict[str, float], texts: list[str]) -> list[str]:
+    def _weight_problems(key: str, weights: dict[str, float], texts: list[str]) -> list[Problem]:
         if not texts:
-            return [f"{key}: there is one text; data.mixture names several."]
+            return [Problem(key, "there is one text; data.mixture names several.")]
         found = [
-            f"{key}.{name}: no text of data.mixture.{did_you_mean(name, texts)}"
+            Problem(f"{key}.{name}", "no text of data.mixture.", did_you_mean(name, texts))
             for name in weights
             if name not in texts
         ]
-        found += [
-            f"{key}.{name}: expected a positive number, got {weight}; leave out what is not read."
-            for name, weight in weights.items()
-            if weight <= 0
-        ]
-        return found or ([] if weights else [f"{key}: nothing is read; name a text."])
+        return found or ([] if weights else [Problem(key, "nothing is read; name a text.")])

@@ -5,40 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.positional.encodings import ENCODINGS
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.layouts import layout_problems
 from trainer.runs.phases import Phase, phases_of
 
 
-def phase_problems(config: RunConfig) -> list[str]:
-    """Check the phases of an otherwise valid run; return one sentence per problem."""
-    found: list[str] = []
+def phase_problems(config: RunConfig) -> list[Problem]:
+    """Check the phases of an otherwise valid run."""
+    found: list[Problem] = []
     if not config.phases:
         return found
     texts = list(config.data.mixture)
     for name, given in config.phases.items():
         if not NAME.fullmatch(name):
-            found.append(f"phases: {name!r}: expected letters, digits and ._+- only.")
+            found.append(Problem("phases", f"{name!r}: expected letters, digits and ._+- only."))
         found += given.problems(f"phases.{name}", texts, config.model.num_hidden_layers)
     if config.drop.at is not None or config.drop.at_tokens is not None:
-        found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
+        found.append(
+            Problem("drop", "with phases it is one of them that drops; give phases.NAME.drop.")
+        )
     if found or any(phase.steps is None for phase in config.phases.values()):
         return found  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
     phases, model = phases_of(config), config.model
     for (earlier, before), (later, after) in pairwise(config.phases.items()):
         if before.until is not None and after.schedule is None:
             found.append(
-                f"phases.{later}.schedule: needed, since {earlier!r} may end early, and the "
-                "run's is laid out over all steps."
+                Problem(
+                    f"phases.{later}.schedule",
+                    f"needed, since {earlier!r} may end early, and the run's is laid out over all "
+                    "steps.",
+                )
             )
     for phase in phases:
         key = f"phases.{phase.name}"
         found += [
-            f"{key}: {problem}"
+            problem.renamed({"trainer": key, "data": key})
             for problem in (*phase.config.trainer.problems(), *phase.config.data.problems())
-            if not problem.startswith("trainer.profile_steps")
+            if problem.key != "trainer.profile_steps"
         ]
         if phase.drop is not None:
             found += phase.drop.change_problems(
@@ -49,19 +54,26 @@ def phase_problems(config: RunConfig) -> list[str]:
             )
             if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
                 near = did_you_mean(phase.drop.to, ENCODINGS)
-                found.append(f"{key}.drop.to: unknown encoding {phase.drop.to!r}.{near}")
+                found.append(
+                    Problem(f"{key}.drop.to", f"unknown encoding {phase.drop.to!r}.", near)
+                )
             if not phase.start and not model.is_trained:
-                found.append(f"{key}.drop: nothing is trained yet; drop in a later phase.")
+                found.append(
+                    Problem(f"{key}.drop", "nothing is trained yet; drop in a later phase.")
+                )
         if phase.until is not None and phase.until.every > phase.end - phase.start:
             found.append(
-                f"{key}.until.every: expected at most {phase.end - phase.start}, the phase's "
-                f"steps, got {phase.until.every}; it would never look."
+                Problem(
+                    f"{key}.until.every",
+                    f"expected at most {phase.end - phase.start}, the phase's steps, got "
+                    f"{phase.until.every}; it would never look.",
+                )
             )
     return found or [*_rescale_problems(config, phases), *_drop_problems(config, phases)]
 
 
-def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """Check that each rescaling is for sequences longer than all before it."""
+def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
+    """Rescalings for sequences that are no longer than those before."""
     if config.model.is_trained:
         return []  # known only once the weights are read
     longest, found = 0, []
@@ -69,15 +81,17 @@ def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
         length = phase.config.data.sequence_length
         if phase.rescale is not None and phase.rescale.factor is None and length <= longest:
             found.append(
-                f"phases.{phase.name}.rescale: its sequences of {length:,} tokens are not longer "
-                "than those before, so that nothing would change; give a sequence_length or "
-                "rescale.factor."
+                Problem(
+                    f"phases.{phase.name}.rescale",
+                    f"its sequences of {length:,} tokens are not longer than those before, so "
+                    "that nothing would change; give a sequence_length or rescale.factor.",
+                )
             )
         longest = max(longest, length)
     return found
 
 
-def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
+def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
     """Check the drops against the layout that the run begins with."""
     if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
         return []  # known only once the weights are read

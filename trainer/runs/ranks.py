@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from trainer.common.errors import PreemptedError, Problem, UserError
 from trainer.cores import core_numbers, usual_threads
-from trainer.errors import PreemptedError, TransientError, UserError
 from trainer.evaluation.sharing import Share
 from trainer.runs.config import RunConfig
 
@@ -111,10 +111,10 @@ def device_index(ranks: Ranks, visible: int) -> int:
     if visible == 1:
         return 0
     if visible < ranks.local_size:
-        raise UserError(
-            f"strategy: {ranks.local_size} processes were started on a machine where each sees "
-            f"{visible} GPUs; start {visible}, or show every process its own (srun "
-            "--gpus-per-task=1)."
+        raise UserError.at(
+            "strategy",
+            f"{ranks.local_size} processes were started on a machine where each sees {visible} "
+            f"GPUs; start {visible}, or show every process its own (srun --gpus-per-task=1).",
         )
     return ranks.local_rank
 
@@ -129,9 +129,10 @@ def init_distributed(config: RunConfig) -> Ranks:
     ranks = current_ranks()
     if config.strategy.name == "single":
         if ranks.world_size > 1:
-            raise UserError(
-                f"strategy: {ranks.world_size} processes were started, but strategy=single uses "
-                "one; choose strategy=ddp, fsdp2 or hsdp."
+            raise UserError.at(
+                "strategy",
+                f"{ranks.world_size} processes were started, but strategy=single uses one; choose "
+                "strategy=ddp, fsdp2 or hsdp.",
             )
         return ranks
     if not dist.is_initialized():
@@ -242,8 +243,7 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
     thread needs its own.
 
     Raises:
-        UserError: on all ranks, if it was raised on rank 0.
-        TransientError: on all ranks, if OSError was raised on rank 0.
+        UserError: on all ranks, if it was raised on rank 0; transient if OSError was.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
@@ -259,8 +259,7 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
     left. ``group``: as for :func:`on_rank_zero`.
 
     Raises:
-        UserError: on all ranks, the first one raised.
-        TransientError: on all ranks, if OSError was raised on one.
+        UserError: on all ranks, the first one raised; transient if OSError was raised.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [function()]
@@ -269,24 +268,24 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
     return [_result(outcome) for outcome in outcomes]
 
 
-_Outcome = tuple[Any, type[UserError], tuple[str, ...]]
-"""What a function returned, or the kind of error that it raised, and its problems."""
+_Outcome = tuple[Any, tuple[Problem, ...]]
+"""What a function returned, or the problems of the error that it raised."""
 
 
 def _outcome(function: Callable[[], Any]) -> _Outcome:
     try:
-        return function(), UserError, ()
+        return function(), ()
     except UserError as error:
-        return None, type(error), tuple(error.problems)
+        return None, error.problems
     except OSError as error:
         where = error.filename or f"process {dist.get_rank()}"
-        return None, TransientError, (f"{where}: {error.strerror or error}.",)
+        return None, (Problem(where, f"{error.strerror or error}.", transient=True),)
 
 
 def _result(outcome: _Outcome) -> Any:
-    result, kind, problems = outcome
+    result, problems = outcome
     if problems:
-        raise kind(*problems)
+        raise UserError(*problems)
     return result
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.lock import try_lock
 from trainer.stopping import runs
 
@@ -89,8 +89,8 @@ class RunLock:
             self._file.close()
         self._file = self._path = None
 
-    def _problem(self, file: IO[str], path: Path) -> str | None:
-        """Return why this process cannot have the lock, or None."""
+    def _problem(self, file: IO[str], path: Path) -> Problem | None:
+        """Why this process may not have the lock, or None."""
         mine, other = try_lock(file), _read(path)
         here = other is not None and other.host == self._me.host
         restarted = (  # but not another step of the same allocation
@@ -109,9 +109,10 @@ class RunLock:
         if free:
             return None
         sign = "" if mine is False else f" (its last sign of life came {max(age, 0):.0f} s ago)"
-        return (
-            f"run_dir: {other or 'another process'} is training in {str(path.parent)!r}{sign}; "
-            "wait for it, stop it, or choose another name."
+        return Problem(
+            "run_dir",
+            f"{other or 'another process'} is training in {str(path.parent)!r}{sign}; wait "
+            "for it, stop it, or choose another name.",
         )
 
     def _beat(self, path: Path, released: threading.Event) -> None:

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, is_transient
+from trainer.common.validation import adapter
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
-from trainer.errors import UserError, kind_of
-from trainer.formats import Count, adapter, first_problem, read_plain
+from trainer.evaluation.results import Reach
+from trainer.formats import Count, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
-from trainer.report.results import Reach
 from trainer.runs.metrics_file import BUCKETS
-from trainer.runs.numbers import number_problems
 
 STATE = "state.json"
 RECALIBRATION = "recalibrate"
@@ -199,7 +199,8 @@ def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _damaged(checkpoint: Path, error: Exception) -> UserError:
-    return kind_of(error)(f"checkpoint: {STATE} of {checkpoint.name!r} is damaged: {error}.")
+    message = f"{STATE} of {checkpoint.name!r} is damaged: {error}."
+    return UserError.at("checkpoint", message, transient=is_transient(error))
 
 
 def _as(kind: type[Any], state: dict[str, Any]) -> Any:
@@ -220,8 +221,8 @@ def _check(state: Any) -> None:
     layout = in_todays_form(state.get("layout"))
     saved: Saved = _as(Saved, {**state, "layout": layout})
     model = saved.model
-    if problems := [*number_problems(model, "model"), *model.problems()]:
-        raise ValueError(problems[0].removesuffix("."))
+    if problems := model.problems():
+        raise ValueError(f"{problems[0].key}: {problems[0].message}")
     if model.vocab_size is None:
         raise ValueError("model.vocab_size: expected a number")
     shape = model.num_hidden_layers, model.num_key_value_heads, model.head_size

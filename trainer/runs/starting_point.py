@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
-from trainer.errors import UserError
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import (
     newest_sound_checkpoint,
@@ -73,7 +73,9 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
         later = regular_checkpoints(run_dir / "checkpoints")
         set_aside([p for p in later if step_of(p) > step_of(found)])
     elif branch is not None and not branch.is_dir():
-        raise UserError(f"controls: {str(branch)!r}, where this run branches off, was not written.")
+        raise UserError.at(
+            "controls", f"{str(branch)!r}, where this run branches off, was not written."
+        )
     start = found or branch
     state = read_state(start) if start is not None else {}
     if start is not None:
@@ -206,25 +208,28 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
         UserError: the checkpoint was trained on other samples.
     """
     if "certificate" not in state:
-        raise UserError(
-            "checkpoint: an earlier version of this program wrote it, whose order of samples this "
-            "one does not have; evaluate, analyze and export read it, training does not go on: "
-            "overwrite=true starts again."
+        raise UserError.at(
+            "checkpoint",
+            "an earlier version of this program wrote it, whose order of samples this one does "
+            "not have; evaluate, analyze and export read it, training does not go on: "
+            "overwrite=true starts again.",
         )
     phase = phase_before(phases_of(config), state["step"])
     if state["data"] != data_fingerprints(corpus, phase):
-        raise UserError(
-            "data: the checkpoint was trained on other text, or in another order, than this "
-            "command reads (changed files, another version of Python, another seed); give the "
-            "same, or overwrite=true."
+        raise UserError.at(
+            "data",
+            "the checkpoint was trained on other text, or in another order, than this command "
+            "reads (changed files, another version of Python, another seed); give the same, or "
+            "overwrite=true.",
         )
     size = phase.config.trainer.batch_size
     first = phase.first_sample(state["step"] - 1, state.get("skips", []))
     samples = samples_of(corpus, phase)
     found = as_text(int(samples.hashes(range(first, first + size)).sum()))
     if found != state["certificate"]["last_step"]:
-        raise UserError(
-            f"data: the last step of the checkpoint read samples {first} to {first + size - 1} "
-            f"with the certificate {state['certificate']['last_step']}, here they have {found}; "
-            "`python -m trainer prepare verify=true` compares the prepared text with its checksums."
+        raise UserError.at(
+            "data",
+            f"the last step of the checkpoint read samples {first} to {first + size - 1} with the "
+            f"certificate {state['certificate']['last_step']}, here they have {found}; `python -m "
+            "trainer prepare verify=true` compares the prepared text with its checksums.",
         )

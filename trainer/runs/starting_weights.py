@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.errors import UserError, said_of
+from trainer.common.errors import UserError, renaming
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -37,12 +37,12 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
         UserError: the model does not exist or is damaged, or both keys are set.
     """
     if config.from_pretrained is not None and config.from_run is not None:
-        raise UserError("model.from_run: model.from_pretrained is given too; leave out one.")
+        raise UserError.at("model", "from_pretrained and from_run are given; leave out one.")
     if config.from_pretrained is not None:
         return read_pretrained(config.from_pretrained)
     if config.from_run is None:
         return None
-    with said_of(FROM_RUN, "checkpoint"):
+    with renaming(checkpoint=FROM_RUN):
         return _of_run(config.from_run)
 
 
@@ -62,11 +62,11 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     Raises:
         UserError: there is no checkpoint, or it is damaged.
     """
-    with said_of(FROM_RUN, "checkpoint"):
+    with renaming(checkpoint=FROM_RUN):
         path = _checkpoint(given)
         state = read_state(path, hashed=False)
-    what = f"{FROM_RUN}: the configuration in {str(path)!r}"
-    config, step = saved_config(state["config"], what), state["step"]
+    what = f"the configuration in {str(path)!r}"
+    config, step = saved_config(state["config"], FROM_RUN, what), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     dropped = is_dropped(config, step)
     for phase in phases_of(config):
@@ -116,8 +116,8 @@ class _Saved:
 
 def _checkpoint(given: str) -> Path:
     if not given:
-        raise UserError(
-            "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
-            "from nothing."
+        raise UserError.at(
+            "model.from_run",
+            "expected a run directory or a checkpoint, got nothing; null begins from nothing.",
         )
     return find_checkpoint(given)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.runs.index import read_index
 
@@ -62,7 +62,9 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
         if key.startswith("optimizer."):
             name, _, part = key.removeprefix("optimizer.").rpartition(".")
             if name not in parameters:
-                raise UserError(f"checkpoint: {directory.name!r} holds {key!r} of no parameter.")
+                raise UserError.at(
+                    "checkpoint", f"{directory.name!r} holds {key!r} of no parameter."
+                )
             state[name][part] = _empty(parameters[name], about)
             wanted[key] = state[name][part]
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -77,8 +79,8 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
         try:
             (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
         except RuntimeError as error:
-            raise UserError(
-                f"checkpoint: {directory.name!r} holds no state of a generator in {name!r}."
+            raise UserError.at(
+                "checkpoint", f"{directory.name!r} holds no state of a generator in {name!r}."
             ) from error
 
 
@@ -106,7 +108,7 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
     ]
     if problems:
         others = f"; {len(problems) - 1} others do not fit either" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{others}.")
+        raise UserError.at("", f"{problems[0]}{others}.")
 
 
 def load(
@@ -118,8 +120,7 @@ def load(
     seconds.
 
     Raises:
-        TransientError: verified files cannot be read as the index says: a disk or another rank
-            failed.
+        UserError: verified files cannot be read as the index says: a disk or another rank failed.
     """
     alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
@@ -129,8 +130,8 @@ def load(
         # Damaged files may raise anything; DCP wraps several ranks' errors in a BaseException.
         except (Exception, CheckpointException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            why = f"checkpoint: {directory.name!r} cannot be read: {reason}"
-            raise TransientError(why) from error
+            message = f"{directory.name!r} cannot be read: {reason}"
+            raise UserError.at("checkpoint", message, transient=True) from error
 
 
 def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
+from trainer.common.files import write_atomically
 from trainer.formats import check_format, read_as
-from trainer.report.atomic import write_atomically
 from trainer.runs.directory import free_place
 
 RECORD = "sweep.json"
@@ -76,8 +76,8 @@ def read_sweep(place: Path) -> list[Swept]:
     try:
         found = read_as(path, _Record)
     except (OSError, ValueError) as error:
-        raise UserError(f"runs: {str(path)!r} is damaged: {error}.") from None
-    check_format(found.format, FORMAT, f"runs: {str(path)!r}", "name the runs themselves")
+        raise UserError.at("runs", f"{str(path)!r} is damaged: {error}.") from None
+    check_format(found.format, FORMAT, "runs", repr(str(path)), "name the runs themselves")
     return found.runs
 
 

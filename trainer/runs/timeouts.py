@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from trainer.common.fields import Positive, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class TimeoutConfig:
-    """Seconds. ``start``: until the first step is done, to meet, to read weights and to compile.
-    ``collective``: in a collective of training, after the first step. ``one_rank``: for what one
-    rank does alone: checks, checksums of a checkpoint, writing its last files to a slow disk.
-    """
+    """Timeouts of ranks waiting for each other, in seconds."""
 
-    start: float = 1800.0
-    collective: float = 600.0
-    one_rank: float = 7200.0
-
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        return [
-            f"strategy.timeouts.{field.name}: expected seconds, got {value}."
-            for field in fields(self)
-            if not (value := getattr(self, field.name)) > 0
-        ]
+    start: Positive = 1800.0
+    """Seconds until the first step is done: to meet, read weights and compile."""
+    collective: Positive = 600.0
+    """Seconds in a collective of training, after the first step."""
+    one_rank: Positive = 7200.0
+    """Seconds for what one rank does alone: checks, checksums, the last files of a checkpoint."""

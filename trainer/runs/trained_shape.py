@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import saved_run
 
@@ -14,8 +14,8 @@ CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
 """Of a model that begins with weights: what its run chooses; all else is theirs."""
 
 
-def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
-    """Report the dotted ``keys`` that ``source`` determines, such as ``model.from_run``.
+def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:
+    """Report the dotted ``keys`` that the trained weights of ``source`` determine.
 
     Published weights determine their encodings as well, but a drop may replace them.
     """
@@ -27,7 +27,9 @@ def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
         of_tokens = group == "tokenizer" and rest != "path"  # the tokenizer file may have moved
         if of_shape or of_tokens or (group == "positional" and source == "from_run"):
             found.append(
-                f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
+                Problem(
+                    key, f"the model that model.{source} names has its own{keeps}; leave it out."
+                )
             )
     return found
 
@@ -51,9 +53,9 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     assert start is not None
     shape, normed = start.config, normalizes(start.layout)
     if not normed and given.qk_norm.when == "always":
-        raise UserError(
-            "model.qk_norm.when: 'always', but the weights were trained without; choose 'never' or "
-            "'after_drop'."
+        raise UserError.at(
+            "model.qk_norm.when",
+            "'always', but the weights were trained without; choose 'never' or 'after_drop'.",
         )
     shape = replace(
         shape,

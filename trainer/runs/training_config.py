@@ -3,130 +3,135 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import (
+    Count,
+    Natural,
+    NotNegative,
+    OptionalText,
+    Positive,
+    Processes,
+    Rate,
+    configuration,
+)
 from trainer.runs.timeouts import TimeoutConfig
 
 TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """``adamw`` for everything, or ``muon`` for the matrices of the blocks and AdamW for the rest.
+Beta = Annotated[NotNegative, Field(lt=1)]
+"""Decay rate of a moving average."""
 
-    ``lr``, ``betas``, ``eps``: of AdamW; ``muon_lr``, ``muon_momentum``: of Muon.
-    ``weight_decay``: on matrices; on embeddings and the head with ``decay_embeddings``; never on
-    norms and biases.
-    """
+
+@configuration
+class OptimizerConfig:
+    """Optimizer and its rates."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    """adamw, or muon (for the matrices of the blocks, AdamW for the rest)."""
+    lr: Rate = 3e-4
+    """Learning rate of AdamW, times the schedule."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: Annotated[Positive, Field(le=1)] = 1e-8
+    """Added to the denominator of AdamW's update."""
+    weight_decay: Annotated[NotNegative, Field(le=1000)] = 0.1
+    """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = False
-    muon_lr: float = 0.02
-    muon_momentum: float = 0.95
-
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = [
-            f"optimizer.{key}: expected a positive number, got {value}."
-            for key in ("lr", "eps", "muon_lr")
-            if (value := getattr(self, key)) <= 0
-        ]
-        if self.weight_decay < 0:
-            found.append(f"optimizer.weight_decay: expected 0 or more, got {self.weight_decay}.")
-        if not all(0 <= b < 1 for b in (*self.betas, self.muon_momentum)):
-            found.append("optimizer.betas, optimizer.muon_momentum: expected numbers in [0, 1).")
-        return found
+    """Also decay embeddings and the head."""
+    muon_lr: Rate = 0.02
+    """Learning rate of Muon, times the schedule."""
+    muon_momentum: Beta = 0.95
+    """Momentum of Muon."""
 
 
-COUNTS = (
-    "max_steps", "max_tokens", "batch_size", "micro_batch_size", "threads", "log_every",
-    "checkpoint_every", "keep_checkpoints", "keep_every", "rewind_after", "gc_every",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
+@configuration
 class TrainerConfig:
-    """Length, batch, precision and rhythm of a run.
+    """Length, batch, precision and rhythm of a run."""
 
-    ``max_tokens``: length in tokens instead of steps. ``batch_size``: sequences an optimizer step,
-    on all ranks; ``micro_batch_size``: sequences a forward pass of one rank (null: all it has).
-    ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights. ``tf32``: GPUs multiply
-    float32 matrices in TF32. ``deterministic``: the same bits every time, by slower GPU kernels.
-    ``accelerator``: ``auto`` is GPUs where torch sees them, else the CPU. ``threads``: CPU threads
-    (null: one for each core it may use). ``log_every``, ``checkpoint_every``: steps;
-    ``checkpoint_minutes``: so long after a checkpoint there is another (null: by steps only).
-    ``keep_checkpoints``: how many of the regular ones stay, the last ones; of ``keep_every`` steps
-    all stay, and the ``keep_best`` of least training loss; the one before the drop always does.
-    ``async_checkpoint``: train on while one is written. ``max_time``: hours:minutes:seconds after
-    which the run stops with a checkpoint; the end of a SLURM job is known without it.
-    ``step_timeout``: seconds after which a step counts as stuck, and the process ends with its
-    stacks (null: never). ``rewind_after``: so many updates in a row without a finite gradient, and
-    the run goes back to its last checkpoint and leaves out the samples since (null: never).
-    ``gc_every``: steps between collections of Python's garbage, the same on all ranks (null:
-    Python's own). ``profile_steps``: the first and last to profile.
-    """
-
-    max_steps: int = 1000
-    max_tokens: int | None = None
-    batch_size: int = 32
-    micro_batch_size: int | None = None
+    max_steps: Count = 1000
+    """Optimizer steps of the run."""
+    max_tokens: Count | None = None
+    """Length of the run in tokens, instead of steps; null: see max_steps."""
+    batch_size: Count = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: Count | None = None
+    """Sequences per forward pass of one rank; null: all that the rank has."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32, or bf16 (computes in bfloat16 and keeps float32 weights)."""
     tf32: bool = True
+    """Multiply float32 matrices in TF32 on GPUs."""
     deterministic: bool = False
+    """Compute the same bits every time, with slower GPU kernels."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    threads: int | None = None
-    gradient_clip: float = 1.0
-    z_loss: float = 0.0
+    """Device: auto (GPUs where torch sees them, otherwise the CPU), cpu, gpu."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
+    gradient_clip: NotNegative = 1.0
+    """Largest norm of a gradient; 0: no clipping."""
+    z_loss: Annotated[NotNegative, Field(le=1000)] = 0.0
+    """Weight of the squared log-partition in the loss."""
     compile: bool = False
-    log_every: int = 10
-    checkpoint_every: int = 100
-    checkpoint_minutes: float | None = None
-    keep_checkpoints: int = 2
-    keep_every: int | None = None
-    keep_best: int = 0
+    """Compile the model with torch.compile."""
+    log_every: Count = 10
+    """Steps between logged rows."""
+    checkpoint_every: Count = 100
+    """Steps between checkpoints."""
+    checkpoint_minutes: Positive | None = None
+    """Minutes after a checkpoint until the next; null: by steps only."""
+    keep_checkpoints: Count = 2
+    """Number of most recent checkpoints to keep; the one before the drop is always kept."""
+    keep_every: Count | None = None
+    """Steps between checkpoints that are all kept; null: none."""
+    keep_best: Natural = 0
+    """Number of checkpoints of least training loss to keep."""
     async_checkpoint: bool = True
-    max_time: str | None = None
-    step_timeout: float | None = 1800.0
-    rewind_after: int | None = None
-    gc_every: int | None = 1000
-    profile_steps: list[int] = field(default_factory=list)
+    """Train on while a checkpoint is written."""
+    max_time: OptionalText = None
+    """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
+    end of its SLURM job, if it has one."""
+    step_timeout: Positive | None = 1800.0
+    """Seconds after which a step counts as stuck and the process ends with its stacks; null:
+    never."""
+    rewind_after: Count | None = None
+    """Updates in a row without a finite gradient after which the run returns to its last
+    checkpoint and skips the samples since; null: never."""
+    gc_every: Count | None = 1000
+    """Steps between collections of Python's garbage, the same on all ranks; null: Python's own."""
+    profile_steps: list[Count] = field(default_factory=list)
+    """First and last step to profile, such as [10, 13]."""
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = [
-            f"trainer.{key}: expected 1 or more, got {value}."
-            for key in COUNTS
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
-        if self.gradient_clip < 0 or self.z_loss < 0:
-            found.append("trainer.gradient_clip, trainer.z_loss: expected 0 or more.")
-        if self.keep_best < 0:
-            found.append(f"trainer.keep_best: expected 0 or more, got {self.keep_best}.")
-        found += [
-            f"trainer.{key}: expected {unit}, got {value}."
-            for key, unit in (("step_timeout", "seconds"), ("checkpoint_minutes", "minutes"))
-            if (value := getattr(self, key)) is not None and not value > 0
-        ]
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        found = []
         if self.max_time is not None and not TIME.fullmatch(self.max_time):
             found.append(
-                "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
-                f"{self.max_time!r}."
+                Problem(
+                    "trainer.max_time",
+                    f"expected hours:minutes:seconds such as 23:50:00, got {self.max_time!r}.",
+                )
             )
         steps = self.profile_steps
-        if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= self.max_steps):
+        if steps and (len(steps) != 2 or not steps[0] <= steps[1] <= self.max_steps):
             found.append(
-                f"trainer.profile_steps: expected the first and the last of steps 1 to "
-                f"{self.max_steps}, such as [10, 13], got {steps}."
+                Problem(
+                    "trainer.profile_steps",
+                    f"expected the first and the last of steps 1 to {self.max_steps}, such as "
+                    f"[10, 13], got {steps}.",
+                )
             )
         if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
             found.append(
-                f"trainer.micro_batch_size: {self.micro_batch_size} does not divide "
-                f"trainer.batch_size {self.batch_size}."
+                Problem(
+                    "trainer.micro_batch_size",
+                    f"{self.micro_batch_size} does not divide trainer.batch_size "
+                    f"{self.batch_size}.",
+                )
             )
         return found
 
@@ -141,34 +146,38 @@ def seconds_of(time: str) -> float:
     return 3600 * hours + 60 * minutes + seconds
 
 
-@dataclass(frozen=True)
+@configuration
 class StrategyConfig:
-    """How a run spreads over devices.
-
-    ``name``: one device; a copy on every rank (``ddp``); parameters, gradients and optimizer
-    sharded over all ranks (``fsdp2``), or over ``shard_size`` of them (null: those of a node) and
-    copied between such groups (``hsdp``). ``cpu_offload``: sharded parameters and optimizer live on
-    the CPU. ``reduce_gradients``: of sharded parameters after every ``micro_batch``, or once a
-    ``step``, for which every rank keeps whole gradients, 4 bytes a parameter; ``auto``: once a step
-    where these fit into a tenth of a GPU. ``activation_checkpointing``: recompute in backward
-    nothing, everything but matrix products and attention (``selective``), or whole blocks
-    (``full``). ``timeouts``: how long ranks wait for each other.
-    """
+    """Distribution of a run over devices."""
 
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
-    shard_size: int | None = None
+    """single (one device), ddp (a copy on every rank), fsdp2 (parameters, gradients and
+    optimizer sharded over all ranks), hsdp (sharded in groups of ranks, copied between them)."""
+    shard_size: Count | None = None
+    """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
     cpu_offload: bool = False
+    """Keep sharded parameters and optimizer on the CPU."""
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients of shards are reduced: micro_batch, step (keeps whole gradients, 4 bytes a
+    parameter), or auto (step, if these fit in a tenth of a GPU)."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward recomputes: none, selective (all but matrix products and attention), full
+    (whole blocks)."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    """How long ranks wait for each other, in seconds."""
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = self.timeouts.problems()
-        if self.shard_size is not None and (self.name != "hsdp" or self.shard_size < 1):
-            found.append("strategy.shard_size: a number of ranks, for strategy=hsdp only.")
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        found = []
+        if self.shard_size is not None and self.name != "hsdp":
+            found.append(
+                Problem("strategy.shard_size", "a number of ranks, for strategy=hsdp only.")
+            )
         if self.cpu_offload and self.name not in ("fsdp2", "hsdp"):
             found.append(
-                f"strategy.cpu_offload: strategy={self.name} does not shard; choose fsdp2 or hsdp."
+                Problem(
+                    "strategy.cpu_offload",
+                    f"strategy={self.name} does not shard; choose fsdp2 or hsdp.",
+                )
             )
         return found

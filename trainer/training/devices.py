@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import Problem
+from trainer.common.words import counted
 from trainer.cores import usual_threads
 from trainer.model.backend_choice import backend_problem
-from trainer.report.words import counted
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
@@ -32,23 +33,31 @@ LONGEST_ON_CPU = 30 * 86400
 """Seconds of training that nobody means to start."""
 
 
-def device_problems(config: RunConfig) -> list[str]:
-    """Return one sentence for each request of the configuration that this machine cannot fulfil."""
+def device_problems(config: RunConfig) -> list[Problem]:
+    """What this machine cannot do of what the configuration asks for, one sentence each."""
     device, found = device_type(config), []
     if config.trainer.accelerator == "gpu" and device == "cpu":
-        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+        found.append(
+            Problem("trainer.accelerator", "'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+        )
     by_itself = device == "cpu" and config.trainer.accelerator == "auto"
     if by_itself and (seconds := cpu_seconds(config)) > LONGEST_ON_CPU:
         found.append(
-            "trainer.accelerator: torch sees no GPU, and on this machine's CPU the run would take "
-            f"about {in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
-            "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU."
+            Problem(
+                "trainer.accelerator",
+                "torch sees no GPU, and on this machine's CPU the run would take about "
+                f"{in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
+                "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU.",
+            )
         )
     half = config.trainer.precision == "bf16"
     if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
         found.append(
-            "trainer.precision: 'bf16' is not supported by this GPU "
-            f"({torch.cuda.get_device_name()}); use 'fp32'."
+            Problem(
+                "trainer.precision",
+                f"'bf16' is not supported by this GPU ({torch.cuda.get_device_name()}); use "
+                "'fp32'.",
+            )
         )
     if problem := backend_problem(config.model.attention_backend, device):
         found.append(problem)

@@ -15,10 +15,10 @@ from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
 
-from trainer.errors import UserError
-from trainer.report.atomic import write_atomically
-from trainer.report.outcomes import Result
-from trainer.report.reach import HEAD, Reaches, by_length
+from trainer.common.errors import Problem, UserError
+from trainer.common.files import write_atomically
+from trainer.evaluation.outcomes import Result
+from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import current_ranks, on_rank_zero
 
@@ -85,9 +85,9 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     logger = made(None)
     if current_ranks().is_rank_zero:
         try:
-            _ = logger.experiment  # connects now; Lightning would wait until fit
-        except Exception as error:  # no failure of the dashboard may stop a run
-            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            _ = logger.experiment  # which connects; Lightning would not before fit
+        except Exception as error:  # whatever it is, it need not stop a run
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             log.warning(
                 "Weights & Biases cannot be reached (%s): this command logs offline; later "
                 "`wandb sync %s/wandb/offline-run-*` sends it",
@@ -98,11 +98,15 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     return logger
 
 
-def logger_problems(config: RunConfig) -> list[str]:
-    """Return one sentence for each requirement that a configured dashboard lacks."""
+def logger_problems(config: RunConfig) -> list[Problem]:
+    """What a configured dashboard lacks, one sentence each."""
     if not config.logger.tensorboard or any(map(find_spec, ("tensorboard", "tensorboardX"))):
         return []
-    return ["logger.tensorboard: TensorBoard is not installed; pip install 'unrope[tensorboard]'."]
+    return [
+        Problem(
+            "logger.tensorboard", "TensorBoard is not installed; pip install 'unrope[tensorboard]'."
+        )
+    ]
 
 
 def dashboard_name(config: RunConfig) -> str:
@@ -178,8 +182,8 @@ def log_table(
     dashboards: list[Any] = [x for x in loggers if type(x).__name__ == "WandbLogger"]
     for dashboard in dashboards:
         if reach:
-            history = [list(row) for row in by_length(reach)]
-            dashboard.log_table("length/history", list(HEAD), history)
+            history = [list(row) for row in reach_rows(reach)]
+            dashboard.log_table("length/history", list(REACH_HEAD), history)
         for name, path in (images or {}).items():
             dashboard.log_image(f"length/{name}", [str(path)])
     close(loggers)

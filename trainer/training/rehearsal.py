@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.data.dataset import Batch
 from trainer.model import decoder, loss
-from trainer.model.attention import slopes_of
 from trainer.model.decoder import Decoder
+from trainer.model.forward_pass import slopes_of
 from trainer.positional.config import PositionalConfig
 from trainer.positional.rotation import frequencies
 from trainer.recalibration.config import DropConfig

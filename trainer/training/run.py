@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus
-from trainer.errors import PreemptedError, UserError
 from trainer.runs.checkpoints import step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.job_files import ask_for_requeue
@@ -88,9 +88,10 @@ def train(
         if trained.broken is not None:
             rewinds += 1
             if rewinds == MAX_REWINDS:
-                raise UserError(
-                    f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges "
-                    "again; lower the learning rate, or look at the text."
+                raise UserError.at(
+                    "trainer.rewind_after",
+                    f"the run went back {MAX_REWINDS} times and diverges again; lower the "
+                    "learning rate, or look at the text.",
                 )
             left_out = start.state.get("skips", []) if skips is None else skips
             skips = rewind_run(config, *trained.broken, left_out)

@@ -13,15 +13,15 @@ import lightning as L
 import numpy as np
 import torch
 
+from trainer.common.errors import PreemptedError, UserError
+from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.report.progress import Progress
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import check_same_model, description
 from trainer.runs.config import RunConfig
@@ -207,10 +207,11 @@ def train_stretch(
         if until.ended is not None:
             end, ends = trainer.global_step, ends | {phase.name: until.ended}
         if to_train and trainer.global_step < end and not rewind.broken:
-            raise UserError(
-                f"callbacks: one of them stopped the run after step {trainer.global_step} of "
+            raise UserError.at(
+                "callbacks",
+                f"one of them stopped the run after step {trainer.global_step} of "
                 f"{config.trainer.max_steps}; leave it out, and the same command goes on from the "
-                "newest checkpoint."
+                "newest checkpoint.",
             )
     return Trained(end, ends, transitions.effects, rewind.broken, preemption.asked)
 
@@ -224,14 +225,15 @@ def _decoder(
     """
     weights = starting_weights(config.model) if start.checkpoint is None else None
     if weights is not None and len(found := set(all_gather(weights.name))) > 1:
-        raise UserError(
-            f"model.from_run: ranks found different checkpoints ({', '.join(sorted(found))}); name "
-            "one, since the run still trains."
+        raise UserError.at(
+            "model.from_run",
+            f"ranks found different checkpoints ({', '.join(sorted(found))}); name one, since the "
+            "run still trains.",
         )
     if weights is not None and config.model.from_run is not None:
         path = Path(weights.name)
         if (wrong := damage_together(path)) is not None:
-            raise UserError(f"model.from_run: {path.name!r} is damaged: {wrong}.")
+            raise UserError.at("model.from_run", f"{path.name!r} is damaged: {wrong}.")
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)

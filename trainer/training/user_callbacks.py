@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, collecting, did_you_mean
 
 TARGET = "_target_"
 """The key that names the class, as Hydra has it."""
@@ -32,14 +32,12 @@ MOST_ELEMENTS = 10_000
 """Largest tensor in a callback's state; ``state.json`` is text."""
 
 
-def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return one sentence per problem of the configured callbacks; imports their classes only."""
-    problems: list[str] = []
+def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """What is wrong with configured callbacks, one sentence each; imports their classes only."""
+    problems: list[Problem] = []
     for name, values in given.items():
-        try:
+        with collecting(problems):
             _checked(f"callbacks.{name}", values)
-        except UserError as error:
-            problems += error.problems
     return problems
 
 
@@ -51,20 +49,21 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
             the same state key. Names every problem.
     """
     made: dict[str, L.Callback] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, values in given.items():
-        try:
+        with collecting(problems):
             made[name] = _make(f"callbacks.{name}", values)
-        except UserError as error:
-            problems += error.problems
     seen = dict.fromkeys(OWN_STATES, "the run itself")
     for name, callback in made.items():
         if not _has_state(callback):
             continue
         if (key := callback.state_key) in seen:
             problems.append(
-                f"callbacks.{name}: its state has the key {key!r}, as that of {seen[key]} has; "
-                "give the class a property state_key that tells them apart."
+                Problem(
+                    f"callbacks.{name}",
+                    f"its state has the key {key!r}, as that of {seen[key]} has; give the class a "
+                    "property state_key that tells them apart.",
+                )
             )
         seen[key] = f"callbacks.{name}"
     if problems:
@@ -81,7 +80,7 @@ def _checked(where: str, values: Mapping[str, Any]) -> tuple[type[L.Callback], d
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
         takes = ", ".join(inspect.signature(kind).parameters) or "no arguments"
-        raise UserError(f"{where}: {target}: {error}; it takes {takes}.") from error
+        raise UserError.at(where, f"{target}: {error}; it takes {takes}.") from error
     return kind, arguments
 
 
@@ -90,34 +89,35 @@ def _make(where: str, values: Mapping[str, Any]) -> L.Callback:
     try:
         return kind(**arguments)
     except Exception as error:  # a user's code may raise anything
-        raise UserError(f"{where}: {values[TARGET]} could not be made: {error!r}.") from error
+        raise UserError.at(where, f"{values[TARGET]} could not be made: {error!r}.") from error
 
 
 def _find_class(where: str, target: Any) -> type[L.Callback]:
     module_name, _, name = str(target).rpartition(".")
     if not isinstance(target, str) or not module_name:
-        raise UserError(f"{where}: expected a class as package.module.Class, got {target!r}.")
+        raise UserError.at(where, f"expected a class as package.module.Class, got {target!r}.")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's code may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise UserError(
-                f"{where}: there is no module {missing!r}; modules are looked for in the "
-                "current directory (python -m trainer) and on PYTHONPATH."
+            raise UserError.at(
+                where,
+                f"there is no module {missing!r}; modules are looked for in the current directory "
+                "(python -m trainer) and on PYTHONPATH.",
             ) from error
-        raise UserError(f"{where}: {module_name!r} failed to import: {error!r}.") from error
+        raise UserError.at(where, f"{module_name!r} failed to import: {error!r}.") from error
     kind = getattr(module, name, None)
     if kind is None:
         callbacks = [key for key, value in vars(module).items() if _is_callback(value)]
-        raise UserError(
-            f"{where}: module {module_name!r} has no {name!r}.{did_you_mean(name, callbacks)}"
+        raise UserError.at(
+            where, f"module {module_name!r} has no {name!r}.", did_you_mean(name, callbacks)
         )
     if not _is_callback(kind):
-        raise UserError(f"{where}: {target!r} is no subclass of lightning.Callback.")
+        raise UserError.at(where, f"{target!r} is no subclass of lightning.Callback.")
     for replaced, reason in REPLACED.items():
         if issubclass(kind, replaced):
-            raise UserError(f"{where}: {target!r} has no place here: {reason}.")
+            raise UserError.at(where, f"{target!r} has no place here: {reason}.")
     return kind
 
 
@@ -162,9 +162,10 @@ def _encoded(value: Any, where: str) -> Any:
         return {"_tensor_": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UserError(
-        f"{where}: its state_dict holds {_described(value)}; expected numbers, strings, lists, "
-        f"dictionaries by name, and tensors of at most {MOST_ELEMENTS:,} elements."
+    raise UserError.at(
+        where,
+        f"its state_dict holds {_described(value)}; expected numbers, strings, lists, "
+        f"dictionaries by name, and tensors of at most {MOST_ELEMENTS:,} elements.",
     )
 
 

@@ -1,1 +1,1 @@
-"""What a command does from one end to the other, one file each."""
+"""Workflows: what each command does from start to end, one file per command."""

@@ -1,11 +1,10 @@
-"""A model that is analysed with another layout than it was trained with, as a method of
-``evaluation.methods`` has it."""
+"""Analysis of a model under a method of ``evaluation.methods`` instead of its trained layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import recipe
@@ -13,17 +12,18 @@ from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.runs.models import Candidate
-from trainer.workflows.analysis_request import LAYERS_KEY
+from trainer.workflows.requests import LAYERS_KEY
 
 
 def use_method(
     model: LanguageModel, of: Candidate, name: str, length: int, layers: LayerChoice = None
 ) -> str:
-    """Give the model the layout that a method, which chooses nothing on text, has for texts of
-    ``length`` tokens, and return a sentence that says so.
+    """Set the layout that a method has for texts of ``length`` tokens; return a sentence about it.
+
+    The method chooses nothing on text.
 
     Raises:
-        UserError: there is nothing to do for it in ``layers`` of this model.
+        UserError: the method changes nothing in ``layers`` of this model.
     """
     if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
         raise UserError(*problems)
@@ -32,8 +32,8 @@ def use_method(
     made = recipe(name, of.layout, config, own=own, layers_key=LAYERS_KEY)
     if isinstance(made, tuple):
         why, titles = made
-        raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")
-    # Such a method asks for no text and keeps no choice.
+        raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
+    # Such a method reads no text and stores no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = of.layout.training_length
     model.layout = made.make(unread).layout_at(max(1.0, length / C))

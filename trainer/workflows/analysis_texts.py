@@ -1,4 +1,4 @@
-"""The texts that analyses read."""
+"""Texts for analyses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
-from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.requests import AnalysisConfig
 
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24
@@ -21,11 +21,13 @@ MOST_TOKENS = 2**24
 
 
 def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
-    """``[texts, length]`` tokens of the test split, evenly spread, behind a beginning-of-text token
-    each; or of a file, whole unless a length is asked for.
+    """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
+
+    The texts are evenly spread over the test split. A configured file is read instead, whole unless
+    a length is given.
 
     Raises:
-        UserError: there is less text, or the file cannot be read.
+        UserError: there is too little text, or the file cannot be read.
     """
     C = candidate.layout.training_length
     if config.file is None:
@@ -36,17 +38,18 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
         wanted = config.length or len(tokens) + 1
     length = wanted if config.length else min(wanted, len(tokens) + 1)
     if length - 1 > len(tokens):
-        raise UserError(
-            f"analysis.length: {source} has {len(tokens):,} tokens, too few for a text of "
-            f"{length:,} behind its beginning-of-text token; at most {len(tokens) + 1:,}, or give "
-            "more text."
+        raise UserError.at(
+            "analysis.length",
+            f"{source} has {len(tokens):,} tokens, too few for a text of {length:,} behind its "
+            f"beginning-of-text token; at most {len(tokens) + 1:,}, or give more text.",
         )
     fitting = max(1, len(tokens) // max(1, length - 1))
     texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
     if texts > fitting:
-        raise UserError(
-            f"analysis.texts: {texts} texts of {length:,} tokens do not fit the {len(tokens):,} "
-            f"tokens of {source}; at most {fitting}."
+        raise UserError.at(
+            "analysis.texts",
+            f"{texts} texts of {length:,} tokens do not fit the {len(tokens):,} tokens of "
+            f"{source}; at most {fitting}.",
         )
     return _spread(tokens, texts, length, corpus, candidate)
 
@@ -54,11 +57,12 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
 def choice_texts(
     corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
 ) -> Tensor | None:
-    """As many of the validation split, on which pairs are chosen whose attenuation is measured on
-    those of the page; None: on the same.
+    """Return texts of the validation split on which the pairs to attenuate are chosen, or None.
+
+    There are as many as on the page. None: the pairs are chosen on the page's texts.
 
     Raises:
-        UserError: there is less text.
+        UserError: there is too little text.
     """
     settings = config.attenuation
     if settings.choice == "page":
@@ -66,9 +70,10 @@ def choice_texts(
     tokens = _running(corpus, corpus.validation)
     length = settings.choice_length or page.shape[1]
     if length - 1 > len(tokens):
-        raise UserError(
-            f"analysis.attenuation.choice_length: the validation text has {len(tokens):,} tokens, "
-            f"too few for a text of {length:,}; at most {len(tokens) + 1:,}, or give more text."
+        raise UserError.at(
+            "analysis.attenuation.choice_length",
+            f"the validation text has {len(tokens):,} tokens, too few for a text of {length:,}; "
+            f"at most {len(tokens) + 1:,}, or give more text.",
         )
     return _spread(tokens, len(page), length, corpus, candidate)
 
@@ -77,17 +82,19 @@ def _of_file(path: str, candidate: Candidate) -> Integers:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"analysis.file: there is no file {path!r}.") from None
+        raise UserError.at("analysis.file", f"there is no file {path!r}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"analysis.file: {path} is no text that can be read: {error}.") from error
+        raise UserError.at(
+            "analysis.file", f"{path} is no text that can be read: {error}."
+        ) from error
     tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     if not len(tokens):
-        raise UserError(f"analysis.file: {path} is empty; expected a text.")
+        raise UserError.at("analysis.file", f"{path} is empty; expected a text.")
     return tokens
 
 
 def _running(corpus: Corpus, stream: TokenStream) -> Integers:
-    """Without separators between documents: every one of them can be a sink."""
+    """Remove separators between documents: each of them could be an attention sink."""
     read = stream.windows(np.zeros(1, np.int64), min(len(stream), MOST_TOKENS))[0]
     return read[read != corpus.end_of_text]
 

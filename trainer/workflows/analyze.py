@@ -16,48 +16,47 @@ from trainer.analysis.drop import DropStudy
 from trainer.analysis.offset_features.study import OffsetChanges
 from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
+from trainer.common.errors import Problem, UserError, renaming
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.cores import usual_threads
-from trainer.errors import UserError, said_of
 from trainer.model.config import ModelConfig
-from trainer.report.geometry.page import GeometryReport, write_geometry_report
-from trainer.report.geometry.section import Section
-from trainer.report.progress import Progress
-from trainer.report.words import counted
+from trainer.report.pages import GeometryReport, write_geometry_report
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
-from trainer.runs.directory import writable_problem
+from trainer.runs.directory import check_writable
 from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.analysis_method import use_method
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.needle_prompts import needle_prompt
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 log = logging.getLogger(__name__)
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[GeometryReport, Path]:
-    """Make the analyses that a request asks for, and write their page.
+    """Make the requested analyses and write their page.
 
-    ``name``: the directory of the page among the run's analyses (None: what kind they are).
+    ``name``: directory of the page among the run's analyses (None: the kind of analysis).
 
     Returns:
         The report and the path of its page.
 
     Raises:
         UserError: a checkpoint or text cannot be read, the text is too short, memory does not
-            suffice, or the analysis cannot be made of this model.
+            suffice, or the analysis does not apply to this model.
     """
     torch.set_num_threads(request.threads or usual_threads())
     config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
     output = Path(request.output or candidate.home / "analysis" / (name or kind))
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])
@@ -85,9 +84,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         if asks and kind in (ALL, "matrix_entropy"):
             question = needle_prompt(of.tokenizer, read[:1], read.shape[1], config.seed, depth)
             if question is None:
-                raise UserError(
-                    f"analysis.needle.kind: a text of {read.shape[1]:,} tokens has no room for a "
-                    "question; choose a larger analysis.length, or copy."
+                raise UserError.at(
+                    "analysis.needle.kind",
+                    f"a text of {read.shape[1]:,} tokens has no room for a question; choose a "
+                    "larger analysis.length, or copy.",
                 )
         return Target(
             *(of.name, model, read, chosen, config.seed, prompt),
@@ -127,21 +127,24 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
-    """The model beside the one that is analysed, where a comparison is asked for or can be made:
-    ``compare``, or for a drop the run's own checkpoint from before it."""
+    """Return the model to compare with, if any.
+
+    It is ``compare``, or for a drop the run's checkpoint from before it.
+    """
     if request.compare is None:
         return _before_drop(candidate, kind) if kind in (ALL, DROP) else None
     if kind not in COMPARING:
         known = f"{', '.join(COMPARING[:-1])} and {COMPARING[-1]}"
-        raise UserError(f"compare: only for +analysis={known}, not for {kind!r}.")
+        raise UserError.at("compare", f"only for +analysis={known}, not for {kind!r}.")
     other = find_candidate(request.compare, "compare")
     words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
     if words[0] != words[1]:
-        raise UserError(f"compare: {other.given!r} has another tokenizer than the checkpoint.")
+        raise UserError.at("compare", f"{other.given!r} has another tokenizer than the checkpoint.")
     if kind == OFFSETS and not any(s.rotates for s in other.layout.spectra):
-        raise UserError(
-            f"compare: +analysis={kind} expected a model with a rotary encoding, and "
-            f"{other.given!r} has no rotation in any head."
+        raise UserError.at(
+            "compare",
+            f"+analysis={kind} expected a model with a rotary encoding, and {other.given!r} has "
+            "no rotation in any head.",
         )
     return other
 
@@ -152,59 +155,74 @@ def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
         return find_candidate(str(own))
     if kind == ALL:
         return None
-    raise UserError(
-        f"compare: +analysis={DROP} needs the model before the drop, and {candidate.given!r} "
-        f"has no checkpoint {BEFORE_DROP!r}; give compare=PATH."
+    raise UserError.at(
+        "compare",
+        f"+analysis={DROP} needs the model before the drop, and {candidate.given!r} has no "
+        f"checkpoint {BEFORE_DROP!r}; give compare=PATH.",
     )
 
 
-def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[str]:
+def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[Problem]:
     model = candidate.config
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     found = [
-        f"analysis.chosen: {pair} is not in this model; expected layers 0 to {layers - 1} and "
-        f"heads 0 to {heads - 1}."
+        Problem(
+            "analysis.chosen",
+            f"{pair} is not in this model; expected layers 0 to {layers - 1} and heads 0 to "
+            f"{heads - 1}.",
+        )
         for pair in config.chosen
         if not (0 <= pair[0] < layers and 0 <= pair[1] < heads)
     ]
     pairs = max(len(spectrum.inv_freq) for spectrum in candidate.layout.spectra)
     known = f"expected 0 to {pairs - 1}" if pairs else "no head of this model rotates"
     found += [
-        f"analysis.pairs: there is no pair {pair}; {known}."
+        Problem("analysis.pairs", f"there is no pair {pair}; {known}.")
         for pair in config.pairs
         if not 0 <= pair < pairs
     ]
     return found
 
 
-def _length_problems(config: AnalysisConfig, length: int) -> list[str]:
-    """Shorter texts than the page's that are none."""
+def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
+    """Check the lengths of shorter texts against that of the page."""
     longest = config.attenuation.choice_length
     found = [
-        f"analysis.prefixes: expected fewer tokens than the text of {length:,} has, got {n:,}."
+        Problem(
+            "analysis.prefixes",
+            f"expected fewer tokens than the text of {length:,} has, got {n:,}.",
+        )
         for n in config.prefixes
         if n >= length
     ]
     if config.attenuation.choice == "page" and longest is not None and longest > length:
         found.append(
-            f"analysis.attenuation.choice_length: expected at most {length:,}, the tokens of the "
-            f"page's text, got {longest:,}; or analysis.attenuation.choice=validation."
+            Problem(
+                "analysis.attenuation.choice_length",
+                f"expected at most {length:,}, the tokens of the page's text, got {longest:,}; or "
+                "analysis.attenuation.choice=validation.",
+            )
         )
     return found
 
 
 def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:
-    """Raises ``UserError`` where the analysis would need more memory than is free."""
+    """Check that the memory suffices.
+
+    Raises:
+        UserError: the analysis needs more memory than is free.
+    """
     needed, free = needed_memory(config, ids.numel(), models), free_memory(device)
     if needed > free:
-        raise UserError(
-            f"analysis.length: {ids.shape[0]} x {ids.shape[1]:,} tokens need about "
-            f"{gib(needed)}, and {gib(free)} are free; take fewer or shorter texts."
+        raise UserError.at(
+            "analysis.length",
+            f"{ids.shape[0]} x {ids.shape[1]:,} tokens need about {gib(needed)}, and {gib(free)} "
+            "are free; take fewer or shorter texts.",
         )
 
 
 def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
-    """Those that can be made of the target, and a sentence for each that cannot."""
+    """Return the studies that apply to the target, and a sentence for each that does not."""
     if kind == DROP:
         return [], []
     studies, notes = [], []
@@ -213,7 +231,7 @@ def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
             continue
         problems = study.problems(target)
         if problems and kind != ALL:
-            raise UserError(*(f"+analysis={key}: {problem}" for problem in problems))
+            raise UserError(*(Problem(f"+analysis={key}", problem) for problem in problems))
         notes += [f"Left out: {study.title}: {problem}" for problem in problems]
         if not problems:
             studies.append(study(target))
@@ -221,7 +239,7 @@ def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
 
 
 class _Watched(Study):
-    """A study that tells of every layer and of its section."""
+    """A study that reports progress for every layer and for its section."""
 
     def __init__(self, study: Study, done: Callable[[], None]) -> None:
         super().__init__(study.target)
@@ -232,7 +250,7 @@ class _Watched(Study):
         self._done()
 
     def section(self) -> Section:
-        # Sections may read the model again, some several times: as long as a few layers.
+        # A section may read the model again, even several times: count it as a few layers.
         section = self._study.section()
         self._done()
         return section
@@ -247,18 +265,18 @@ def _run(studies: Sequence[Study], target: Target) -> list[Section]:
 
 
 def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
-    """With the run's training loss, where it is the run's own drop."""
+    """Compare before and after a drop, with the training loss if it is the run's own drop."""
     step = candidate.run.drop_step if candidate.run is not None else None
     metrics = candidate.home / "metrics.csv"
     if step is None or not metrics.is_file():
         return DropStudy(before, after)
-    with said_of("checkpoint", "run_dir"):
+    with renaming(run_dir="checkpoint"):
         curve = [(row["step"], row["loss"]) for row in read_metrics(metrics) if "loss" in row]
     return DropStudy(before, after, curve, step)
 
 
 def _encoding(target: Target) -> str:
-    """What happens to queries and keys, a sentence."""
+    """Describe in a sentence what the layers do to queries and keys."""
     spectra = target.model.layout.spectra
     pairs = sorted({sum(f > 0 for f in spectrum.inv_freq) for spectrum in spectra})
     half = target.model.config.head_size // 2

@@ -1,4 +1,4 @@
-"""Benchmarks of checkpoints and published models, without the runs that made them."""
+"""Benchmarks of checkpoints and published models, without their runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,
     HarnessConfig,
@@ -26,18 +27,17 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-from trainer.report.atomic import write_atomically
-from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import BenchmarkRequest
 from trainer.workflows.subjects import applicable, multiplying, subject_of
 
 log = logging.getLogger(__name__)
@@ -52,14 +52,17 @@ NOT_ASKED = {
 
 @dataclass
 class Benchmarks:
-    """``scored``: every model with every method that does something to it. ``notes``: what methods
-    chose and on what, and what was left out, in words."""
+    """Results of benchmarks.
+
+    ``scored``: every model with every method that changes it. ``notes``: choices of methods and
+    omissions, in words.
+    """
 
     scored: list[Scored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Plain values for JSON, a model with a method each; ``change``: of paired questions."""
+        """Return JSON values by model and method; ``change`` is of paired questions."""
         found = []
         for one in self.scored:
             numbers = [
@@ -73,12 +76,12 @@ class Benchmarks:
 
 
 def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Path]:
-    """Score every model with every method, write the numbers as ``name``, and return them with the
-    file's path.
+    """Score every model with every method; write the results as ``name`` and return them with the
+    path.
 
     Raises:
         UserError: a checkpoint, the data or the text that methods choose on cannot be read, or no
-            method does anything to any of the models.
+            method changes any of the models.
     """
     config = request.evaluation
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
@@ -88,13 +91,12 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     others = [find_candidate(given, "compare") for given in request.compare]
     candidates = distinct([first, *others])
     output = Path(request.output or first.home / "evaluation")
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     recipes, idle = applicable(subjects, config)
-    # Before weights are read, which takes long where they are large.
+    # before reading weights, which takes long for large models
     texts = [_fit_text(request.text, c, config, recipes[c.name]) for c in candidates]
     found = Benchmarks(notes=idle)
     for candidate, subject, text in zip(candidates, subjects, texts, strict=True):
@@ -110,7 +112,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
             scored = Scored(candidate.name, recipe.key, recipe.title, checkpoint, scores)
             found.scored.append(scored)
             found.notes += _notes(candidate, recipe, fitting, config)
-        del model  # before the next one is read
+        del model  # before reading the next one
     record = {
         "kind": name,
         "config": asdict(config),
@@ -120,7 +122,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         "models": found.to_dicts(),
         "notes": found.notes,
     }
-    record = json.loads(json.dumps(record, allow_nan=False))  # lists for tuples, as it is read
+    record = json.loads(json.dumps(record, allow_nan=False))  # tuples become lists
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return found, path
@@ -132,7 +134,7 @@ def _fit_text(
     config: BenchmarkConfig,
     recipes: Sequence[Recipe],
 ) -> FitText:
-    """What the methods of a model choose on, in its own tokens; nothing is read where none does."""
+    """Return what a model's methods choose on, in its own tokens; reads nothing if none chooses."""
     if not any(recipe.fits(config.factor) for recipe in recipes):
         return FitText({}, 0, "")
     corpus = held_out_corpus(source, candidate)
@@ -148,14 +150,14 @@ def _fit_text(
             candidate.layout.training_length,
         )
     except UserError as error:
-        problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
-        raise UserError(*problems) from error
+        keys = {"evaluation.lengths": "evaluation.factor"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
 
 
 def _notes(
     candidate: Candidate, recipe: Recipe, fitting: Fitting, config: BenchmarkConfig
 ) -> Iterator[str]:
-    """What a method was set for, what it read, and what it chose."""
+    """Yield notes on a method: its settings, what it read, and what it chose."""
     if recipe.key == AS_IS:
         return
     C = candidate.layout.training_length
@@ -170,12 +172,12 @@ def _notes(
 
 
 def _is_same(record: dict[str, Any], path: Path) -> bool:
-    """Whether there is no such file, or one of the same settings, text and weights."""
+    """Whether the file is missing or has the same settings, text and weights."""
     if not path.exists():
         return True
     try:
         older = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # another file than these
+    except ValueError:  # not a record of this kind
         return False
     if not isinstance(older, dict):
         return False

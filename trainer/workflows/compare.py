@@ -1,4 +1,4 @@
-"""The comparison of a sweep's runs, from what their directories hold; nothing is measured anew."""
+"""Comparison of a sweep's runs from their directories; nothing is measured again."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean, said_of
+from trainer.common.errors import UserError, did_you_mean, renaming
 from trainer.evaluation.keys import all_fields
-from trainer.report.results import Report, is_known
-from trainer.report.sweep import Sweep, SweptRun, reached
-from trainer.report.sweep_page import write_sweep_report
-from trainer.report.sweep_table import FINISHED
+from trainer.evaluation.results import Report, is_known
+from trainer.report.pages import write_sweep_report
+from trainer.report.sweep import FINISHED, Sweep, SweptRun, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem
+from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.origin import made_now
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
@@ -28,22 +27,24 @@ NOT_OF_TRIALS = {
     "methods": "every method is asked the same trials",
     "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
     "its windows to the longest, and how many tokens count to the shortest",
+    "dtype": "the precision it stands for is a key of its own",
+    "prefill_chunk": "how much is read at once changes rounding alone",
 }
 """Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
-    """Put the runs beside each other, write table, figure and page, return them with the page.
+    """Compare runs: write table, figure and page; return the sweep and the page.
 
-    A run alone stands for itself and its controls.
+    A single run is compared with its controls.
 
     Raises:
-        UserError: a directory holds no run, or what it holds is damaged.
+        UserError: a directory holds no run, or its contents are damaged.
     """
     places = [Path(given) for given in request.runs]
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    if request.output:
+        check_writable(request.output, "output")
     if len(places) == 1 and (places[0] / RECORD).is_file():
         place, sweep = places[0], compared(places[0])
     else:
@@ -55,18 +56,17 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         place = place_of_sweep(PARENT, runs)
         sweep = _beside_each_other(runs, place)
         if not request.output:
-            if problem := writable_problem(str(PARENT), "output"):
-                raise UserError(problem)
+            check_writable(str(PARENT), "output")
             open_sweep(PARENT, runs)
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compared(place: Path) -> Sweep:
-    """The runs of the sweep in ``place``, there or yet to come, beside each other.
+    """Compare the runs of the sweep in ``place``, finished or not.
 
     Raises:
-        UserError: what a directory holds is damaged.
+        UserError: the contents of a directory are damaged.
     """
     return _beside_each_other(read_sweep(place), place)
 
@@ -82,14 +82,16 @@ def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
 
 
 def _runs_of(place: Path) -> list[Swept]:
-    """The runs that a directory stands for."""
+    """Return the runs that a directory stands for."""
     if (place / RECORD).is_file():
         return read_sweep(place)
     if not (place / "config.yaml").is_file():
         beside = [path.name for path in place.parent.glob("*") if path.is_dir()]
         near = did_you_mean(place.name, beside) if not place.exists() else ""
-        raise UserError(
-            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).{near}"
+        raise UserError.at(
+            "runs",
+            f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).",
+            near,
         )
     return [Swept(str(place))]
 
@@ -99,7 +101,7 @@ def _config(place: Path) -> RunConfig | None:
 
 
 def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:
-    """By what the runs differ: the words of their jobs, or else what their configurations hold."""
+    """Return how runs differ: the words of their command lines, or else their configurations."""
     if all(run.settings for run in runs):
         return [run.settings for run in runs]
     values = [plain(config) if config else {} for config in configs]
@@ -155,25 +157,28 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
 
 
 def _report(place: Path) -> Report | None:
-    """Of the run, or of the run that it is a control of; None: there is none yet."""
+    """Read the report of a run or of its main run; None if there is none yet."""
     home = place.resolve()
     home = home.parent.parent if home.parent.name == "controls" else home
     path = home / "report.json"
     try:
         return Report.read(path) if path.is_file() else None
     except UserError as error:
-        raise UserError(
-            f"runs: {error} Remove it; the command that trained the run then makes it again, "
-            "without training."
+        raise UserError.at(
+            "runs",
+            f"{error} Remove it; the command that trained the run then makes it again, without "
+            "training.",
         ) from None
 
 
 def _measured_on(report: Report) -> str:
-    """What decides on trials and windows: the text and the settings of the evaluation."""
+    """Return what results depend on beside the model: text, precision and settings."""
     settings = report.config.get("evaluation", {})
     tokens = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
     key = {
         "corpus": report.environment.get("corpus"),
+        # Reports of earlier versions lack it; they computed in their dtype.
+        "precision": report.environment.get("precision", settings.get("dtype")),
         "settings": all_fields(settings, NOT_OF_TRIALS),
         "longest": max(tokens, default=None),
         "last": settings.get("last") or min([report.training_length, *tokens]),

@@ -1,7 +1,7 @@
-"""Fault injection: does a small copy of an experiment survive what happens on clusters?
+"""Fault injection: whether a small copy of an experiment survives the faults of clusters.
 
-Every fault is injected into a run of its own, in processes of its own. The run is then started
-again with the same configuration, and must end bitwise like a run without faults: every row of its
+Every fault is injected into a separate run in separate processes. The run is then started again
+with the same configuration, and must end bitwise like a run without faults: every row of its
 metrics, every tensor of its last checkpoint.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError
 from trainer.runs.checkpoints import regular_checkpoints, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import process_group
@@ -35,11 +35,11 @@ from trainer.workflows.small_copy import DROP, shrink
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens after ``step`` updates of a run.
+    """A fault after ``step`` updates of a run.
 
-    ``signal``: sent to all its processes. ``while_saving``: only once the tensors of that step's
-    checkpoint are written, and nothing else of it. ``corrupt``: done to a file of the
-    newest checkpoint afterwards. ``ranks``: processes before and after; None for as many.
+    ``signal``: sent to all its processes. ``while_saving``: injected when the tensors of that
+    step's checkpoint are written, but nothing else of it. ``corrupt``: damages a file of the newest
+    checkpoint afterwards. ``ranks``: processes before and after; None for no change.
     """
 
     name: str
@@ -91,8 +91,8 @@ FAULTS = (
 
 
 def drill(config: RunConfig, directory: Path) -> Iterator[Outcome]:
-    """Inject every fault into a small copy of a run, in ``directory``; yields the outcomes."""
-    torch.set_num_threads(1)  # before any work, or forked processes would wait for threads
+    """Inject every fault into a small copy of a run, in ``directory``; yield the outcomes."""
+    torch.set_num_threads(1)  # before forking, or the children would wait for threads
     small = shrink(config, directory / "unbroken")
     corpus = prepare_corpus(small.data, small.tokenizer)
     ranks = 1 if config.strategy.name == "single" else 2
@@ -110,14 +110,14 @@ def drill(config: RunConfig, directory: Path) -> Iterator[Outcome]:
 
 
 class DrillError(Exception):
-    """A process did not end as it should have."""
+    """A process did not end as expected."""
 
 
 def break_and_resume(config: RunConfig, corpus: Corpus, fault: Fault, ranks: int) -> None:
     """Train with a fault, then resume and train to the end.
 
     Raises:
-        DrillError: a process ended otherwise than it should have.
+        DrillError: a process did not end as expected.
     """
     before, after = fault.ranks or (ranks, ranks)
     killed = -signal.SIGKILL if fault.signal == signal.SIGKILL else REQUEUE_EXIT_CODE
@@ -135,10 +135,10 @@ def start(
     fault: Fault | None = None,
     expected: int = 0,
 ) -> None:
-    """Train in forked processes, and wait for their end.
+    """Train in forked processes and wait for their end.
 
     Raises:
-        DrillError: one exits with another code than ``expected``.
+        DrillError: an exit code differs from ``expected``.
     """
     if ranks > 1 and config.strategy.name == "single":
         config = replace(config, strategy=replace(config.strategy, name="ddp"))
@@ -191,7 +191,7 @@ def _process(
         except Exception:
             traceback.print_exc(file=file)
         finally:
-            os._exit(code)  # without the parent's exit handlers
+            os._exit(code)  # skips the parent's exit handlers
 
 
 def _train(config: RunConfig, corpus: Corpus, fault: Fault | None) -> int:
@@ -215,7 +215,7 @@ class SendSignal(L.Callback):
         self.fault = fault
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Send it once: a second signal would not let the run stop in order."""
+        """Send it once: a second signal would prevent an orderly stop."""
         if trainer.global_step == self.fault.step:
             self.fault, fault = replace(self.fault, step=-1), self.fault
             os.kill(os.getpid(), fault.signal)

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints and published models, without the runs that made them."""
+"""Evaluation of checkpoints and published models, without their runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.keys import all_fields, fingerprint
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.evaluation.results import Report
+from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import reference_first
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
+from trainer.workflows.requests import EvaluationRequest
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,13 @@ NOT_ASKED = {
 
 
 def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path] | None:
-    """Measure every method on every model, write the report, return it with its directory.
+    """Measure every method on every model; write the report and return it with its directory.
 
-    Several processes, as torchrun or srun start them, share the work; all but the first return
-    None.
+    Several processes, started by torchrun or srun, share the work; all but the first return None.
+    An existing report of other settings, text or checkpoints is kept, and the new one is written
+    beside it.
 
-    A report of other settings, text or checkpoints stays where it is; this one then goes beside it.
-
-    ``name``: what the evaluation is called, and its directory among those of the run.
+    ``name``: name of the evaluation and of its directory in the run.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -55,22 +54,21 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """
     share, threads = join_evaluation()
     torch.set_num_threads(request.threads or threads)
-    # Before checkpoints are read, which takes long where they are large.
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    # before reading checkpoints, which takes long for large models
+    if request.output:
+        check_writable(request.output, "output")
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     if not share.index:
         say_run_directory(output)
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
     text = Text(held_out_corpus(request.text, first), first)
-    if name == DEFAULT:  # the order of a run's own table
+    if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
     cells = output / "cells"
@@ -98,7 +96,7 @@ def _is_same(report: Report, directory: Path) -> bool:
         return True
     try:
         older = Report.read(directory / "report.json")
-    except UserError:  # of an earlier version, or not a report at all
+    except UserError:  # of an earlier version, or no report at all
         return False
     return _asked(older) == _asked(report)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.errors import TransientError, UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.evaluation.sharing import Share
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP, step_name
@@ -22,9 +23,9 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
     check_run_directory,
+    check_writable,
     log_to_file,
     open_run_directory,
-    writable_problem,
 )
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
@@ -68,14 +69,14 @@ from trainer.workflows.training_text import (
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
-    A run that was interrupted goes on where it was. One that is finished is not touched. All ranks
-    train and evaluate; the first one writes the report.
+    An interrupted run resumes; a finished one stays unchanged. All ranks train and evaluate; rank 0
+    writes the report.
 
     Returns:
-        The report, and whether it had been there before; None on other ranks.
+        The report, and whether it existed before; None on other ranks.
 
     Raises:
-        UserError: something given is wrong; found before anything heavy starts where possible.
+        UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
     lock = RunLock()
@@ -96,7 +97,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))
         if isinstance(found, Report):
             return (found, True) if ranks.is_rank_zero else None
-        # The first rank has found the text; the others open it where it lies.
+        # Rank 0 has found the text; the others open it there.
         corpus = open_everywhere(config, found, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
@@ -115,7 +116,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     if share is None:
         return None
     directory = Path(config.run_dir)
-    # A trainer that is done is a circle of references: only now its memory is free for evaluation.
+    # A finished trainer is a reference cycle: collect it now to free memory for the evaluation.
     gc.collect()
     with stopping_between_files():
         report = make_report(configs["main"], configs, runs, corpus, share)
@@ -130,42 +131,77 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
 
 
 def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
-    """This rank's part of the evaluation; None where it does not see the checkpoints, which other
-    nodes may not where each has a disk of its own. All ranks call it together.
+    """Return this rank's part of the evaluation; all ranks call this together.
+
+    None if the rank cannot see the checkpoints, as on nodes without a shared disk.
 
     Raises:
         UserError: a checkpoint that was just written is damaged.
     """
     for path in checkpoints:
         if (wrong := damage_together(path)) is not None:
-            raise TransientError(f"checkpoint: {path.name!r} is damaged: {wrong}.")
+            raise UserError.at("checkpoint", f"{path.name!r} is damaged: {wrong}.", transient=True)
     sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
     return agreed_share([rank for rank, it_sees in enumerate(sees) if it_sees], ranks)
 
 
 def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
-    """The user's callbacks of every arm, on every rank: a node may lack their file.
+    """Create the user's callbacks of every arm on every rank, since a node may lack their file.
 
     Raises:
-        UserError: on all ranks, with what is wrong on any.
+        UserError: on all ranks, with the problems of any.
     """
-    # All ranks import the classes before one constructs any, which may need all of them.
+    # All ranks import the classes before any constructs one, which may need all ranks.
     _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
     made: dict[str, list[L.Callback]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, arm in configs.items():
-        try:
+        with collecting(problems):
             made[name] = make_callbacks(arm.callbacks)
-        except UserError as error:
-            problems += error.problems
     _raise_together(problems)
     return made
 
 
-def _raise_together(problems: list[str]) -> None:
-    """Raises ``UserError`` on all ranks where one has problems, with those of all."""
-    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
-        raise UserError(*dict.fromkeys(found))
+def _raise_together(problems: list[Problem]) -> None:
+    """Raise on all ranks what is wrong on any.
+
+    Raises:
+        UserError: with the problems of all ranks.
+    """
+    raise_all(problem for of_rank in all_gather(problems) for problem in of_rank)
+
+
+def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
+    """Return what is wrong with an experiment as far as that is known without its text.
+
+    This is the one list of checks before a run: of each arm, of each phase of an arm, and of all
+    arms together.
+    """
+    found = arm_problems(
+        configs,
+        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
+        of_phase=[
+            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
+            lambda phase: memory_problems(phase, ranks.world_size),
+        ],
+    )
+    for check in (label_problems, length_problems, text_problems):
+        found += check(configs)
+    with collecting(found):
+        check_writable(configs["main"].run_dir)
+    return found
+
+
+def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Problem]:
+    """Return the problems of an experiment that show once its text is known."""
+    found: list[Problem] = []
+    for arm in configs.values():
+        with collecting(found):
+            check_monitored_text(arm, corpus)
+    for check in (check_vocabularies, check_evaluated_text):
+        with collecting(found):
+            check(configs, corpus)
+    return found
 
 
 def _open(
@@ -175,44 +211,31 @@ def _open(
     lock: RunLock,
     opened: list[Corpus],
 ) -> Report | list[str]:
-    """Check everything, prepare text and directories; the report of a finished run, or where the
-    text lies, which is then ``opened``.
+    """Check everything, then prepare text and directories.
+
+    Returns:
+        The report of a finished run, or else where the text lies, which is then ``opened``.
 
     Raises:
         UserError: with all that is wrong.
     """
-    problems = arm_problems(
-        configs,
-        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
-        of_phase=[
-            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
-            lambda phase: memory_problems(phase, ranks.world_size),
-        ],
-    )
-    problems += label_problems(configs) + length_problems(configs) + text_problems(configs)
-    if problem := writable_problem(config.run_dir):
-        problems.append(problem)
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(start_problems(configs, ranks))
     finished = Path(config.run_dir) / "report.json"
     if finished.exists() and not config.overwrite:
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
     for arm in configs.values():
-        if not config.overwrite or arm is config:  # which takes the controls' directories with it
+        if not config.overwrite or arm is config:  # deletes the controls' directories, too
             check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
-    for arm in configs.values():
-        check_monitored_text(arm, opened[0])
-    check_vocabularies(configs, opened[0])
-    check_evaluated_text(configs, opened[0])
+    raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)
     for arm in configs.values():
         open_run_directory(arm)
-    lock.acquire(directory)  # new, or made anew by overwrite=true
+    lock.acquire(directory)  # new, or created again by overwrite=true
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
@@ -222,34 +245,35 @@ def _finished_report(path: Path) -> Report:
     try:
         return Report.read(path)
     except UserError:
-        raise UserError(
-            f"run_dir: {str(path)!r} is damaged, or of an earlier version; remove it, and the same "
-            "command evaluates the finished run again, without training."
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
+            "evaluates the finished run again, without training.",
         ) from None
 
 
 def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:
-    """The corpus on every rank, where the first one found it: a node may lack its files.
+    """Open the corpus on every rank where rank 0 found it; a node may lack its files.
 
-    ``opened``: what the first one has open.
+    ``opened``: the corpus as opened by rank 0.
 
     Raises:
-        UserError: on all ranks, with what is wrong on any.
+        UserError: on all ranks, with the problems of any.
     """
     corpus = opened
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     try:
         corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
-        problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
-    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
-        raise UserError(*dict.fromkeys(found))
+        node = f"(On {os.uname().nodename}.)"
+        problems = tuple(replace(p, hint=f"{p.hint} {node}".strip()) for p in error.problems)
+    _raise_together([*problems])
     assert corpus is not None
     return corpus
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:
-    """The checkpoint that a control goes on from, where it branches off from the run."""
+    """Return the checkpoint that a control continues from, if it branches off the run."""
     branch = config.controls.get(control, {}).get("branch")
     if branch is None:
         return None
@@ -257,22 +281,28 @@ def _branch(config: RunConfig, control: str) -> Path | None:
     return Path(config.run_dir) / "checkpoints" / name
 
 
-def length_problems(configs: dict[str, RunConfig]) -> list[str]:
-    """Runs that one table cannot hold, whose columns are multiples of one training length."""
+def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
+    """Check that all runs have one training length, whose multiples are the table's columns."""
     first = configs["main"].training_length
     return [
-        f"controls.{name}: its longest sequences have {length:,} tokens, and those of the run "
-        f"{first:,}; a table is for one length."
+        Problem(
+            f"controls.{name}",
+            f"its longest sequences have {length:,} tokens, and those of the run {first:,}; a "
+            "table is for one length.",
+        )
         for name, arm in configs.items()
         if (length := arm.training_length) != first
     ]
 
 
-def label_problems(configs: dict[str, RunConfig]) -> list[str]:
-    """Runs that tables could not tell apart, one sentence each."""
+def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
+    """Check that the runs have distinct labels."""
     seen: dict[str, str] = {}
     return [
-        f"controls.{name}.label: {text!r} is what {seen[text]} is called too; give it another."
+        Problem(
+            f"controls.{name}.label",
+            f"{text!r} is what {seen[text]} is called too; give it another.",
+        )
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name
     ]

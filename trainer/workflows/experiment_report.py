@@ -1,4 +1,4 @@
-"""The report of an experiment: the evaluation of its runs, and what their training showed."""
+"""Report of an experiment: the evaluation of its runs, and what their training showed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.corpus import Corpus
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
 from trainer.evaluation.sharing import Share
-from trainer.report.health import troubles
-from trainer.report.outcomes import Outcomes
-from trainer.report.recovery import recoveries
-from trainer.report.results import Arm, Change, Drop, Milestone, Reach, Report
+from trainer.report.training_figures import recoveries
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
@@ -35,18 +34,18 @@ def make_report(
     corpus: Corpus,
     share: Share,
 ) -> Report:
-    """Evaluate all arms, as they were saved, and put everything into a report.
+    """Evaluate all arms as saved, and make the report.
 
-    Finished cells lie under ``evaluation/cells`` of the run directory: an evaluation that was
-    interrupted goes on where it was.
+    Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
+    evaluation resumes.
 
     Args:
         config: the experiment.
-        configs: of its arms.
-        runs: what became of them.
+        configs: configurations of its arms.
+        runs: their results.
         corpus: their text.
-        share: of the processes that call this, each with a GPU of its own; the first one's report
-            is whole.
+        share: share of this process, with a GPU of its own; the report of the first one is
+            complete.
     """
     arms = {
         name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
@@ -104,14 +103,14 @@ def make_report(
 
 
 def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
-    """What is known of a run before it is evaluated."""
+    """Return what is known of a run before its evaluation."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     last = rows[-1] if rows else {}
     encoding = encodings(config)
     changes = tuple(
         Change(
             phase.start,
-            effect.get("what") or describe(phase),  # which earlier versions did not keep
+            effect.get("what") or describe(phase),  # missing from earlier versions
             phase.config.data.sequence_length,
             *(effect.get(f"loss_{when}") for when in ("before", "after", "end")),
         )
@@ -135,13 +134,13 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
 
 
 def _reach(candidate: Candidate) -> tuple[Reach, ...]:
-    """What was measured of lengths while it trained."""
+    """Return the length measurements made during training."""
     history = candidate.state["callbacks"].get("Lengths", {"history": []})
     return tuple(Reach.from_dict(reach) for reach in history["history"])
 
 
 def _milestones(candidate: Candidate) -> tuple[Milestone, ...]:
-    """What it scored while it trained."""
+    """Return the benchmark scores measured during training."""
     history = candidate.state["callbacks"].get("Benchmarks", {"history": []})
     return tuple(Milestone.from_dict(one) for one in history["history"])
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a directory that transformers loads."""
+"""Export of a checkpoint to a directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from tokenizers import Tokenizer
 
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
-from trainer.interchange.export.directory import Exported, destination_problem, export_model
+from trainer.interchange.export.directory import Exported, check_destination, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
-from trainer.runs.directory import saved_config, writable_problem
-from trainer.workflows.export_request import ExportRequest
+from trainer.runs.directory import check_writable, saved_config
 from trainer.workflows.model_card import model_card, renewed_card
+from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
 
 
 def export_checkpoint(request: ExportRequest) -> Exported:
-    """Write ``request.to``, compare what transformers loads from it, or leave nothing.
+    """Write ``request.to`` and compare what transformers loads from it; leave nothing on failure.
 
     Raises:
         UserError: the checkpoint cannot be read, the directory not be written, or logits differ.
@@ -31,14 +30,16 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     assert request.to is not None
     torch.set_num_threads(request.threads or usual_threads())
     to = Path(request.to)
-    if problem := destination_problem(to) or writable_problem(str(to), "to"):
-        raise UserError(problem)
+    check_destination(to)
+    check_writable(str(to), "to")
     if (Path(request.checkpoint) / "config.json").is_file():
         return _export_again(request, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
-    saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")  # for the card
+    saved_config(
+        state["config"], "checkpoint", f"the configuration in {str(path)!r}"
+    )  # for the card
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
     return export_model(
@@ -53,7 +54,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
 
 
 def _export_again(request: ExportRequest, to: Path) -> Exported:
-    """Write a published model or an earlier export anew, in the form that most engines read."""
+    """Export a published model or an earlier export again, in the form that most engines read."""
     assert request.checkpoint is not None
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
@@ -64,7 +65,7 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     return export_model(
         published.decoder(),
         tokenizer,
-        published.bos_token or 0,  # what is written of tokens gives way to what is published
+        published.bos_token or 0,  # published tokens replace those written
         to,
         card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
         tolerance=request.tolerance,

@@ -1,5 +1,7 @@
-"""Texts that methods are fitted on, and that heads and pairs are chosen on, apart from what is
-evaluated (DoPE, Sec. 5.1, Tables 3 and 4)."""
+"""Texts for fitting methods and for choosing heads and pairs, apart from the evaluated text.
+
+Source: DoPE, Sec. 5.1, Tables 3 and 4.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.rows import read_rows
@@ -31,7 +33,7 @@ KEY = "evaluation.choice"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Settings of the tasks whose prompts are read; another seed of each is taken."""
+    """Settings of the tasks whose prompts are read, with a different seed from the evaluation."""
 
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
@@ -39,7 +41,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of a file of prompts; MATH has ``problem``."""
+    """A line of a file of prompts; MATH uses ``problem``."""
 
     prompt: str | None = None
     problem: str | None = None
@@ -54,11 +56,13 @@ def fit_text(
     training_length: int,
     prompts: Prompts | None = None,
 ) -> FitText:
-    """Validation text at every length at which a method reads it, the texts with needles that
-    factors are searched by beyond the training length, and what heads and pairs are chosen on.
+    """Return the texts for all methods at the lengths at which they read them.
+
+    These are validation text, texts with needles for searches of factors beyond the training
+    length, and the texts on which heads and pairs are chosen.
 
     Raises:
-        UserError: as of :func:`choice_texts`, or the text is too short.
+        UserError: as for :func:`choice_texts`, or the text is too short.
     """
     settings, C = config.choice, training_length
     fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
@@ -100,14 +104,14 @@ def choice_texts(
     haystack: Callable[[], Haystack],
     lengths: Sequence[int],
 ) -> dict[int, Integers] | None:
-    """``[texts, tokens]`` for every length; None: validation text, as it is for all that is fitted.
+    """Return ``[texts, tokens]`` for every length; None: validation text, as for fits.
 
     Args:
         settings: which texts.
-        prompts: of tasks.
-        haystack: makes that of validation text, with the model's tokenizer.
-        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier
-            where no other example fits.
+        prompts: settings of tasks.
+        haystack: makes the haystack of validation text, with the model's tokenizer.
+        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier if
+            no further example fits.
 
     Raises:
         UserError: a file cannot be read, or a length does not fit the file or the task.
@@ -134,13 +138,16 @@ def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
 
 
 def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
-    """Prompts spread over its trials and depths. Those of many shots differ by less than an
-    example: what the shortest lacks is cut from the beginning of the others."""
+    """Return prompts spread over a task's trials and depths.
+
+    Many-shot prompts differ by less than an example; all are cut to the shortest, at their
+    beginning.
+    """
     try:
         prompts = task.prompts(length)
     except UserError as error:
-        said = (p.replace("evaluation.lengths", f"{KEY}.length") for p in error.problems)
-        raise UserError(*said) from error
+        keys = {"evaluation.lengths": f"{KEY}.length"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
     chosen = np.linspace(0, len(prompts) - 1, min(texts, len(prompts))).round().astype(int)
     tokens = [prompts[i].tokens for i in chosen]
     behind = min(map(len, tokens)) - bos
@@ -148,38 +155,41 @@ def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
 
 
 def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """The last tokens of the first prompts that are long enough."""
+    """Return the last tokens of the first prompts that are long enough."""
     rows = read_rows(Path(file), _Row, f"{KEY}.file")
     said = [row.prompt if row.prompt is not None else row.problem for row in rows]
     if None in said:
-        raise UserError(
-            f"{KEY}.file: {file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'."
+        raise UserError.at(
+            f"{KEY}.file",
+            f"{file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'.",
         )
     encoded = straw.tokenizer.encode_batch([str(one) for one in said], add_special_tokens=False)
     behind = length - len(straw.bos)
     found = [one.ids[-behind:] for one in encoded if len(one.ids) >= behind]
     if not found:
         longest = max(len(one.ids) for one in encoded) + len(straw.bos)
-        raise UserError(
-            f"{KEY}.length: no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
-            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file."
+        raise UserError.at(
+            f"{KEY}.length",
+            f"no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
+            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file.",
         )
     return np.array([[*straw.bos, *ids] for ids in found[:texts]], dtype=np.int64)
 
 
 def _windows_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """Evenly spread over running text."""
+    """Return windows evenly spread over running text."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{KEY}.file: {file!r} is not UTF-8 text.") from None
+        raise UserError.at(f"{KEY}.file", f"{file!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError(f"{KEY}.file: {file!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(f"{KEY}.file", f"{file!r} cannot be read ({error.strerror}).") from error
     ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
     behind = length - len(straw.bos)
     if len(ids) < behind:
-        raise UserError(
-            f"{KEY}.length: {file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text."
+        raise UserError.at(
+            f"{KEY}.length",
+            f"{file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text.",
         )
     starts = np.linspace(0, len(ids) - behind, texts).astype(np.int64)
     return np.array([[*straw.bos, *ids[start : start + behind]] for start in starts])

@@ -1,4 +1,4 @@
-"""Text from a finished model: one continuation as it grows, several when all are whole."""
+"""Text from a finished model: a single continuation streams, several appear when complete."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.memory import cache_memory, free_memory, gib
 from trainer.runs.models import Candidate, find_candidate
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """What a model wrote after each prompt.
+    """Continuations of each prompt.
 
-    ``read``, ``written``: tokens of all together. ``first``, ``rest``: seconds until every prompt
+    ``read``, ``written``: total numbers of tokens. ``first``, ``rest``: seconds until every prompt
     had its first token, and from there to the end.
     """
 
@@ -36,7 +36,7 @@ class Continuations:
     rest: float
 
     def speed(self) -> str:
-        """Tokens, and tokens a second, of reading the prompts and of writing what followed."""
+        """Describe tokens and tokens per second of reading the prompts and of writing."""
         said = f"{self.read} tokens read, {self.read / self.first:,.0f} a second"
         said += f"; {self.written} written"
         if (later := self.written - len(self.texts)) > 0:
@@ -49,8 +49,8 @@ def continue_prompts(
 ) -> Continuations:
     """Continue the prompts with the checkpoint.
 
-    ``show`` gets a single continuation piece by piece where the request streams; ``say`` what is
-    known of the model before the first token.
+    ``show`` gets pieces of a single continuation if the request streams; ``say`` gets remarks on
+    the model before the first token.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -65,14 +65,19 @@ def continue_prompts(
 
 
 def _check_memory(found: Candidate, request: GenerationRequest) -> None:
-    """Raises ``UserError`` where keys and values of all tokens would not fit into memory."""
-    characters = max(map(len, request.prompts))  # at least as many as tokens, but for a few
+    """Check that keys and values of all tokens fit into memory.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    characters = max(map(len, request.prompts))  # nearly always at least the number of tokens
     tokens = request.max_new_tokens + characters
     needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
     if needed > free:
-        raise UserError(
-            f"max_new_tokens: keys and values of {tokens:,} tokens need {gib(needed)}, "
-            f"and {gib(free)} are free; choose fewer."
+        raise UserError.at(
+            "max_new_tokens",
+            f"keys and values of {tokens:,} tokens need {gib(needed)}, and {gib(free)} are free; "
+            "choose fewer.",
         )
 
 
@@ -83,7 +88,7 @@ def write(
     request: GenerationRequest,
     show: Callable[[str], None],
 ) -> Continuations:
-    """Continue the prompts, each after ``bos_token`` where there is one."""
+    """Continue the prompts, each after ``bos_token`` if there is one."""
     bos = [] if bos_token is None else [bos_token]
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
     ids = [[*bos, *tokens] for tokens in encoded]

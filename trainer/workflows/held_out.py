@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
 
 
 def text_source(text: DataConfig | None, candidate: Candidate) -> DataConfig:
-    """``text=``, or where the model's own run had its text, or what is on every machine."""
+    """Return the configured text, or that of the model's own run, or the text that comes with
+    Python."""
     return text or (candidate.run.data if candidate.run is not None else DataConfig())
 
 
 def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
-    """The prepared splits of that source in the model's tokens.
+    """Open the prepared splits of the source in the model's tokens.
 
     Raises:
-        UserError: the text cannot be read, is too short, or is not what the run had.
+        UserError: the text cannot be read, is too short, or differs from the run's.
     """
     source, run = text_source(text, candidate), candidate.run
     if text is None and run is not None and not run.model.is_trained:
         read = candidate.state["data"].get("texts") if "data" in candidate.state else None
         corpus = prepare_corpus(source, run.tokenizer, wanted=read)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
-            raise UserError(
-                "checkpoint: it was trained with another tokenizer than its text source gives "
-                "here (another version of Python, or changed files); where a command takes text=, "
-                "that names another source."
+            raise UserError.at(
+                "checkpoint",
+                "it was trained with another tokenizer than its text source gives here (another "
+                "version of Python, or changed files); where a command takes text=, that names "
+                "another source.",
             )
         return corpus
     try:
@@ -36,4 +38,4 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
     except UserError as error:
         if text is None:
             raise
-        raise UserError(*(p.replace("data.", "text.") for p in error.problems)) from error
+        raise UserError(*(p.renamed({"data": "text"}) for p in error.problems)) from error

@@ -1,4 +1,4 @@
-"""The samples of a step of a run, decoded, with where each is from."""
+"""Decoded samples of a run's step, with their origin."""
 
 from __future__ import annotations
 
@@ -6,36 +6,41 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.order import as_text, sample_hashes
-from trainer.errors import UserError
 from trainer.runs.models import find_candidate
 from trainer.runs.phases import phase_before, phases_of
 from trainer.runs.starting_point import data_fingerprints, samples_of
 from trainer.workflows.held_out import held_out_corpus
-from trainer.workflows.inspection_request import InspectionRequest
+from trainer.workflows.requests import InspectionRequest
 
 BORDER = " ¶ "
 """Stands where a document ends."""
 
 
 def inspect_step(request: InspectionRequest) -> Iterator[str]:
-    """Lines about the step, then about each of its samples.
+    """Yield lines about the step, then about each of its samples.
 
     Raises:
-        UserError: it is no run, has no such step, or its text is not here.
+        UserError: it is no run, has no such step, or its text is missing.
     """
     candidate = find_candidate(str(request.checkpoint))
     if (run := candidate.run) is None:
-        raise UserError("checkpoint: published weights; no run here knows what they have read.")
+        raise UserError.at(
+            "checkpoint", "published weights; no run here knows what they have read."
+        )
     if request.step > run.trainer.max_steps:
-        raise UserError(f"step: the run has {run.trainer.max_steps} steps, got {request.step}.")
+        raise UserError.at(
+            "step", f"the run has {run.trainer.max_steps} steps, got {request.step}."
+        )
     corpus = held_out_corpus(None, candidate)
     phase = phase_before(phases_of(run), request.step)
     read = phase_before(phases_of(run), candidate.state["step"])
     if candidate.state["data"] != data_fingerprints(corpus, read):
-        raise UserError(
-            "checkpoint: it was trained on other text, or in another order, than is read here "
-            "(an earlier version of this program, changed files, another version of Python)."
+        raise UserError.at(
+            "checkpoint",
+            "it was trained on other text, or in another order, than is read here (an earlier "
+            "version of this program, changed files, another version of Python).",
         )
     samples = samples_of(corpus, phase)
     size = phase.config.trainer.batch_size

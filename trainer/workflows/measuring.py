@@ -1,4 +1,4 @@
-"""Finished models through the engine of cells: what is read, what is measured, one report of it."""
+"""Measure finished models with the engine of cells, and make one report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.report.observations import ROLES, observe
-from trainer.report.outcomes import AS_IS, Outcomes
-from trainer.report.results import STATEMENTS, Arm, Drop, Report
+from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
@@ -35,16 +35,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Text:
-    """Held-out tokens for perplexity and fits, and documents for haystacks, in the tokens of the
-    ``first`` model."""
+    """Held-out text in the tokens of the ``first`` model: for perplexity, fits and haystacks."""
 
     corpus: Corpus
     first: Candidate
 
     @property
     def training_share(self) -> float | None:
-        """Which share of the first model's training sequences carried statements; None where it was
-        trained elsewhere."""
+        """Share of the first model's training sequences with statements; None if it was trained
+        elsewhere."""
         return None if self.first.run is None else self.first.run.data.needles.share
 
     @property
@@ -64,19 +63,19 @@ def measure_models(
     share: Share = Share(),  # noqa: B008
     tf32: bool = True,
 ) -> Report:
-    """Every method on every model, in a report without anything of their training.
+    """Measure every method on every model; return a report without anything about training.
 
-    What is in ``cells`` already, of an interrupted evaluation or of another table, is not measured
-    again. A temperature that was fitted for a run as it was trained is kept with its checkpoint.
+    Cells that are stored in ``cells``, by an interrupted evaluation or for another table, are not
+    measured again. A temperature fitted for a run as trained is stored with its checkpoint.
 
     Args:
-        name: of the report.
+        name: name of the report.
         candidates: in the order of tables, see :func:`checked`.
         config: methods, tasks and lengths.
-        text: of the first candidate's tokens.
-        cells: the directory of finished cells.
-        accelerator: cpu, or a GPU where there is one.
-        share: of several processes, each of which calls this; the report of the first one is whole.
+        text: text in the first candidate's tokens.
+        cells: directory of finished cells.
+        accelerator: cpu, or a GPU if there is one.
+        share: share of this process if there are several; the report of the first one is complete.
         tf32: whether a GPU multiplies float32 matrices in TF32.
 
     Raises:
@@ -104,7 +103,7 @@ def measure_models(
         measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
     if share.index:
         return unmeasured(name, C, text.corpus)
-    chosen = len(set(config.temperature.grid)) > 1  # out of several, and not given
+    chosen = len(set(config.temperature.grid)) > 1  # chosen from several, not given
     for candidate in candidates:
         if chosen and candidate.run is not None and candidate.name in measured.temperature:
             _keep(candidate, measured.temperature[candidate.name])
@@ -132,7 +131,7 @@ def measure_models(
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
-    """A report without cells."""
+    """Return a report without cells."""
     return Report(name, training_length, (), {}, {}, (), {}, environment(corpus))
 
 
@@ -142,7 +141,7 @@ def with_observations(
     drop: Drop | None = None,
     arms: Mapping[str, Arm] | None = None,
 ) -> Report:
-    """The report with the papers' observations held against it; ``arms``: by the models' names."""
+    """Return the report with the papers' observations compared; ``arms``: by the models' names."""
     outcomes = Outcomes(report)
     rows: dict[str, str] = {}
     trained: dict[str, Arm] = {}
@@ -161,16 +160,18 @@ def with_observations(
 
 
 def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The models under names that differ, once they were found to fit together."""
+    """Check that the models fit together; return them under distinct names."""
     first = candidates[0]
     for candidate in candidates:
         if not same_tokens(candidate.tokenizer, first.tokenizer):
-            raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
+            raise UserError.at(
+                "compare", f"{candidate.given!r} has another tokenizer than the first."
+            )
         if candidate.layout.training_length != first.layout.training_length:
-            raise UserError(
-                f"compare: {candidate.given!r} has a training length of "
-                f"{candidate.layout.training_length} tokens, the first one of "
-                f"{first.layout.training_length}."
+            raise UserError.at(
+                "compare",
+                f"{candidate.given!r} has a training length of {candidate.layout.training_length} "
+                f"tokens, the first one of {first.layout.training_length}.",
             )
     return distinct(candidates)
 

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, how it was made, how far it reaches."""
+"""README.md of an exported model: what it is, how it was made, how far it reaches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 def model_card(
     path: Path, state: dict[str, Any], model: Decoder, plan: Plan, difference: float | None
 ) -> str:
-    """Markdown with the metadata that the hub reads.
+    """Return Markdown with the metadata that the hub reads.
 
     Args:
-        path: the checkpoint; figures come from the report of its run, where there is one.
-        state: what the checkpoint says of itself.
+        path: the checkpoint; figures come from the report of its run, if there is one.
+        state: its description in the checkpoint.
         model: its decoder.
-        plan: how it is written.
-        difference: of logits, None where nothing was compared.
+        plan: form of the export.
+        difference: largest difference of logits, None without a comparison.
     """
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (
@@ -87,7 +87,7 @@ def _facts(
 
 
 def describe(layout: Layout) -> str:
-    """The encodings in words, layers counted from 0."""
+    """Describe the encodings in words, with layers counted from 0."""
     parts, first = [], 0
     for layer, alike in groupby(layout.layers):
         last = first + len(list(alike)) - 1
@@ -134,7 +134,7 @@ def _report(path: Path) -> Report | None:
 
 
 def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
-    """The table of the run's report, for the checkpoint that was evaluated there: its last."""
+    """Return the table of the run's report if it evaluated this checkpoint, its last."""
     name = label(config, is_dropped(config, step))
     if report is None or step != config.trainer.max_steps:
         return []
@@ -169,12 +169,12 @@ def _usage(plan: Plan) -> str:
 
 
 def renewed_card(text: str, name: str, plan: Plan) -> str:
-    """Return a published model's card with the table of engines of what is written now.
+    """Return a published model's card with the table of engines for the new export.
 
     Args:
         text: the card, empty if there is none.
-        name: of the model, for a card that does not exist yet.
-        plan: how the model is written.
+        name: name of the model, for a new card.
+        plan: form of the export.
     """
     parts = (text or f"# {name}\n").rstrip("\n").split("\n## ")
     kept = [part for part in parts if not part.startswith("Engines\n")]
@@ -184,7 +184,7 @@ def renewed_card(text: str, name: str, plan: Plan) -> str:
 
 
 def _temperature(path: Path, layout: Layout) -> str:
-    """Return a sentence about a fitted temperature, which an export does not have."""
+    """Return a sentence about a fitted temperature, which an export lacks."""
     _, words = with_fitted_temperature(layout, path)
     if not words:
         return ""
@@ -210,7 +210,7 @@ def _engines(plan: Plan) -> str:
 
 
 def _padding(plan: Plan, layout: Layout) -> str:
-    """What batches of prompts need, where the encoding follows their lengths."""
+    """Return what batches of prompts require if the encoding depends on their lengths."""
     tempered = any(not spectrum.temperature.is_constant for spectrum in layout.spectra)
     if plan.is_native or not (tempered or layout.follows_length):
         return ""

@@ -17,17 +17,17 @@ PROMPTS = 4
 def needle_prompt(
     tokenizer: Tokenizer, ids: Tensor, length: int, seed: int = 0, depth: float = 0.1
 ) -> NeedlePrompt | None:
-    """One statement in the first texts, and the question for it at their end.
+    """Insert one statement into the first texts, and the question for it at their end.
 
     Args:
-        tokenizer: of the model.
-        ids: ``[B, T]`` texts behind a beginning-of-text token each.
+        tokenizer: the model's.
+        ids: ``[B, T]`` texts, each after a beginning-of-text token.
         length: tokens of a prompt, at most T.
-        seed: of the statement.
-        depth: of the statement, 0 for the beginning of the text and 1 for its end.
+        seed: seed of the statement.
+        depth: position of the statement, 0 for the beginning of the text and 1 for its end.
 
     Returns:
-        None where there is no room for a text four times as long as statement and question.
+        None if the text would be less than four times as long as statement and question.
     """
     haystack = Haystack(tokenizer, (), ())
     quiz = one_of_many(1, "", np.random.default_rng(seed))

@@ -1,18 +1,18 @@
-"""What a run will need, before it starts: parameters, operations, memory, time, disk.
+"""Requirements of a run: parameters, operations, memory, time, disk.
 
-Nothing is trained, downloaded or written, and no GPU is asked for.
+Nothing is trained, downloaded or written, and no GPU is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of
@@ -26,7 +26,7 @@ from trainer.training.module import make_decoder
 from trainer.training.peaks import dense_peak
 from trainer.training.rehearsal import Parts, memory_of
 from trainer.training.strategy import reduces_once_a_step
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -34,7 +34,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """``name`` as :mod:`trainer.training.peaks` has it; ``memory`` in bytes."""
+    """A GPU: ``name`` as in :mod:`trainer.training.peaks`, ``memory`` in bytes."""
 
     name: str
     memory: float
@@ -63,10 +63,10 @@ class Section:
 
 
 def plan(request: PlanRequest) -> Iterator[Section]:
-    """The sections of a plan, each as soon as it is known.
+    """Yield the sections of a plan as soon as each is known.
 
     Raises:
-        UserError: the vocabulary cannot be known yet.
+        UserError: the vocabulary size is unknown.
     """
     config, corpus = request.config, _corpus(request)
     vocab = config.model.vocab_size or _vocabulary(config, corpus)
@@ -86,11 +86,11 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
     yield Section("Disk", list(_disk(config, controls, counted["in all"], vocab)))
     if missing := [*request.missing, *_missing_text(corpus)]:
-        yield Section("Missing here", [("", one) for one in missing])
+        yield Section("Missing here", [("", str(one)) for one in missing])
 
 
 def parameters(model: Decoder) -> dict[str, int]:
-    """Numbers of parameters, by part."""
+    """Return the numbers of parameters by part."""
 
     def of(*kinds: str) -> int:
         return sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in kinds))
@@ -109,7 +109,7 @@ def parameters(model: Decoder) -> dict[str, int]:
 
 
 def flops(config: RunConfig, begin: int = 0) -> float:
-    """Operations of the steps of a run whose vocabulary is known, from step ``begin`` on."""
+    """Return the operations of a run's steps from step ``begin``; its vocabulary must be known."""
     model = make_decoder(config, 0)
     return float(
         sum(
@@ -177,7 +177,7 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
 
 
 def _load(config: RunConfig, ranks: int) -> tuple[int, int]:
-    """Tokens of a rank's micro-batch, and how many make a step."""
+    """Return the tokens of a rank's micro-batch, and the number of micro-batches per step."""
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
     return rows * config.data.sequence_length, config.trainer.accumulation(ranks)
 
@@ -199,7 +199,7 @@ def _parts(
     once = reduces_once_a_step(model, kind, int(gpu.memory))
     strategy = replace(config.strategy, reduce_gradients="step" if once else "micro_batch")
     run = config.trainer
-    if config.strategy.name == "ddp":  # a rank holds what one device would with its share
+    if config.strategy.name == "ddp":  # a rank holds what a single device would
         strategy = replace(strategy, name="single")
         run = replace(run, batch_size=run.batch_size // ranks)
         ranks = local = 1
@@ -208,7 +208,7 @@ def _parts(
 
 
 def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:
-    """The first change after which it fits: what costs least time first."""
+    """Return the first change after which the run fits, cheapest in time first."""
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
     sharded: tuple[Literal["fsdp2"], ...] = ("fsdp2",) if ranks > 1 else ()
     for name in dict.fromkeys([config.strategy.name, *sharded]):
@@ -257,7 +257,7 @@ def _disk(
 
 
 def _kept(config: RunConfig) -> int:
-    """Checkpoints of a run that is done, at most."""
+    """Return the largest number of checkpoints that a finished run keeps."""
     run = config.trainer
     kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
     kept += len(kept_steps(config))
@@ -273,7 +273,7 @@ def _hours(hours: float) -> str:
 
 
 def _corpus(request: PlanRequest) -> Corpus | UserError:
-    """The prepared text, or why there is none."""
+    """Return the prepared text, or the error that explains its absence."""
     config = request.config
     try:
         tokenizer = None if request.missing else tokenizer_of_weights(config)
@@ -289,11 +289,11 @@ def _vocabulary(config: RunConfig, corpus: Corpus | UserError) -> int:
         return corpus.tokenizer.get_vocab_size()
     if config.tokenizer.path is None:
         return config.tokenizer.vocab_size
-    raise UserError(
-        "model.vocab_size: not known before the text is prepared; give it, such as "
-        "model.vocab_size=49152."
+    raise UserError.at(
+        "model.vocab_size",
+        "not known before the text is prepared; give it, such as model.vocab_size=49152.",
     )
 
 
-def _missing_text(corpus: Corpus | UserError) -> list[Any]:
+def _missing_text(corpus: Corpus | UserError) -> list[Problem]:
     return list(corpus.problems) if isinstance(corpus, UserError) else []

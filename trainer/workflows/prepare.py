@@ -1,4 +1,4 @@
-"""Prepares the text of a run: every text of its mixture, or a part of each."""
+"""Preparation of a run's text: every text of its mixture, or a part of each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from trainer.common.errors import Problem, UserError
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
@@ -16,11 +19,8 @@ from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
-from trainer.errors import UserError
-from trainer.report.progress import Progress
-from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
-from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ LARGE = 64 << 30
 
 
 def prepare(request: PrepareRequest) -> Iterator[str]:
-    """Do it; a line for each text that is there.
+    """Prepare the text; yield a line for each text that is complete.
 
     Raises:
-        UserError: a source cannot be read, or what is prepared is not what was written.
+        UserError: a source cannot be read, or prepared files differ from what was written.
     """
     for data in readings(request.config):
         yield from _prepare(request, data)
@@ -57,12 +57,12 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
                     "is finishes the whole."
                 )
             if tokenizer is None and not config.tokenizer.path:
-                tokenizer = work.own_tokenizer  # that of a mixture's first text is all others'
+                tokenizer = work.own_tokenizer  # shared by all texts of a mixture
         yield said
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:
-    """Do a part of the work under a progress bar; whether all parts are done."""
+    """Do a part of the work with a progress bar; return whether all parts are done."""
     began, done = time.perf_counter(), Advance(0, 0)
     progress: Progress | None = None
     number, parts = request.prepare.number_of
@@ -95,7 +95,7 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             progress.advance_to(done.text_bytes, tokens=done.tokens)
 
     with ExitStack() as shown:
-        # A job that is started again may find the one before it still there.
+        # A requeued job may find the previous one still running.
         wait = "SLURM_JOB_ID" in os.environ
         finished = work.run((number, parts), request.prepare.workers, report, planned, wait)
     seconds = time.perf_counter() - began
@@ -119,7 +119,7 @@ def _verified(work: Preparation) -> str:
     text = open_prepared(work.directory)
     if problems := [*verify(text, cores()), *packing_problems(work.directory)]:
         raise UserError(
-            *(f"data: {str(work.directory)!r}: {problem}." for problem in problems),
-            "Remove that directory and prepare the text again.",
+            *(Problem("data", f"{str(work.directory)!r}: {problem}.") for problem in problems),
+            Problem("", "Remove that directory and prepare the text again."),
         )
     return f"Every byte is as it was written: {_described(work)}"

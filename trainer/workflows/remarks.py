@@ -1,4 +1,4 @@
-"""What a run or an evaluation says of itself before it begins."""
+"""Remarks of a run or an evaluation before it begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationCon
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
-from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.monitoring import MonitorConfig
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
-    """Tell how much text there is, and how often the run reads it."""
+    """Log how much text there is, and how often the run reads it."""
     read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
         times = read[part.name]
@@ -32,7 +32,7 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
 
 
 def say_long_warmups(configs: dict[str, RunConfig]) -> None:
-    """Tell which learning rates never reach their peak."""
+    """Log which learning rates never reach their peak."""
     for arm in configs.values():
         for key, phase in schedules(arm).items():
             warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
@@ -45,7 +45,7 @@ def say_long_warmups(configs: dict[str, RunConfig]) -> None:
 
 
 def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
-    """Tell which encodings of a pattern a model has too few layers for."""
+    """Log which encodings of a pattern are unused because the model has too few layers."""
     for arm in configs.values():
         layers, count = arm.positional.layers, arm.model.num_hidden_layers
         if not arm.model.is_trained and (unused := {*layers} - {*layers[:count]}):
@@ -56,7 +56,7 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
 
 
 def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
-    """Tell which phases rescale nothing."""
+    """Log which phases rescale nothing."""
     for arm in configs.values():
         for phase, rotates in idle_rescalings(arm).items():
             if not rotates:
@@ -74,7 +74,7 @@ def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
 
 
 def say_other_budgets(configs: dict[str, RunConfig]) -> None:
-    """Tell which controls train on more or fewer tokens than the run they are compared with."""
+    """Log which controls train on more or fewer tokens than the run."""
     tokens = {name: tokens_at(arm, arm.trainer.max_steps) for name, arm in configs.items()}
     for name, count in tokens.items():
         if count != tokens["main"]:
@@ -101,10 +101,10 @@ OF_METHODS = {
 def say_idle_settings(
     config: MethodsConfig, words: Sequence[str], monitor: MonitorConfig | None = None
 ) -> None:
-    """Tell which settings of an evaluation were given, although no method and no task reads them;
-    of a run also no ``monitor``.
+    """Log which given settings of an evaluation no method and no task uses.
 
-    ``words``: the overrides of the command line. What an option of a group sets is not named.
+    For a run, the settings of ``monitor`` count, too. ``words``: the overrides of the command line.
+    Settings that an option of a group implies are not reported.
     """
     readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
     read = {*config.parts}
@@ -131,7 +131,7 @@ def say_idle_settings(
 
 
 def schedules(config: RunConfig) -> dict[str, Phase]:
-    """Where the schedules of a run stand, and the last phase that each is of."""
+    """Return the configuration keys of a run's schedules, each with its last phase."""
     phases = phases_of(config)
     if not config.phases:
         return dict(zip(("schedule", "drop.schedule"), phases, strict=False))

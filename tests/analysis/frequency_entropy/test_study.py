@@ -17,7 +17,7 @@ from trainer.analysis.frequency_entropy.study import FrequencyEntropyStudy
 from trainer.analysis.settings import AttenuationSettings, ShortTime, rules
 from trainer.analysis.studies.study import Target, run
 from trainer.evaluation import weighted_rope
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 
 SIDES = ("query", "key")
 
@@ -320,7 +320,7 @@ def test_the_curve_has_more_words_than_one_rule():
         ("sequence", "below", 0.6),
     )
     for wrong in ("", "spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
-        (problem,) = AttenuationSettings(gates=[wrong]).problems()
+        (problem,) = map(str, AttenuationSettings(gates=[wrong]).problems())
         assert problem.startswith("analysis.attenuation.gates: expected an entropy and")
 
 

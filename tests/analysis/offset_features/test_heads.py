@@ -13,7 +13,7 @@ import torch
 from tests.analysis.attention_examples import layer_of_heads, turned
 from trainer.analysis import attention
 from trainer.analysis.offset_features.heads import sink_part
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 
 def looped(heads, head, pair, queries):

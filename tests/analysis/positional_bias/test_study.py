@@ -12,21 +12,20 @@ from scipy.stats import spearmanr
 
 from tests.analysis.attention_examples import attention_of
 from tests.analysis.positional_bias.test_measure import dense_gradients, weights
-from trainer.analysis.capture import capture
+from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.positional_bias import measure as fresh_module
 from trainer.analysis.positional_bias.measure import encoded_layout, fresh_decoders
 from trainer.analysis.positional_bias.rescaling import (
-    NeedlePrompt,
     attention_around,
+    needle_part,
     needle_shift,
+    rank_correlation,
     yarn_shift,
 )
 from trainer.analysis.positional_bias.study import (
     PositionalBiasStudy,
     factors_part,
     heads_part,
-    needle_part,
-    rank_correlation,
 )
 from trainer.analysis.studies.study import Target, run
 from trainer.model.config import QKNormConfig
@@ -70,9 +69,10 @@ def test_bias_is_that_of_the_first_tokens_up_to_the_training_length(rope, sectio
 
 
 def test_findings_name_the_strongest_heads_and_count_positional_ones():
-    bias = type("Bias", (), {})()
-    bias.diagonal = np.array([[0.0, 0.1], [0.7, 0.5]])
-    bias.previous = np.array([[0.9, 0.1], [0.0, -0.2]])
+    bias = {
+        "diagonal": np.array([[0.0, 0.1], [0.7, 0.5]]),
+        "previous": np.array([[0.9, 0.1], [0.0, -0.2]]),
+    }
     own, previous = heads_part(bias).findings
     assert "its own token, layer 1 head 0 leans most, Aᶜ = 0.700; 2 of 4 heads reach 0.5" in own
     assert "the previous token, layer 0 head 0 leans most, Aᶜ = 0.900; 1 of 4" in previous

@@ -3,8 +3,8 @@
 import torch
 
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
-from trainer.report.geometry.section import Section
 
 
 class Noting(Study):

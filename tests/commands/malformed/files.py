@@ -17,7 +17,7 @@ GROUPS = {
     "a key that is not there": ("name: ${no_such_key}", "no_such_key"),
     "an open brace": ("name: ${a", "name"),
     "a list": ("- seed: 1", "expected keys with values"),
-    "a word": ("seed", "seed: got None"),
+    "a word": ("seed", "seed: expected a whole number, got null"),
     "an unknown option": ("defaults:\n- override /model: nanoo", "nanoo"),
     "an unknown group": ("defaults:\n- /modell: nano", "modell"),
     "defaults that are no list": ("defaults: nano", "expected a list"),

@@ -3,8 +3,8 @@
 RUN = r"""
 model.hiden_size=3 | Did you mean 'hidden_size'
 modle.hidden_size=3 | Did you mean 'model'
-optimizer.lr=fast | optimizer.lr: got 'fast'
-optimizer.lr=[1,2] | optimizer.lr: got
+optimizer.lr=fast | optimizer.lr: expected a number, got 'fast'
+optimizer.lr=[1,2] | optimizer.lr: expected a number
 optimizer.lr=nan | expected a finite number
 optimizer.lr=inf | expected a finite number
 optimizer.lr=-inf | optimizer.lr
@@ -29,8 +29,8 @@ model.head_dim=15 | model.head_dim: 15 is odd
 model.head_dim=10000000 | model.head_dim: expected at most 65,536
 model.hidden_size=1000000000 | model.hidden_size: expected at most
 model.hidden_size=-1 | model.hidden_size
-model.hidden_size=1.5 | model.hidden_size: got 1.5
-model.hidden_size=null | model.hidden_size: got None
+model.hidden_size=1.5 | model.hidden_size: expected a whole number, got 1.5
+model.hidden_size=null | model.hidden_size: expected a whole number, got null
 model.num_hidden_layers=100000 | model.num_hidden_layers: expected at most 2,048
 model.num_hidden_layers=0 | model.num_hidden_layers
 model.num_attention_heads=1000000000 | model.num_attention_heads: expected at most
@@ -41,23 +41,23 @@ model.vocab_size=10 | model.vocab_size: 10 embeddings
 model.initializer_range=1e300 | model.initializer_range: expected at most 1,000
 model.rms_norm_eps=1e300 | model.rms_norm_eps: expected at most 1,
 model.softmax.softcap=1e300 | model.softmax.softcap: expected at most 1,000,000
-model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected a number from 0.001
+model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected 0.001 or more
 model.initializer_range=nan | model.initializer_range
-model.softmax.softcap=None | nothing is written null
+model.softmax.softcap=None | Use null for 'not set'
 model.attention_backend=sdp | Did you mean 'sdpa'
 model.attention_backend=flash trainer.precision=bf16 | needs the package flash-attn
 model.attention_backend=flex | needs a GPU
 model.qk_norm=always | model.qk_norm
 model.qk_norm.when=after | model.qk_norm.when
 model.qk_norm.when=after_drop | there is no drop
-model.from_pretrained=None | nothing is written null
+model.from_pretrained=None | Use null for 'not set'
 model.from_pretrained="" | model.from_pretrained
 model.from_pretrained=/none/such | there is no directory '/none/such'
 model.from_pretrained=text.txt | 'text.txt' is a file
-seed=-1 | seed: expected a whole number from 0 to 2^62
-seed=1180591620717411303424 | seed: expected a whole number from 0 to 2^62
-seed=one | seed: got 'one'
-seed=0.5 | seed: got 0.5
+seed=-1 | seed: expected 0 or more
+seed=1180591620717411303424 | seed: expected at most
+seed=one | seed: expected a whole number, got 'one'
+seed=0.5 | seed: expected a whole number, got 0.5
 name=a/b | name: 'a/b' names a directory
 name=../evil | name: '../evil' names a directory
 name="" | name
@@ -82,10 +82,10 @@ positional.layers=[] | positional.layers: expected at least one entry
 positional.layers=[rop] | unknown encoding 'rop'
 positional.layers=rope | positional.layers
 positional.windows=[99] | window of 99
-positional.windows=[0] | window of 0
+positional.windows=[0] | positional.windows[0]: expected 1 or more
 positional.windows=[] | positional.windows
-+positional.heads.nope=2.0 | positional.heads.nope: expected a share from 0 to 1
-+positional.heads.nope=-1 | positional.heads.nope: expected a share from 0 to 1
++positional.heads.nope=2.0 | positional.heads.nope: expected at most 1
++positional.heads.nope=-1 | positional.heads.nope: expected 0 or more
 +positional.heads.nope=nan | expected a finite number
 +positional.heads.nope=0.123 | is not a whole number of them
 +positional.heads.rop=0.5 | unknown encoding 'rop'
@@ -97,9 +97,9 @@ positional.encodings.rope.angle_scale=1e300 | expected at most 1,000,000.
 positional=rope_id data.sequence_length=128 positional.encodings.rope_id.exponent=11 | from 0 to 10
 positional=nope positional.encodings.nope.temperature=1e300 | a coefficient from 0 to 100
 positional=nope positional.encodings.nope.temperature=-1 | a coefficient from 0 to 100
-positional.temperature.exponent=1000 | temperature.exponent: expected a number from 0 to 10
-positional.temperature.coefficient=1e300 | temperature.coefficient: expected a number from 0 to 100
-positional.temperature.scale=0 | temperature.scale: expected a number from 0.001 to 1000
+positional.temperature.exponent=1000 | temperature.exponent: expected at most 10
+positional.temperature.coefficient=1e300 | temperature.coefficient: expected at most 100
+positional.temperature.scale=0 | temperature.scale: expected 0.001 or more
 +positional.encodings.rope=5 | positional.encodings.rope
 positional.encodings.rope.rotary_fraction=1.5 | rotary_fraction
 data=filess | Did you mean 'files'
@@ -113,7 +113,7 @@ data=files data.files=[notes.doc] | there is no file 'notes.doc'
 data=files data.files=[circle] | 'circle' cannot be read
 data=files data.files=[broken.py] | is not in .txt
 data=files 'data.files=[""]' | an empty address names no file
-data.files=text.txt | data.files: got 'text.txt'
+data.files=text.txt | data.files: expected a list in brackets, got 'text.txt'
 data=files data.files=["@none"] | the list 'none' cannot be read
 data=files data.files=["@empty.txt"] | the list 'empty.txt' names no file
 data=files data.files=["s3://a:b@c/d"] | an address with a password
@@ -140,12 +140,12 @@ data.needles.weight=0 | data.needles.weight
 data.prepared=none | data: the prepared text in 'none' does not exist
 data.prepared=others | has no manifest.json
 data.prepared="" data.source=x | unknown source 'x'
-+data.mixture.a=5 | data.mixture.a: got 5
++data.mixture.a=5 | data.mixture.a: expected a group of keys, got 5
 +data.mixture.a.weight=0 | data.mixture.a.weight: expected a positive number
 +data.mixture.a.weight=nan | data.mixture.a.weight
 +data.mixture.a.wait=1 | data.mixture.a.wait: unknown key
 tokenizer.path=none.json | there is no file 'none.json'
-tokenizer.path=None | nothing is written null
+tokenizer.path=None | Use null for 'not set'
 tokenizer.path=others | is a directory
 tokenizer.path=text.txt | is not a tokenizer.json
 tokenizer.path="" | tokenizer.path
@@ -182,11 +182,11 @@ trainer.keep_best=-1 | trainer.keep_best
 trainer.step_timeout=0 | trainer.step_timeout
 trainer.step_timeout=nan | trainer.step_timeout
 trainer.checkpoint_minutes=-1 | trainer.checkpoint_minutes
-trainer.max_time=None | trainer.max_time: got 'None', which is Python's word
-trainer.max_steps=true | trainer.max_steps: got true or false, which mean nothing here
-model.softmax.softcap=true | model.softmax.softcap: got true or false
-evaluation.lengths=[1,true] | evaluation.lengths: got true or false
-optimizer.betas=[0.9,false] | optimizer.betas: got true or false
+trainer.max_time=None | trainer.max_time: expected a text, got 'None'. Use null
+trainer.max_steps=true | trainer.max_steps: expected a whole number, got true
+model.softmax.softcap=true | model.softmax.softcap: expected a number, got true
+evaluation.lengths=[1,true] | evaluation.lengths[1]: expected a number, got true
+optimizer.betas=[0.9,false] | optimizer.betas[1]: expected a number, got false
 trainer.max_time=soon | trainer.max_time
 trainer.max_time=1:99:00 | trainer.max_time
 trainer.profile_steps=[5] | trainer.profile_steps
@@ -203,8 +203,8 @@ monitor.trials=-1 | monitor.trials
 monitor.lengths_every=1 monitor.windows=100000000000 | monitor.windows: held-out text of
 evaluation=extention | Did you mean 'extension'
 evaluation.lengths=[] | evaluation.lengths
-evaluation.lengths=[0] | evaluation.lengths: expected positive multiples
-evaluation.lengths=[-1] | evaluation.lengths: expected positive multiples
+evaluation.lengths=[0] | evaluation.lengths[0]: expected a positive number
+evaluation.lengths=[-1] | evaluation.lengths[0]: expected a positive number
 evaluation.lengths=[nan] | expected a finite number
 evaluation.lengths=[1e300] | evaluation.lengths[0]: expected at most
 evaluation.lengths=[1e6] data.sequence_length=4096 | evaluation.lengths: expected multiples
@@ -217,7 +217,7 @@ evaluation.methods=[yarn] | expected 'none' among them
 evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
-evaluation.lengths=[1,100000] | evaluation.lengths: the held-out text has
+evaluation.lengths=[1,5000] | evaluation.lengths: the held-out text has
 evaluation.tasks=[ruler] evaluation.ruler.tasks=[vt] | tokens for RULER's vt with this tokenizer
 evaluation.tasks=[standard] | evaluation.lengths: expected at least
 evaluation.windows=0 | evaluation.windows
@@ -229,7 +229,7 @@ evaluation.temperature.grid=[nan] | expected a finite number
 evaluation.temperature.grid=[1e300] | evaluation.temperature.grid
 evaluation.temperature.grid=[-1] | evaluation.temperature.grid
 evaluation.temperature.grid=[] | evaluation.temperature.grid
-evaluation.temperature.rope_id_exponent=100 | rope_id_exponent: expected a number from 0 to 10
+evaluation.temperature.rope_id_exponent=100 | rope_id_exponent: expected at most 10
 evaluation.needles.trials=0 | evaluation.needles.trials
 evaluation.needles.trials=10000000000 | evaluation.needles.trials: expected at most
 evaluation.needles.depths=[2] | evaluation.needles.depths
@@ -246,9 +246,9 @@ evaluation.ruler.tasks=[vtt] | unknown task 'vtt'
 +phases.a.tokens=0 | phases.a.tokens: expected 1 or more
 "+phases.a={steps: 5, until: {flat: 0.1}}" | phases.a.until.every: expected at most 5
 +controls.a=5 | controls.a
-+controls.a.seed=-1 | controls.a: seed
-+controls.a.model.from_run=None | controls.a: model.from_run: got 'None'
-+controls.a.modell=1 | controls.a: modell: unknown key
++controls.a.seed=-1 | controls.a.seed
++controls.a.model.from_run=None | controls.a.model.from_run: expected a text, got 'None'
++controls.a.modell=1 | controls.a.modell: unknown key
 +controls.a.branch=drop | controls.a.branch
 "+controls={../../../evil: {seed: 1}}" | '../../../evil' names a directory
 "+controls={/evil: {seed: 1}}" | '/evil' names a directory
@@ -260,7 +260,7 @@ callbacks={a:{b:1}} | callbacks.a: not set yet; a plus before its word adds it
 +experiment=drope_dem | Did you mean 'drope_demo'
 experiment=drope_demo | write +experiment=drope_demo
 seed | unknown command 'seed'
-seed= | seed: got ''
+seed= | seed: expected a whole number, got ''
 =1 | expected key=value
 seed=1,2 | --multirun
 +seed=3 | seed: it has a value already; write seed=3 without the plus
@@ -309,18 +309,18 @@ analyze checkpoint=RUN +analysis=all analysis.length=1 | analysis.length: expect
 analyze checkpoint=RUN +analysis=all analysis.length=100000000 | the held-out text has
 analyze checkpoint=RUN +analysis=all analysis.texts=1000000000 | analysis.texts
 analyze checkpoint=RUN +analysis=all analysis.chosen=[[9,9]] | [9, 9] is not in
-analyze checkpoint=RUN +analysis=all analysis.chosen=[[1]] | expected pairs
-analyze checkpoint=RUN +analysis=all analysis.seed=-1 | analysis.seed: expected a whole number
+analyze checkpoint=RUN +analysis=all analysis.chosen=[[1]] | chosen[0]: expected a list of 2
+analyze checkpoint=RUN +analysis=all analysis.seed=-1 | analysis.seed: expected 0 or more
 analyze checkpoint=RUN +analysis=sinks compare=RUN | compare: only for
 analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a file
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
-evaluate checkpoint=RUN output=None | nothing is written null
+evaluate checkpoint=RUN output=None | Use null for 'not set'
 generate checkpoint=none prompt=a | neither a run directory
 generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more
 generate checkpoint=RUN prompt=a max_new_tokens=1000000000000 | max_new_tokens: expected at most
-generate checkpoint=RUN prompt=a seed=1180591620717411303424 | seed: expected a whole number
+generate checkpoint=RUN prompt=a seed=1180591620717411303424 | seed: expected at most
 generate checkpoint=RUN prompt=a seed=-1 | seed
 generate checkpoint=RUN prompt=a threads=1000000 | threads: expected at most 1,024
 generate checkpoint=RUN prompt=a threads=0 | threads: expected 1 or more

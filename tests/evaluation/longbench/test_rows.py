@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
 from trainer.interchange import hub
 

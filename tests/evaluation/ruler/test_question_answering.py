@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.evaluation.ruler.conftest import hotpotqa, squad
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.ruler.question_answering import read_hotpotqa, read_squad
 
 

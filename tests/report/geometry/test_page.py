@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from tests.report.described import check_text
-from trainer.report.geometry import page
-from trainer.report.geometry.drawing import Panel, by_length, over_heads
-from trainer.report.geometry.glance import Indicator
-from trainer.report.geometry.page import GeometryReport, write_geometry_report
-from trainer.report.geometry.section import Grid, Picture, Section
-from trainer.report.plotting import WIDTH, blank
+from trainer.analysis.studies.section import Grid, Indicator, Picture, Section
+from trainer.plotting.lines import Frame, Panel, by_length, over_heads
+from trainer.plotting.style import WIDTH, blank
+from trainer.report import pages
+from trainer.report.pages import GeometryReport, write_geometry_report
 
 
 def section(key):
     line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
-    figure = by_length([Panel("panel", "y", [line])], x_label="tokens", trained=64)
+    figure = by_length([Panel("panel", [line], Frame("", "y"))], x_label="tokens", trained=64)
     rows = [(1, 0.25), ("x", math.nan)]
     glance = Indicator("Sink <weight>", [32, 64, 128], [0.5, 0.5, 0.1], 64, "high", "a meaning")
     return Section(
@@ -67,7 +66,7 @@ def test_a_page_that_fails_leaves_the_old_one_and_its_numbers(tmp_path, monkeypa
     def interrupt(sections):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(page, "glance", interrupt)
+    monkeypatch.setattr(pages, "glance", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_geometry_report(report("one", length=512), place)
     with pytest.raises(KeyboardInterrupt):
@@ -135,7 +134,7 @@ def test_the_page_is_the_last_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(page, "csv_text", fail)
+    monkeypatch.setattr(pages, "csv_text", fail)
     with pytest.raises(OSError, match="disk full"):
         write_geometry_report(report("one"), tmp_path)
     assert not (tmp_path / "report.html").exists()

@@ -7,17 +7,57 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from trainer.analysis.arrays import Array, Side, mean_over_heads
 from trainer.analysis.frequency_entropy.measure import NAMES
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.entropy_points import (
-    HeadColumn,
-    head_columns,
-    layer_panels,
-    pair_scatter,
-)
-from trainer.report.geometry.section import Picture
+from trainer.analysis.studies.section import Picture
+from trainer.plotting.maps import Scale, draw_map, heat_maps
+from trainer.plotting.points import entropy_axis, layer_panels, pair_scatter
+from trainer.plotting.style import BLUE, WIDTH, blank, paper_style
+
+
+@dataclass(frozen=True)
+class HeadColumn:
+    """A head: ``entropies`` ``[pairs]`` by measure, ``norms`` ``[pairs, cells]`` of ``cell``
+    tokens."""
+
+    title: str
+    entropies: Mapping[str, Array]
+    norms: Array
+    cell: int
+
+
+def head_columns(
+    columns: Sequence[HeadColumn], thresholds: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Draw heads beside each other: their entropies by pair, and below them the norms by token."""
+    measures = list(columns[0].entropies)
+    pairs = max(len(column.norms) for column in columns)
+    scale = Scale("l2 norm of the pair", log=True)
+    norm = scale.norm([column.norms for column in columns])
+    with paper_style():
+        figure = blank(0.6 + 1.35 * len(measures) + 1.9, width=WIDTH * (0.6 + 0.1 * len(columns)))
+        ratios = [1.0] * len(measures) + [1.4]
+        grid = figure.subplots(
+            len(measures) + 1, len(columns), squeeze=False, sharey="row", height_ratios=ratios
+        )
+        for line, column in zip(grid.T, columns, strict=True):
+            line[0].set_title(column.title, pad=3)
+            for axes, (measure, values) in zip(line, column.entropies.items(), strict=False):
+                axes.plot(values, "o", color=BLUE, markersize=2.2, markeredgewidth=0)
+                entropy_axis(axes, thresholds.get(measure, ()))
+                axes.locator_params(axis="x", integer=True)
+            line[len(measures) - 1].set_xlabel("pair index")
+            image = draw_map(line[-1], column.norms, scale, norm, (column.cell, 1))
+            line[-1].set_ylim(pairs - 0.5, -0.5)
+            line[-1].locator_params(integer=True, nbins=5)
+            line[-1].set_xlabel("token")
+        for axes, label in zip(grid[:, 0], [*measures, "pair index"], strict=True):
+            axes.set_ylabel(label)
+        figure.colorbar(image, ax=list(grid[-1]), label=scale.label, pad=0.02)
+    return figure
+
 
 LOW = {
     "spectrum": "Low values are frequency bands.",

@@ -20,10 +20,9 @@ from torch import Tensor
 from trainer.analysis.arrays import Side, of_pairs, pair_counts, pair_norms
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.settings import USUAL, ShortTime
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 
 TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
@@ -50,9 +49,10 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
     if problems := frames.problems():
         raise UserError(*problems)
     if signal.shape[-1] < frames.frame:
-        raise UserError(
-            f"SpectrumFE: expected a text of {frames.frame} tokens (one frame) or more, "
-            f"got {signal.shape[-1]}; choose a longer text or a shorter frame."
+        raise UserError.at(
+            "SpectrumFE",
+            f"expected a text of {frames.frame} tokens (one frame) or more, got "
+            f"{signal.shape[-1]}; choose a longer text or a shorter frame.",
         )
     taper = TAPERS[frames.window](frames.frame, dtype=torch.float64, device=signal.device)
     cut = signal.double().unfold(-1, frames.frame, frames.step) * taper
@@ -74,7 +74,7 @@ def sequence_fe(signal: Tensor) -> Tensor:
     """
     length = signal.shape[-1]
     if length < 6:
-        raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}.")
+        raise UserError.at("SequenceFE", f"expected a text of 6 tokens or more, got {length}.")
     power = torch.fft.rfft(signal.double()).abs().square()
     return _normalised_entropy(power[..., 1 : length // 2])
 

@@ -39,12 +39,11 @@ from trainer.analysis.frequency_entropy.measure import (
     sweep,
 )
 from trainer.analysis.settings import rules
-from trainer.analysis.studies.section import Part, joined
+from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Study, Target
+from trainer.plotting.lines import curves
+from trainer.plotting.points import pair_scatter
 from trainer.positional.layout import LayerEncoding
-from trainer.report.geometry.entropy_figures import curves
-from trainer.report.geometry.entropy_points import pair_scatter
-from trainer.report.geometry.section import Picture, Section
 
 CELLS = 256
 PERIODIC = 0.6

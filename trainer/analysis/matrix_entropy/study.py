@@ -21,9 +21,10 @@ from trainer.analysis.matrix_entropy.measure import (
     matrix_entropy_of,
     needle_view,
 )
+from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.entropy_figures import Scale, by_position, curves, heat_maps
-from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.plotting.lines import curves, spans
+from trainer.plotting.maps import Scale, heat_maps
 
 RANKS = (1, 4, 8, 16, 32)
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
@@ -377,7 +378,7 @@ class ExtremeHeads:
         needle = self.view.needle
         return Picture(
             "needle_heads",
-            by_position(
+            spans(
                 {f"{title}\n{kind}": of.tolist() for (_, kind, title), of in panels.items()},
                 starts.tolist(),
                 marked=(needle.start, needle.stop),

@@ -12,6 +12,18 @@ import numpy as np
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads
+from trainer.analysis.offset_features.drawing import (
+    Contributions,
+    Method,
+    PairCloud,
+    Radii,
+    by_distance,
+    clouds,
+    extended_bounds,
+    radius_and_angle,
+    radius_and_variance,
+    small_clouds,
+)
 from trainer.analysis.offset_features.measure import (
     COLUMNS,
     RADII,
@@ -24,25 +36,11 @@ from trainer.analysis.offset_features.measure import (
     bounds,
     contributions,
 )
+from trainer.analysis.studies.section import Grid, Picture
 from trainer.analysis.studies.study import Target
+from trainer.plotting.maps import Scale, heat_maps
 from trainer.positional.rescaling import RESCALINGS, rescaled
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.offset_figures import (
-    Method,
-    Radii,
-    extended_bounds,
-    radius_and_angle,
-    radius_and_variance,
-)
-from trainer.report.geometry.pair_figures import (
-    Cloud,
-    Contributions,
-    by_distance,
-    clouds,
-    small_clouds,
-)
-from trainer.report.geometry.section import Grid, Picture
 
 DISTANCES = 400
 COLUMNS_OF_MAPS = 3
@@ -184,8 +182,8 @@ def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
 POINTS_HEADER = ("layer", "head", "pair", "token", "query_1", "query_2", "key_1", "key_2")
 
 
-def _cloud(one: Feature, pair: int, trained: int, title: str) -> Cloud:
-    return Cloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
+def _cloud(one: Feature, pair: int, trained: int, title: str) -> PairCloud:
+    return PairCloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
 
 
 def _point_rows(view: HeadView, pair: int) -> Iterator[tuple[float, ...]]:

@@ -22,11 +22,10 @@ from trainer.analysis.arrays import Array, plain
 from trainer.analysis.attention import sampled_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.measure import TURN, OffsetFeatures
-from trainer.analysis.studies.section import Part
+from trainer.analysis.studies.section import Grid, Part, Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.section import Grid, Picture
-from trainer.report.geometry.side_by_side import HeadCloud, head_points
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.points import HeadCloud, head_points
 
 
 @dataclass(frozen=True)

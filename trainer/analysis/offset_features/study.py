@@ -13,6 +13,12 @@ from torch import Tensor
 
 from trainer.analysis.arrays import Array, plain
 from trainer.analysis.capture import Heads, capture
+from trainer.analysis.offset_features.drawing import (
+    Changes,
+    OnePair,
+    changes_by_pair,
+    pairs_in_both,
+)
 from trainer.analysis.offset_features.figures import (
     AS_TRAINED,
     ExtendedBounds,
@@ -42,10 +48,8 @@ from trainer.analysis.offset_features.measure import (
     judged,
     shared,
 )
-from trainer.analysis.studies.section import Part
+from trainer.analysis.studies.section import Grid, Part, Picture, Section
 from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.change_figures import Changes, OnePair, changes_by_pair, pairs_in_both
-from trainer.report.geometry.section import Grid, Picture, Section
 
 SHOWN = 3
 """Features that pictures show where no heads are chosen."""

@@ -7,16 +7,23 @@ after it. The distance is half the training length, so that no position is beyon
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.attention import head_attention
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.studies.section import Part, Picture
 from trainer.model.language_model import LanguageModel
+from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.points import HeadCloud, head_points
+from trainer.plotting.style import STYLE_NUMBERS
 from trainer.positional.rescaling import (
     Rescaling,
     ntk_aware,
@@ -25,6 +32,19 @@ from trainer.positional.rescaling import (
     yarn_turns,
 )
 from trainer.positional.spectrum import Spectrum
+
+LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}
+STYLES = {
+    "encoded": STYLE_NUMBERS["RoPE"],
+    "nope": STYLE_NUMBERS["NoPE from scratch"],
+    "model": 1,
+    "trained": STYLE_NUMBERS["RoPE"],
+    "yarn": STYLE_NUMBERS["RoPE + YaRN"],
+    "pi": STYLE_NUMBERS["RoPE + PI"],
+    "ntk": STYLE_NUMBERS["RoPE + NTK-aware"],
+}
+BESIDE = 32
+"""Tokens that a profile by distance shows."""
 
 BLOCK = 256
 METHODS: dict[str, Rescaling] = {
@@ -271,3 +291,185 @@ def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | No
         shown.start - needle.start,
         T,
     )
+
+
+def rescaled_figure(
+    positional: Mapping[str, Array],
+    semantic: Mapping[str, Array],
+    names: Mapping[str, str],
+    titles: Sequence[str],
+) -> Figure:
+    """Draw mean attention of two heads by layout: by distance, and around an earlier occurrence."""
+    reach = len(next(iter(semantic.values()))) // 2
+    offsets = range(-reach, reach + 1)
+    by_distance = Frame("distance (tokens back)", "mean attention")
+    around = Frame("key, tokens from the earlier occurrence", "mean attention")
+    profiles = {key: values[:BESIDE] for key, values in positional.items()}
+
+    def series(curves: Mapping[str, Array], x: range) -> list[Series]:
+        return [
+            Series(names[key], STYLES[key], list(x)[: len(values)], values.tolist())
+            for key, values in curves.items()
+        ]
+
+    return side_by_side(
+        [
+            Panel(titles[0], series(profiles, range(BESIDE)), by_distance),
+            Panel(titles[1], series(semantic, offsets), around),
+        ]
+    )
+
+
+def needle_figure(
+    around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
+) -> Figure:
+    """Draw attention around a needle by layout; ``first``: position of the first token shown."""
+    frame = Frame("key, tokens from the needle's first", "attention of the last token")
+    series = [
+        Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
+        for key, values in around.items()
+    ]
+    return side_by_side([Panel(title, series, frame)])
+
+
+def shift_figure(bias: Array, shift: Array) -> Figure:
+    """Draw Aᶜ and the attention that YaRN moves, ``[layers, heads]`` each."""
+    label = "attention on other keys\n(total variation)"
+    cloud = HeadCloud.of_layers("", bias, shift, "Aᶜ, the larger of the two", label)
+    return head_points([cloud], len(bias))
+
+
+def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
+    """Report attention under YaRN (Fig. 7 and 8)."""
+    if measured is None:
+        return Part(
+            (
+                "Attention under YaRN was left out: it takes two heads that rotate, and a text and "
+                "a training length of 19 tokens or more.",
+            )
+        )
+    moved = {name: measured.shift[getattr(measured, name)] for name in ("positional", "semantic")}
+    ratio = moved["semantic"] / max(moved["positional"], 1e-12)
+    recall = measured.recall[measured.semantic]
+    findings = [
+        f"The head that finds repeated tokens best is {_head(measured.semantic)}: "
+        f"{100 * recall:.1f}% of its attention lies on the earlier occurrence and the token "
+        f"behind it, where uniform attention has {100 * measured.uniform:.1f}%"
+        + ("." if recall >= 2 * measured.uniform else ", too little to call it a semantic one."),
+        f"YaRN with s = 2 puts {100 * moved['positional']:.1f}% of the attention of the strongest "
+        f"positional head ({_head(measured.positional)}) on other keys, and "
+        f"{100 * moved['semantic']:.1f}% of that of the head that finds repeated tokens, "
+        f"{ratio:.2g} times as much.",
+    ]
+    correlation = rank_correlation(bias, measured.shift)
+    if np.isfinite(correlation):
+        findings.append(
+            f"Over all {bias.size} heads, the rank correlation between positional bias and the "
+            f"attention that YaRN moves is {correlation:+.2f}"
+            + (": the more positional, the less it moves." if correlation < -0.3 else ".")
+        )
+    titles = (
+        f"positional: {_head(measured.positional)}",
+        f"finds repeated tokens: {_head(measured.semantic)}",
+    )
+    rows = [
+        (head, layout, offset, float(value))
+        for head, curves, first in (
+            ("positional", measured.profile, 0),
+            ("semantic", measured.around, -(len(measured.around["yarn"]) // 2)),
+        )
+        for layout, curve in curves.items()
+        for offset, value in enumerate(curve, first)
+    ]
+    reading = f"on a text whose first {measured.half} tokens are read twice in a row"
+    pictures = (
+        Picture(
+            "attention_under_yarn",
+            rescaled_figure(measured.profile, measured.around, LAYOUTS, titles),
+            f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
+            "strongest positional bias, by distance. Right: the head that attends most to what "
+            "stood there before, on the keys around a token's first occurrence (0) and what "
+            "followed it (1). YaRN also sharpens attention by its temperature.",
+            ("head", "layout", "offset", "attention"),
+            rows,
+        ),
+        Picture(
+            "shift_under_yarn",
+            shift_figure(bias, measured.shift),
+            f"Every head: its positional bias, the larger of both kinds, and how much of its "
+            f"attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
+            f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
+            "right, to be low.",
+            ("layer", "head", "bias", "shift", "recall"),
+            [
+                (*at, float(bias[at]), float(measured.shift[at]), float(measured.recall[at]))
+                for at in np.ndindex(bias.shape)
+            ],
+        ),
+    )
+    return Part(
+        tuple(findings),
+        pictures,
+        numbers={
+            "yarn": {
+                "repeated_tokens": measured.half,
+                "positional_head": list(measured.positional),
+                "semantic_head": list(measured.semantic),
+                "uniform_recall": measured.uniform,
+                "recall": measured.recall.tolist(),
+                "shift": measured.shift.tolist(),
+                "rank_correlation": correlation if np.isfinite(correlation) else None,
+                "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
+                "around": {name: curve.tolist() for name, curve in measured.around.items()},
+            }
+        },
+    )
+
+
+def needle_part(measured: NeedleShift | None) -> Part:
+    """Report attention of a needle prompt's last token under YaRN (Fig. 8)."""
+    if measured is None:
+        return Part(
+            (
+                "Attention on a needle under YaRN was left out: texts and the training length have "
+                "no room for a statement and its question.",
+            )
+        )
+    before, after = (100 * measured.on_needle[name] for name in LAYOUTS)
+    where = f"The last token of a needle prompt of {measured.tokens:,} tokens"
+    rows = [
+        (layout, offset, float(value))
+        for layout, curve in measured.around.items()
+        for offset, value in enumerate(curve, measured.first)
+    ]
+    picture = Picture(
+        "needle_under_yarn",
+        needle_figure(measured.around, measured.first, LAYOUTS, _head(measured.head)),
+        f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
+        "that attends most to it, as trained and under YaRN.",
+        ("layout", "offset", "attention"),
+        rows,
+    )
+    numbers = {
+        "head": list(measured.head),
+        "tokens": measured.tokens,
+        "on_needle": measured.on_needle,
+        "around": {name: curve.tolist() for name, curve in measured.around.items()},
+    }
+    finding = (
+        f"{where} attends most to the needle in {_head(measured.head)}, with {before:.1f}%; under "
+        f"YaRN with s = 2 that is {after:.1f}%."
+    )
+    return Part((finding,), (picture,), numbers={"needle": numbers})
+
+
+def rank_correlation(x: Array, y: Array) -> float:
+    """Compute Spearman's rank correlation, without ties; NaN for fewer than three values."""
+    if x.size < 3:
+        return math.nan
+    ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))
+    return float(np.corrcoef(ranks_of_x, ranks_of_y)[0, 1])
+
+
+def _head(at: tuple[int, int]) -> str:
+    return f"layer {at[0]} head {at[1]}"

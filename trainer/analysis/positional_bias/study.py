@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from trainer.analysis.arrays import Array, Averages
 from trainer.analysis.attention import attention_rows
@@ -21,25 +23,18 @@ from trainer.analysis.positional_bias.measure import (
     prefix_spreads,
 )
 from trainer.analysis.positional_bias.rescaling import (
-    NeedleShift,
-    YarnShift,
+    STYLES,
+    needle_part,
     needle_shift,
     scaling_factors,
+    yarn_part,
     yarn_shift,
 )
-from trainer.analysis.studies.section import Part, joined
+from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Study, Target
+from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side, whole_x
+from trainer.plotting.maps import Scale, heat_maps
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.bias_figures import (
-    factor_figure,
-    gradient_figure,
-    needle_figure,
-    rescaled_figure,
-    shift_figure,
-    spread_figure,
-)
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.section import Picture, Section
 
 STRONG = 0.5
 """From here on a head counts as positional: about half of its attention lies on that one key."""
@@ -239,132 +234,7 @@ def _prefix(heads: Heads, length: int) -> Heads:
 
 
 METHODS = {"pi": "PI", "ntk": "NTK-aware", "yarn": "YaRN"}
-LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}
 FACTORS = (2.0, 3.0, 4.0)
-
-
-def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
-    """Report attention under YaRN (Fig. 7 and 8)."""
-    if measured is None:
-        return Part(
-            (
-                "Attention under YaRN was left out: it takes two heads that rotate, and a text and "
-                "a training length of 19 tokens or more.",
-            )
-        )
-    moved = {name: measured.shift[getattr(measured, name)] for name in ("positional", "semantic")}
-    ratio = moved["semantic"] / max(moved["positional"], 1e-12)
-    recall = measured.recall[measured.semantic]
-    findings = [
-        f"The head that finds repeated tokens best is {_head(measured.semantic)}: "
-        f"{100 * recall:.1f}% of its attention lies on the earlier occurrence and the token "
-        f"behind it, where uniform attention has {100 * measured.uniform:.1f}%"
-        + ("." if recall >= 2 * measured.uniform else ", too little to call it a semantic one."),
-        f"YaRN with s = 2 puts {100 * moved['positional']:.1f}% of the attention of the strongest "
-        f"positional head ({_head(measured.positional)}) on other keys, and "
-        f"{100 * moved['semantic']:.1f}% of that of the head that finds repeated tokens, "
-        f"{ratio:.2g} times as much.",
-    ]
-    correlation = rank_correlation(bias, measured.shift)
-    if np.isfinite(correlation):
-        findings.append(
-            f"Over all {bias.size} heads, the rank correlation between positional bias and the "
-            f"attention that YaRN moves is {correlation:+.2f}"
-            + (": the more positional, the less it moves." if correlation < -0.3 else ".")
-        )
-    titles = (
-        f"positional: {_head(measured.positional)}",
-        f"finds repeated tokens: {_head(measured.semantic)}",
-    )
-    rows = [
-        (head, layout, offset, float(value))
-        for head, curves, first in (
-            ("positional", measured.profile, 0),
-            ("semantic", measured.around, -(len(measured.around["yarn"]) // 2)),
-        )
-        for layout, curve in curves.items()
-        for offset, value in enumerate(curve, first)
-    ]
-    reading = f"on a text whose first {measured.half} tokens are read twice in a row"
-    pictures = (
-        Picture(
-            "attention_under_yarn",
-            rescaled_figure(measured.profile, measured.around, LAYOUTS, titles),
-            f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
-            "strongest positional bias, by distance. Right: the head that attends most to what "
-            "stood there before, on the keys around a token's first occurrence (0) and what "
-            "followed it (1). YaRN also sharpens attention by its temperature.",
-            ("head", "layout", "offset", "attention"),
-            rows,
-        ),
-        Picture(
-            "shift_under_yarn",
-            shift_figure(bias, measured.shift),
-            f"Every head: its positional bias, the larger of both kinds, and how much of its "
-            f"attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
-            f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
-            "right, to be low.",
-            ("layer", "head", "bias", "shift", "recall"),
-            [
-                (*at, float(bias[at]), float(measured.shift[at]), float(measured.recall[at]))
-                for at in np.ndindex(bias.shape)
-            ],
-        ),
-    )
-    return Part(
-        tuple(findings),
-        pictures,
-        numbers={
-            "yarn": {
-                "repeated_tokens": measured.half,
-                "positional_head": list(measured.positional),
-                "semantic_head": list(measured.semantic),
-                "uniform_recall": measured.uniform,
-                "recall": measured.recall.tolist(),
-                "shift": measured.shift.tolist(),
-                "rank_correlation": correlation if np.isfinite(correlation) else None,
-                "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
-                "around": {name: curve.tolist() for name, curve in measured.around.items()},
-            }
-        },
-    )
-
-
-def needle_part(measured: NeedleShift | None) -> Part:
-    """Report attention of a needle prompt's last token under YaRN (Fig. 8)."""
-    if measured is None:
-        return Part(
-            (
-                "Attention on a needle under YaRN was left out: texts and the training length have "
-                "no room for a statement and its question.",
-            )
-        )
-    before, after = (100 * measured.on_needle[name] for name in LAYOUTS)
-    where = f"The last token of a needle prompt of {measured.tokens:,} tokens"
-    rows = [
-        (layout, offset, float(value))
-        for layout, curve in measured.around.items()
-        for offset, value in enumerate(curve, measured.first)
-    ]
-    picture = Picture(
-        "needle_under_yarn",
-        needle_figure(measured.around, measured.first, LAYOUTS, _head(measured.head)),
-        f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
-        "that attends most to it, as trained and under YaRN.",
-        ("layout", "offset", "attention"),
-        rows,
-    )
-    numbers = {
-        "head": list(measured.head),
-        "tokens": measured.tokens,
-        "on_needle": measured.on_needle,
-        "around": {name: curve.tolist() for name, curve in measured.around.items()},
-    }
-    finding = (
-        f"{where} attends most to the needle in {_head(measured.head)}, with {before:.1f}%; under "
-        f"YaRN with s = 2 that is {after:.1f}%."
-    )
-    return Part((finding,), (picture,), numbers={"needle": numbers})
 
 
 def factors_part(spectrum: Spectrum, training_length: int) -> Part:
@@ -409,13 +279,74 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
     return Part(tuple(findings), (picture,), numbers={"rescaling_factors": numbers})
 
 
-def rank_correlation(x: Array, y: Array) -> float:
-    """Compute Spearman's rank correlation, without ties; NaN for fewer than three values."""
-    if x.size < 3:
-        return math.nan
-    ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))
-    return float(np.corrcoef(ranks_of_x, ranks_of_y)[0, 1])
+def gradient_figure(gradients: Mapping[str, Array], names: Mapping[str, str]) -> Figure:
+    """Draw ``gradients`` ``[seeds, 2, layers]`` by version."""
+    frame = Frame("layer", "gradient norm of Aᶜ", whole_x(log_if_wide))
+    titles = ("towards its own token", "towards the previous token")
+    return side_by_side(
+        [
+            Panel(
+                title,
+                [
+                    _over_layers(names[version], STYLES[version], values[:, kind])
+                    for version, values in gradients.items()
+                ],
+                frame,
+            )
+            for kind, title in enumerate(titles)
+        ]
+    )
 
 
-def _head(at: tuple[int, int]) -> str:
-    return f"layer {at[0]} head {at[1]}"
+def spread_figure(spreads: Mapping[str, Array], names: Mapping[str, str]) -> Figure:
+    """Draw ``spreads`` ``[seeds, layers + 1]`` by version, and divided by the first attention's."""
+    panels = []
+    for title, label, relative in (
+        ("prefix spread", "spread (norm, of what enters attention)", False),
+        ("growth over the first", "spread / spread at the first attention", True),
+    ):
+        shown = {
+            version: values / values[:, :1] if relative else values
+            for version, values in spreads.items()
+        }
+        series = [
+            _over_layers(names[version], STYLES[version], values)
+            for version, values in shown.items()
+        ]
+        panels.append(Panel(title, series, Frame("blocks passed", label, whole_x(log_if_wide))))
+    return side_by_side(panels)
+
+
+def factor_figure(
+    factors: Mapping[float, Mapping[str, Array]], slow: int | None, names: Mapping[str, str]
+) -> Figure:
+    """Draw ``factors``, gamma ``[pairs]`` by extension factor s and method.
+
+    ``slow``: the first pair that rotates less than once in the training length, if there is one.
+    """
+
+    def prepare(axes: Axes) -> None:
+        axes.set_ylim(0, 1.05)
+
+    vertical = None if slow is None else (slow - 0.5, "right of it: less than one turn")
+    return side_by_side(
+        [
+            Panel(
+                f"s = {factor:g}",
+                [
+                    Series(names[method], STYLES[method], range(len(gamma)), gamma.tolist())
+                    for method, gamma in methods.items()
+                ],
+                Frame("pair, fastest first", "frequency factor γ", prepare, vertical),
+            )
+            for factor, methods in factors.items()
+        ]
+    )
+
+
+def _over_layers(label: str, style: int, values: Array) -> Series:
+    """Return the mean over seeds of ``[seeds, layers]``, with the least and the largest value."""
+    low, high = (None, None)
+    if len(values) > 1:
+        low, high = values.min(axis=0).tolist(), values.max(axis=0).tolist()
+    return Series(label, style, range(values.shape[1]), values.mean(axis=0).tolist(), low, high)

@@ -14,13 +14,11 @@ from trainer.analysis.arrays import Array, Averages, bucket_means, plain
 from trainer.analysis.attention import Rows, attention_rows
 from trainer.analysis.capture import Heads
 from trainer.analysis.sinks.measure import SinkResult, Sinks, attention_map
+from trainer.analysis.studies.section import Indicator, Picture, Section
 from trainer.analysis.studies.study import Study, Target, Versions, before, versions
-from trainer.report.geometry.drawing import Panel, by_length, over_heads
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.glance import Indicator
-from trainer.report.geometry.section import Picture, Section
-from trainer.report.plotting import Series
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
+from trainer.plotting.maps import Scale, heat_maps
 
 HALF, SINK = 0.5, 4
 SHOWN, CELLS = 3, 128
@@ -303,7 +301,7 @@ class SinkPictures:
     def collapse(self) -> Picture:
         """Draw attention on the sink and the largest dot products by length (Fig. 6)."""
         panels = [
-            Panel(title, label, self._lines(measure))
+            Panel(title, self._lines(measure), Frame("", label))
             for measure, title, label in (
                 ("sink_weight", "attention on the first token", "share"),
                 ("peak", "largest dot product of a query", "dot product"),
@@ -329,8 +327,8 @@ class SinkPictures:
             for version, (label, style) in self.versions.items()
         ]
         panels = [
-            Panel("length of keys", "‖k‖", [norms]),
-            Panel("dot product with later queries", "over the largest of a head", shown),
+            Panel("length of keys", [norms], Frame("", "‖k‖")),
+            Panel("dot product with later queries", shown, Frame("", "over the largest of a head")),
         ]
         both = [
             ("all", "key_norm", self.result.key_norm),
@@ -411,7 +409,11 @@ class SinkPictures:
         }
         label, style = self.versions["rotated"]
         panels = [
-            Panel(*titles[name], [over_heads(label, style, self.positions, of, marked=False)])
+            Panel(
+                titles[name][0],
+                [over_heads(label, style, self.positions, of, marked=False)],
+                Frame("", titles[name][1]),
+            )
             for name, of in of_rows.items()
         ]
         return Picture(

@@ -1,12 +1,58 @@
-"""Parts of a section, for studies of several steps."""
+"""Content of a study's section: text, findings, figures, tables and indicators."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from trainer.report.geometry.section import Grid, Picture
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its numbers: ``rows`` under ``header`` are written to a CSV file beside it.
+
+    ``name``: name of the files, unique in a page. ``caption``: what is plotted, axes and units in
+    words, and what to look for.
+    """
+
+    name: str
+    figure: Figure
+    caption: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A small table: ``rows`` of words and numbers under ``header``."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One analysis.
+
+    ``text``: a paragraph that says what is measured and how to read it. ``formula``: plain text
+    with Unicode signs, one formula a line, set by :mod:`trainer.report.mathml`. ``source``: paper,
+    section, figures. ``findings``: sentences about this model, computed from its numbers.
+    ``numbers``: all numbers, for JSON.
+    """
+
+    key: str
+    title: str
+    text: str
+    formula: tuple[str, ...]
+    source: str
+    findings: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -27,3 +73,114 @@ def joined(parts: Sequence[Part]) -> Part:
         tuple(grid for part in parts for grid in part.grids),
         {key: value for part in parts for key, value in part.numbers.items()},
     )
+
+
+Verdict = Literal["holds", "drifts", "breaks"]
+DRIFT, BREAK = 0.1, 1 / 3
+"""Changes for the worse, relative to the training length, from which a value drifts or breaks,
+where they are larger than its change within the training length."""
+_WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """One measure by length, within the training length and beyond.
+
+    ``lengths``: tokens, ascending; ``values``: the measure at these lengths. ``wanted``: the better
+    direction, ``"high"`` or ``"low"``. ``least``: smallest size of a value that changes are divided
+    by. ``percent``: whether the value is a share. ``judged``: whether a change means anything.
+    """
+
+    name: str
+    lengths: Sequence[float]
+    values: Sequence[float]
+    trained: int
+    wanted: Literal["high", "low"]
+    meaning: str
+    least: float = 0.05
+    percent: bool = False
+    judged: bool = True
+
+    @property
+    def within(self) -> float:
+        """The value at the longest length within the training length."""
+        at = max((i for i, n in enumerate(self.lengths) if n <= self.trained), default=0)
+        return self.values[at]
+
+    @property
+    def beyond(self) -> float:
+        """The value at the longest length of all."""
+        return self.values[-1]
+
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether there is a value beyond the training length."""
+        return self.lengths[-1] > self.trained
+
+    @property
+    def change(self) -> float:
+        """Change from within to beyond, relative, positive for the worse."""
+        size = max(abs(self.within), self.least)
+        change = (self.beyond - self.within) / size
+        return change if self.wanted == "low" else -change
+
+    @property
+    def usual(self) -> float:
+        """Relative change of either sign from half the training length to the training length, an
+        estimate of what a longer text alone changes; 0 if half the length was not read."""
+        half = [v for n, v in zip(self.lengths, self.values, strict=True) if 2 * n <= self.trained]
+        size = max(abs(self.within), self.least)
+        return abs(self.within - half[-1]) / size if half else 0.0
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the measure holds beyond the training length; None if no longer text was read or
+        a change means nothing.
+
+        The null hypothesis is that longer texts change as much as those within the training length:
+        a change no larger than :attr:`usual` holds.
+        """
+        if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
+            return None
+        if self.change <= max(DRIFT, self.usual):
+            return "holds"
+        return "breaks" if self.change > BREAK else "drifts"
+
+    def shown(self, value: float) -> str:
+        """Format a value, as in ``61%`` or ``0.427``."""
+        return f"{100 * value:.3g}%" if self.percent else f"{value:.3g}"
+
+    @property
+    def curve(self) -> str:
+        """The curve by length (logarithmic) as points of an SVG polyline."""
+        low, high = min(self.values), max(self.values)
+        # A small change is not drawn as a large one.
+        room = max(high - low, 0.5 * max(abs(low), abs(high)), 1e-9)
+        low = min(low, (low + high - room) / 2)
+        return " ".join(
+            f"{self._x(n):.1f},{_HEIGHT - 2 - (v - low) / room * (_HEIGHT - 4):.1f}"
+            for n, v in zip(self.lengths, self.values, strict=True)
+        )
+
+    @property
+    def mark(self) -> float:
+        """x of the training length in the curve."""
+        return round(self._x(min(self.trained, self.lengths[-1])), 1)
+
+    def _x(self, length: float) -> float:
+        first, last = self.lengths[0], self.lengths[-1]
+        return _WIDTH * math.log(max(length, first) / first) / max(math.log(last / first), 1e-9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to the entry of a section's ``numbers`` under ``glance``."""
+        names = ("name", "trained", "wanted", "meaning", "least", "percent", "judged")
+        return {
+            "lengths": [float(n) for n in self.lengths],
+            "values": [float(v) for v in self.values],
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def glance(numbers: Sequence[dict[str, Any]]) -> list[Indicator]:
+    """Return the indicators in the numbers of sections, in their order."""
+    return [Indicator(**entry) for of_section in numbers for entry in of_section.get("glance", [])]

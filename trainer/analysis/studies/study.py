@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.analysis.settings import USUAL, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.analysis.studies.section import Section
 from trainer.model.language_model import LanguageModel
-from trainer.report.geometry.section import Section
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Prompt, answer length and metric of each task, as in the benchmark.
+"""Prompt, answer length and metric of each LongBench task.
 
-The wording, a misspelling included, is that of the benchmark's ``dataset2prompt.json``; numbers of
-tokens are those of its ``dataset2maxlen.json``; measures those of its ``eval.py``.
+The wording, including a misspelling, is that of the benchmark's ``dataset2prompt.json``, numbers of
+tokens that of its ``dataset2maxlen.json``, metrics those of its ``eval.py``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ SYNTHETIC, CODE = "Synthetic", "Code Completion"
 
 @dataclass(frozen=True)
 class Kind:
-    """``template``: with places for ``context`` and ``input``. ``new_tokens``: of an answer.
-    ``metric``: of a prediction and one answer, and in classification the classes. ``first_line``:
-    the rest of an answer does not count, nor do line breaks before it. ``one_line``: an answer does
-    not begin with a line break, nor with the end of the text, and ends with its first line: the
-    benchmark's ``pred.py`` has it so for SAMSum alone."""
+    """One kind of task.
+
+    ``template``: with placeholders ``context`` and ``input``. ``new_tokens``: limit of an answer.
+    ``metric``: of a prediction and one answer, and for classification the classes. ``first_line``:
+    only the first non-empty line counts. ``one_line``: an answer cannot begin with a line break or
+    the end of the text, and ends with its first line; the benchmark's ``pred.py`` does so for
+    SAMSum alone.
+    """
 
     title: str
     category: str
@@ -41,11 +44,11 @@ class Kind:
     one_line: bool = False
 
     def counted(self, text: str) -> str:
-        """The part of a continuation that is scored."""
+        """Return the part of a continuation that is scored."""
         return text.lstrip("\n").split("\n")[0] if self.first_line else text
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:
-        """Whether what follows makes no difference to the score."""
+        """Whether further text cannot change the score."""
         complete = text.lstrip("\n").split("\n")[:-1]
         if self.metric is code_similarity:
             return any(map(is_code, complete))

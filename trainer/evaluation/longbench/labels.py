@@ -1,4 +1,4 @@
-"""What reports average questions by: their category (RoPE-ID, Table 7) and the length of their text
+"""Labels that reports average questions by: category (RoPE-ID, Table 7) and length of the text
 (DroPE, Tables 9 and 10)."""
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ CONTEXTS = (2, 4, 8, 16)
 
 
 def label(category: str, words: int, tokens: int, training_length: int) -> str:
-    """``category|words|tokens|contexts`` of a question.
+    """Return a question's label ``category|words|tokens|contexts``.
 
-    DroPE heads its columns "0-4K (0-2x ctx)" for models of a context of 2,048 tokens, which makes
-    them tokens. LongBench-E has words, the benchmark's own ``length``, by which a text stays in its
+    DroPE heads its columns "0-4K (0-2x ctx)" for models with a context of 2,048 tokens, so these
+    are tokens. LongBench-E uses words, the benchmark's own ``length``, by which a text stays in its
     bucket whatever the tokenizer.
 
     Args:
-        category: of the task.
-        words: of the text, as the benchmark says.
-        tokens: of the whole prompt before it is cut.
+        category: category of the task.
+        words: length of the text in words, as given by the benchmark.
+        tokens: length of the whole prompt before truncation.
         training_length: C in tokens.
     """
     contexts = tokens / training_length
@@ -36,7 +36,7 @@ def label(category: str, words: int, tokens: int, training_length: int) -> str:
 
 
 def _bucket(value: float, edges: tuple[int, ...], times: str, unit: str) -> str:
-    """From an edge on up to the next."""
+    """Name the bucket of a value, from one edge (inclusive) to the next."""
     place = bisect_right(edges, value)
     if place == len(edges):
         return f"{edges[-1]}{times}+ {unit}"

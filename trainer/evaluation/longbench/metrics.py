@@ -1,8 +1,8 @@
-"""LongBench's measures of one continuation against one right answer, 0 to 1.
+"""LongBench's metrics of one continuation against one right answer, 0 to 1.
 
-Each gives the number that the benchmark's own ``metrics.py`` gives with the libraries that its
-``requirements.txt`` names: ``rouge`` 1.0.1, and ``fuzzywuzzy``, which compares with Python's
-difflib. Neither library has had a release since 2021, and their part is short.
+Each equals the benchmark's own ``metrics.py`` with the libraries in its ``requirements.txt``:
+``rouge`` 1.0.1, and ``fuzzywuzzy``, which uses Python's difflib. Neither has had a release since
+2021, and the parts needed are short.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMENTS = ("`", "#", "//")
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """F1 of the words, without case, punctuation and articles (SQuAD's)."""
+    """Return F1 of the words, ignoring case, punctuation and articles (SQuAD's)."""
     said, right = _words(prediction), _words(answer)
     common = sum((Counter(said) & Counter(right)).values())
     return 2 * common / (len(said) + len(right)) if common else 0.0
@@ -31,12 +31,12 @@ def _words(text: str) -> list[str]:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L of whole summaries (Lin 2004, Sec. 3.2), as ``rouge`` counts it.
+    """Return ROUGE-L of whole summaries (Lin 2004, Sec. 3.2), as ``rouge`` counts it.
 
-    The words of the longest common subsequences of any sentence with any sentence are held against
-    the words of both texts, all of them as sets; sentences end at full stops, and upper case is
-    another word. Two sentences of a thousand words together exceed Python's recursion
-    limit in ``rouge``, and the benchmark counts 0; here they are compared.
+    The words of the longest common subsequences of all pairs of sentences are compared with the
+    words of both texts, as sets. Sentences end at full stops, and case matters. Two sentences of a
+    thousand words together exceed Python's recursion limit in ``rouge``, for which the benchmark
+    counts 0; here they are compared.
     """
     said, right = _sentences(prediction), _sentences(answer)
     if not said or not right:
@@ -48,15 +48,15 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # White space between two full stops is a sentence of one empty word to `rouge`.
+    # `rouge` treats white space between two full stops as a sentence of one empty word.
     return [part.split() or [""] for part in text.split(".") if part]
 
 
 def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
-    """One of the longest; which one decides what a union of several holds.
+    """Return one of the longest common subsequences; the choice affects a union of several.
 
-    From the ends, a common last word belongs to it; otherwise x loses its last word only if
-    keeping it would cost length.
+    From the ends, a common last word belongs to it; otherwise x loses its last word only if keeping
+    it would cost length.
     """
     table = [[0] * (len(y) + 1)]
     for word in x:
@@ -78,7 +78,7 @@ def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes that are named, if the right one is among them.
+    """Return 1 / (number of classes named) if the right one is among them, else 0.
 
     A class whose name is part of the right one's does not count.
     """
@@ -88,7 +88,7 @@ def classification(prediction: str, answer: str, classes: Sequence[str]) -> floa
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """Likeness of the first line of code to the right line, in whole percents."""
+    """Return the similarity of the first line of code to the right line, in whole percents."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if is_code(line)), "")
     if line == answer or not line or not answer:
@@ -102,12 +102,12 @@ def is_code(line: str) -> bool:
 
 
 def count(prediction: str, answer: str) -> float:
-    """The share of the numbers in the prediction that are the answer."""
+    """Return the share of the numbers in the prediction that equal the answer."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """:func:`count` for an answer ``Paragraph 7``."""
+    """Return :func:`count` for an answer ``Paragraph 7``."""
     found = re.search(r"Paragraph (\d+)", answer)
     return count(prediction, found[1]) if found else 0.0

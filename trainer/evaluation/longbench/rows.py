@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME = "THUDM/LongBench"
@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One question as the benchmark distributes it. ``length``: words of everything;
-    ``all_classes``: of a classification task."""
+    """One question as the benchmark distributes it.
+
+    ``length``: number of words in total; ``all_classes``: classes of a classification task.
+    """
 
     input: str
     context: str
@@ -34,16 +36,15 @@ class Row:
 
 
 def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
-    """The lines of a ``.jsonl`` file, each checked; empty ones and unknown keys are left out.
+    """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
 
     Args:
         file: on disk or in an archive.
         row: a dataclass, whose fields are the keys of a line.
-        key: of the configuration, to which errors refer.
+        key: configuration key for error messages.
 
     Raises:
-        UserError: the file cannot be read, is empty, or has a malformed line, the first of which is
-            named.
+        UserError: the file cannot be read, is empty, or has a malformed line; names the first.
     """
     adapter, rows = TypeAdapter(row), []
     try:
@@ -52,11 +53,11 @@ def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
                 if line.strip():
                     rows.append(_row(adapter, line, f"{key}: {str(file)!r} line {number}"))
     except UnicodeDecodeError:
-        raise UserError(f"{key}: {str(file)!r} is not UTF-8 text.") from None
+        raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError(f"{key}: {str(file)!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
     if not rows:
-        raise UserError(f"{key}: {str(file)!r} is empty.")
+        raise UserError.at(key, f"{str(file)!r} is empty.")
     return rows
 
 
@@ -66,14 +67,15 @@ def _row(adapter: TypeAdapter[T], line: str, where: str) -> T:
     except ValidationError as error:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{first['msg']}.") from None
+        raise UserError.at(where, f"{f'{place}: ' if place else ''}{first['msg']}.") from None
 
 
 def root(directory: str | None) -> Traversable:
-    """What holds ``TASK.jsonl``: the directory, or the archive on the hub or in its cache.
+    """Return what contains ``TASK.jsonl``: the directory, or the archive on the hub or in its
+    cache.
 
     Raises:
-        UserError: the archive cannot be had.
+        UserError: the archive is unavailable.
     """
     if directory is not None:
         return Path(directory)
@@ -84,7 +86,8 @@ def root(directory: str | None) -> Traversable:
         path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
         return zipfile.Path(path, "data/")
     except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{KEY}: {HUB_NAME} is not on this machine and could not be loaded from the hub "
-            f"({str(error).strip().splitlines()[0]}); give a directory with TASK.jsonl files."
+        raise UserError.at(
+            KEY,
+            f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
+            f"({str(error).strip().splitlines()[0]}); give a directory with TASK.jsonl files.",
         ) from error

@@ -1,4 +1,4 @@
-"""Questions of a LongBench task, cut in the middle where they are longer than what is read."""
+"""Questions of a LongBench task, truncated in the middle if they are too long."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.evaluation.longbench.kinds import Kind
 from trainer.evaluation.longbench.labels import label
 from trainer.evaluation.longbench.metrics import classification
@@ -21,11 +21,11 @@ from trainer.evaluation.prompts import Prompt
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """A :class:`~trainer.evaluation.prompts.Task`; ``bos`` begins every prompt unless it is None.
-    ``training_length``: of the models, in tokens.
+    """One LongBench task, a :class:`~trainer.evaluation.prompts.Task`.
 
-    The same questions are asked at every length: a length is what the model may read, and a shorter
-    text is not filled up.
+    ``bos`` begins every prompt unless it is None. ``training_length``: C in tokens. The same
+    questions are asked at every length: a length is what the model may read, and shorter texts are
+    not filled up.
     """
 
     name: str
@@ -36,11 +36,11 @@ class LongBenchTask:
     training_length: int
 
     def prompts(self, length: int) -> list[Prompt]:
-        """One prompt a question. With its answer it has ``length`` tokens at most.
+        """Return one prompt per question; with its answer it has at most ``length`` tokens.
 
-        Of a longer one the first half and the last half stay. They are joined as tokens; the
-        benchmark joins them as text and encodes that anew, which can give another token at the
-        join. Its own limit is on the prompt alone.
+        Of a longer prompt the first and the last half stay. They are joined as tokens. The
+        benchmark joins them as text and encodes it again, which can give another token at the join;
+        its limit applies to the prompt alone.
 
         Raises:
             UserError: the length leaves no room for a question.
@@ -48,9 +48,10 @@ class LongBenchTask:
         kind = self.kind
         room = length - kind.new_tokens
         if room < 2:
-            raise UserError(
-                f"evaluation.lengths: {self.name} answers with up to {kind.new_tokens} tokens and "
-                f"so needs lengths of {kind.new_tokens + 2} or more, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} answers with up to {kind.new_tokens} tokens and so needs lengths of "
+                f"{kind.new_tokens + 2} or more, got {length}.",
             )
         return [
             Prompt(
@@ -78,19 +79,21 @@ class LongBenchTask:
         return (*line_break, end_of_text(self.tokenizer))
 
     def score(self, text: str, answers: Iterable[str]) -> float:
-        """That of the answer it agrees with best."""
+        """Return the score for the answer that agrees best."""
         said = self.kind.counted(text)
         more = (self.rows[0].all_classes or (),) if self.kind.metric is classification else ()
         return max(self.kind.metric(said, answer, *more) for answer in answers)
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:
-        """Whether what follows makes no difference to the score."""
+        """Whether further text cannot change the score."""
         return self.kind.stop(text, answers)
 
 
 def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """The tokens, or, where there are more than ``room``, the first half of that many (rounded
-    down) and as many last ones."""
+    """Return the tokens, or only the first and last ``room`` / 2 of them if there are more.
+
+    The first half is rounded down.
+    """
     if len(ids) <= room:
         return ids
     return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])

@@ -1,8 +1,8 @@
-"""What is hidden in a haystack and asked for at its end.
+"""Needles hidden in a haystack, and the question at its end.
 
-The sentences are those of DroPE, App. C.2, which are RULER's without its introduction and without a
-chat template: a question ends so that the answer is how the text goes on, also for a model that was
-never taught to answer.
+The sentences are those of DroPE, App. C.2, which are RULER's without introduction and chat
+template. A question ends so that the answer continues the text, which suits models that were never
+taught to answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ be; the rest is for words between them."""
 
 @dataclass(frozen=True)
 class Quiz:
-    """``needles``: sentences to hide. ``question``: what the prompt ends with. ``answers``: the
-    right ones. ``asked``: the indices of the needles that hold them."""
+    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: the right ones.
+    ``asked``: indices of the needles that contain them."""
 
     needles: tuple[str, ...]
     question: str
@@ -36,12 +36,12 @@ DrawQuiz = Callable[[int, str, np.random.Generator], Quiz]
 
 
 def needle(key: str, value: str) -> str:
-    """The sentence that states a value."""
+    """Return the sentence that states a value."""
     return f"One of the special magic numbers for {key} is: {value}."
 
 
 def one_of_many(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Several keys, one of them asked for; of one needle the standard quiz."""
+    """Make a quiz with several keys, one of them queried; with one needle, the standard quiz."""
     keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
     asked = int(random.integers(count))
     question = f"The special magic number for {keys[asked]} mentioned in the provided text is:"
@@ -50,14 +50,14 @@ def one_of_many(count: int, taken: str, random: np.random.Generator) -> Quiz:
 
 
 def all_keys(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Several keys, all of them asked for."""
+    """Make a quiz with several keys, all of them queried."""
     keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
     question = f"The special magic numbers for {listed(keys)} mentioned in the provided text are:"
     return Quiz(tuple(map(needle, keys, values)), question, tuple(values), tuple(range(count)))
 
 
 def all_values(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Several values of one key, all of them asked for."""
+    """Make a quiz with several values of one key, all of them queried."""
     (key,), values = draw_keys(1, random), draw_values(count, DIGITS, taken, random)
     question = (
         f"What are all the special magic numbers for {key} mentioned in the provided text? "
@@ -68,7 +68,7 @@ def all_values(count: int, taken: str, random: np.random.Generator) -> Quiz:
 
 
 def listed(items: list[str]) -> str:
-    """``a``, ``a and b``, ``a, b, and c``."""
+    """Format ``a``, ``a and b``, ``a, b, and c``."""
     if len(items) < 3:
         return " and ".join(items)
     return ", ".join(items[:-1]) + f", and {items[-1]}"

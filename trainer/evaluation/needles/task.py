@@ -1,52 +1,49 @@
 """Needle tasks: trials of an exact length in tokens, the same for every model and method.
 
-A trial depends on the seed, its number and the length alone, its quiz not even on the length.
+A trial depends only on the seed, its number and the length; its quiz not even on the length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.fields import Count, Natural, Share, configuration
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import TOKENS_PER_VALUE, DrawQuiz, Quiz
 from trainer.evaluation.prompts import Prompt, Score, Stop
 
 
-@dataclass(frozen=True)
+@configuration
 class NeedleTaskSettings:
-    """``trials``: of a cell: at every depth in tasks with one needle in the text, at every length
-    in the others. ``depths``: 0 is the beginning of the text, 1 its end. ``needles``: in tasks with
-    several. ``sinks``: tokens behind the needle in the noisy task; DoPE does not say how many it
-    has."""
+    """Settings of statements and of all tasks with needles."""
 
-    trials: int = 256
-    depths: tuple[float, ...] = tuple(step / 10 for step in range(11))
-    needles: int = 4
-    sinks: int = 8
-    seed: int = 1
+    trials: Annotated[Count, Field(le=1_000_000)] = 256
+    """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
+    depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
+    """Places of the needle: 0 the beginning of the text, 1 its end."""
+    needles: Count = 4
+    """Needles in tasks that state several."""
+    sinks: Count = 8
+    """Tokens behind the needle in the task noisy."""
+    seed: Natural = 1
+    """Seed of the trials."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            f"evaluation.needles.{key}: expected 1 or more, got {getattr(self, key)}."
-            for key in ("trials", "needles", "sinks")
-            if getattr(self, key) < 1
-        ]
-        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
-            found.append(
-                "evaluation.needles.depths: expected numbers from 0 (beginning) to 1 (end), got "
-                f"{list(self.depths)}."
-            )
-        return found
+        if self.depths:
+            return []
+        return [Problem("evaluation.needles.depths", "expected one or more, got none.")]
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Tokens of the needles and the question of a quiz."""
+    """Tokens of a quiz's needles and question."""
 
     quiz: Quiz
     needles: list[list[int]]
@@ -59,11 +56,11 @@ class _Trial:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A :class:`~trainer.evaluation.prompts.Task`.
+    """A needle task, a :class:`~trainer.evaluation.prompts.Task`.
 
-    ``draw``: makes quizzes of ``needles`` needles. ``depths``: where the needle is, a prompt each;
-    None: all needles at random places. ``behind``: tokens right after every needle. ``opening``:
-    before the text; ``closing``: before every question.
+    ``draw``: makes quizzes of ``needles`` needles. ``depths``: depths of the needle, one prompt
+    each; None: all needles at random places. ``behind``: tokens directly after every needle.
+    ``opening``: text before the haystack; ``closing``: text before every question.
     """
 
     name: str
@@ -80,7 +77,7 @@ class NeedleTask:
     closing: str = "\n\n"
 
     def prompts(self, length: int) -> list[Prompt]:
-        """The trials; with ``depths`` those of one text follow each other and are a group.
+        """Return the trials; with ``depths``, those of one text follow each other and form a group.
 
         Raises:
             UserError: ``length`` is too short for the needles and the question, or the text for
@@ -90,9 +87,10 @@ class NeedleTask:
         around = len(self._before) + self.new_tokens
         least = max(trial.tokens for trial in trials) + around + 1
         if length < least:
-            raise UserError(
-                f"evaluation.lengths: expected at least {least} tokens for {self.name}, which its "
-                f"needles, question and answer need, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"expected at least {least} tokens for {self.name}, which its needles, question "
+                f"and answer need, got {length}.",
             )
         return [
             prompt
@@ -109,14 +107,14 @@ class NeedleTask:
 
     @cached_property
     def _before(self) -> tuple[int, ...]:
-        """Tokens before the text."""
+        """Tokens before the haystack."""
         if not self.opening:
             return self.haystack.bos
         encoding = self.haystack.tokenizer.encode(self.opening, add_special_tokens=False)
         return (*self.haystack.bos, *encoding.ids)
 
     def _prompts(self, trial: _Trial, number: int, room: int) -> list[Prompt]:
-        """The trial's prompts, ``room`` tokens of text in each."""
+        """Return the prompts of a trial with ``room`` tokens of haystack each."""
         random = np.random.default_rng((self.settings.seed, number, 1))
         excerpt = self.haystack.excerpt(room, random)
         found = []

@@ -37,7 +37,7 @@ NEEDLE_TASKS: dict[str, MakeTask] = {}
 
 
 def needle_task(make: M) -> M:
-    """Register ``make`` under its own name; a file named in ``plugins`` may do so too."""
+    """Register ``make`` under its own name; use it in a file that ``plugins`` names."""
     NEEDLE_TASKS[make.__name__] = make
     return make
 
@@ -46,10 +46,10 @@ def needle_task(make: M) -> M:
 def standard(
     haystack: Haystack, settings: NeedleTaskSettings, *, noisy: bool = False
 ) -> NeedleTask:
-    """One needle at every depth (Kamradt 2023; DroPE, App. C.2).
+    """Make the task with one needle at every depth (Kamradt 2023; DroPE, App. C.2).
 
-    ``noisy``: with tokens right behind it that draw attention, a start-of-sequence symbol several
-    times (DoPE, noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
+    ``noisy``: repeat a start-of-sequence symbol, which draws attention, directly after the needle
+    (DoPE, noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
     """
     behind: tuple[int, ...] = ()
     if noisy:
@@ -69,13 +69,13 @@ def standard(
 
 @needle_task
 def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """:func:`standard` with attention sinks behind the needle, in the same trials."""
+    """Make :func:`standard` with attention sinks after the needle, in the same trials."""
     return standard(haystack, settings, noisy=True)
 
 
 @needle_task
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Several keys, one asked for."""
+    """Make the task with several keys, one of them queried."""
     return NeedleTask(
         "multi_key",
         exact_number,
@@ -89,13 +89,13 @@ def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
 
 @needle_task
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Several keys, all asked for; scored by the share that is found."""
+    """Make the task with several keys, all queried; the score is the share found."""
     return _all_asked("multi_query", haystack, settings, all_keys)
 
 
 @needle_task
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Several values of one key, all asked for; scored by the share that is found."""
+    """Make the task with several values of one key, all queried; the score is the share found."""
     return _all_asked("multi_value", haystack, settings, all_values)
 
 
@@ -119,15 +119,15 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 
 class _Filler(Haystack):
-    """A sentence or two, again and again."""
+    """Haystack that repeats a sentence or two."""
 
     @cached_property
     def tokens(self) -> Integers:
-        """The text once."""
+        """Tokens of the text, once."""
         return np.array(self.encode(f" {self.documents[0]}"), dtype=np.int32)
 
     def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
-        """``length`` tokens, from the beginning on."""
+        """Return ``length`` tokens from the beginning."""
         return self.marked(np.resize(self.tokens, length))
 
 
@@ -139,9 +139,9 @@ def _pass_key(count: int, taken: str, random: np.random.Generator) -> Quiz:
 
 @needle_task
 def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """A five-digit pass key at every depth of a text that says nothing (Mohtashami and Jaggi 2023).
+    """Hide a five-digit pass key at every depth of a repetitive text (Mohtashami and Jaggi 2023).
 
-    Of ``haystack`` only the tokenizer and ``bos`` are used.
+    Uses only the tokenizer and ``bos`` of ``haystack``.
     """
     filler = _Filler(haystack.tokenizer, [FILLER], haystack.bos)
     return NeedleTask(
@@ -166,13 +166,13 @@ def _best_thing(count: int, taken: str, random: np.random.Generator) -> Quiz:
 
 @needle_task
 def sentence(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """One sentence at every depth of a book, and a question for it (Kamradt 2023, in the prompt of
-    Fu et al. 2024 for base models, which Frequency Entropy takes, App. E); scored in part.
+    """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
 
-    The score is that of Fu et al.'s heat maps, the share of the answer's words in 50 tokens (more
-    where a tokenizer needs more for it). They count different words between white space, so that a
-    whole answer, which says "a" twice, has 11 of 12; here it is ROUGE-1 recall, and has 1. Their
-    prompt begins with ``<|im_start|>``, which is no symbol of a base model's and left out.
+    The prompt is that of Fu et al. 2024 for base models, as in Frequency Entropy, App. E. The score
+    is that of Fu et al.'s heat maps, the share of the answer's words in 50 tokens (more if a
+    tokenizer needs more). They count distinct words between white space, so that a complete answer,
+    which says "a" twice, scores 11 of 12; here it is ROUGE-1 recall, and scores 1. Their prompt
+    begins with ``<|im_start|>``, which is no symbol of a base model and is omitted.
     """
     return NeedleTask(
         "sentence",

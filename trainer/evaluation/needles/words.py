@@ -1,6 +1,6 @@
 """Keys and values of needles: ``adjective-noun`` and numbers, as in RULER (Hsieh et al. 2024).
 
-The words are wonderwords' lists; what is drawn depends on the caller's generator alone.
+The words are from wonderwords' lists; draws depend only on the caller's generator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import wonderwords
 
 @lru_cache
 def words(kind: str) -> tuple[str, ...]:
-    """The plain lower-case words of a list (``adjective``, ``noun``), without profanity."""
+    """Return a list's plain lower-case words (``adjective``, ``noun``), without profanity."""
     listed, profane = (
         (resources.files(wonderwords) / "assets" / f"{name}list.txt")
         .read_text("utf-8")
@@ -27,7 +27,7 @@ def words(kind: str) -> tuple[str, ...]:
 
 
 def draw_keys(count: int, random: np.random.Generator) -> list[str]:
-    """Different keys ``adjective-noun``."""
+    """Draw distinct keys ``adjective-noun``."""
     adjectives, nouns = words("adjective"), words("noun")
     chosen = random.choice(len(adjectives) * len(nouns), size=count, replace=False, shuffle=True)
     pairs = (divmod(int(number), len(nouns)) for number in chosen)
@@ -35,7 +35,7 @@ def draw_keys(count: int, random: np.random.Generator) -> list[str]:
 
 
 def draw_values(count: int, digits: int, taken: str, random: np.random.Generator) -> list[str]:
-    """Different numbers of so many digits, none of them in the text ``taken``."""
+    """Draw distinct numbers of ``digits`` digits that do not occur in the text ``taken``."""
     found: list[str] = []
     while len(found) < count:
         value = str(random.integers(10 ** (digits - 1), 10**digits))

@@ -1,13 +1,13 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen tasks that are made up on the spot.
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks.
 
-Eight searches for needles, one chase of a variable through assignments, two counts of words and two
-sets of questions to paragraphs, asked in the words and with the numbers of needles, hops and words
-of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``). The trials are not the
-benchmark's: they are drawn by another order of random numbers, haystacks of essays are made of the
-caller's documents instead of Paul Graham's, and, unless the setting ``published`` asks for the
-benchmark's way, each trial has a haystack that fills its length and an order of its own. Figures of
-others are comparable in what they measure, not to the last digit.
+These are eight searches for needles, one chase of a variable through assignments, two counts of
+words, and two sets of questions about paragraphs. Wording and numbers of needles, hops and words
+are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``). The trials
+are not the benchmark's: random numbers are drawn in another order, and essay haystacks consist of
+the caller's documents instead of Paul Graham's. Each trial's haystack fills its length and has its
+own order, unless the setting ``published`` requests the benchmark's way. Published scores are
+therefore comparable, but not to the last digit.
 
-lm-eval has the tasks too, and downloads what they need: ``+evaluation=harness
+lm-eval has the tasks, too, and downloads what they need: ``+evaluation=harness
 evaluation.tasks=[ruler]``.
 """

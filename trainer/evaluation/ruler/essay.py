@@ -1,4 +1,4 @@
-"""Documents as one long text, counted in words and opened between sentences."""
+"""Documents as one long text, counted in words, with places between sentences."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import cycle
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
 
 
 class Essay:
-    """The documents one after the other; after the last comes the first again, as in RULER.
+    """Documents concatenated, and repeated from the first one after the last, as in RULER.
 
-    Words are split when they are asked for, however many documents there are.
+    Words are split on demand, however many documents there are.
 
     Raises:
-        UserError: there is no word in them.
+        UserError: the documents contain no word.
     """
 
     def __init__(self, documents: Sequence[str]) -> None:
         if not any(map(str.strip, documents)):
-            raise UserError("ruler: the documents for the haystacks hold no text.")
+            raise UserError.at("ruler", "the documents for the haystacks hold no text.")
         self._documents = cycle(documents)
         self._words: list[str] = []
         self._sentences: list[int] = []
 
     def with_insertions(self, count: int, insertions: Sequence[tuple[float, str]]) -> str:
-        """The first ``count`` words, with sentences pushed in.
+        """Return the first ``count`` words with sentences inserted.
 
-        ``insertions``: each a depth, the share of the text's sentences that come before it, and a
+        ``insertions``: pairs of a depth, the share of the text's sentences before it, and a
         sentence; sorted by depth.
         """
         while len(self._words) < count:

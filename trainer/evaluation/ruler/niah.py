@@ -1,4 +1,4 @@
-"""Needles in haystacks: which value was given to a key? RULER, Sec. 3.1."""
+"""Needle tasks: which value belongs to a key? RULER, Sec. 3.1."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ DRAWS: dict[str, Callable[[Random], str]] = {
 
 @dataclass(frozen=True)
 class Needles:
-    """``keys`` keys with ``values`` values each, of which ``queries`` keys are asked for.
+    """``keys`` keys with ``values`` values each, of which ``queries`` keys are queried.
 
-    ``essay``: the haystack, counted in words. Without one it is counted in lines, which say nothing
-    or, if ``distractors``, are needles with other keys. ``key`` and ``value`` are kinds of
-    :data:`DRAWS`.
+    ``essay``: the haystack, counted in words. Without one, it is counted in lines, which are
+    meaningless or, with ``distractors``, needles with other keys. ``key`` and ``value`` are kinds
+    of :data:`DRAWS`.
     """
 
     essay: Essay | None = None
@@ -55,11 +55,11 @@ class Needles:
 
     @property
     def least(self) -> int:
-        """Lines are needed for needles to stand before; an essay needs a word."""
+        """Minimum size: lines before which needles can stand, or one word of an essay."""
         return 1 if self.essay else self.keys * self.values
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """The answers are the values of the keys asked for, in the order of the question."""
+        """Make a question; the answers are the queried keys' values, in order."""
         others = units if self.distractors else 0
         keys = distinct(rng, DRAWS[self.key], self.keys + others)
         drawn = iter(distinct(rng, DRAWS[self.value], self.keys * self.values + others))

@@ -1,4 +1,4 @@
-"""Sizes of haystacks and orders of their parts as the benchmark's own programs have them."""
+"""Sizes of haystacks and orders of their parts as in the benchmark's own programs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from trainer.evaluation.ruler.word_extraction import LONG, FrequentWords
 
 
 class OneOrder(Random):
-    """Draws of a trial's own, and one order for all trials: what is shuffled, needles, words and
-    documents, comes out by ``order`` alone, so that it lies at the same places wherever as much is
-    shuffled."""
+    """Random draws of a trial's own, but shuffles that depend on ``order`` alone.
+
+    Needles, words and documents are thus at the same places in all trials with equally many of
+    them.
+    """
 
     order: object = 0
 
     def shuffle(self, x: MutableSequence[Any]) -> None:
-        """As ``random.Random(seed).shuffle`` of the programs does, in each trial anew."""
+        """Shuffle as ``random.Random(seed).shuffle`` does in the programs, which reseed for each
+        trial."""
         Random(str(self.order)).shuffle(x)
 
 
 def step(kind: Kind, length: int) -> int:
-    """By how many units a haystack becomes smaller where its prompt is longer than ``length``."""
+    """Return the units by which a haystack shrinks if its prompt is longer than ``length``."""
     if isinstance(kind, Needles) and kind.essay:
         return 500
     if isinstance(kind, Needles):
@@ -38,8 +41,11 @@ def step(kind: Kind, length: int) -> int:
 
 
 def size(kind: Kind, most: int, length: int) -> int:
-    """The units that all trials begin with, where ``most`` fit the first one: as many, but for
-    frequent words, which grow by :func:`step` from a sixth of the length on."""
+    """Return the initial number of units of all trials, if ``most`` fit the first one.
+
+    It is ``most``, except for frequent words, which grow by :func:`step` from a sixth of the
+    length.
+    """
     if not isinstance(kind, FrequentWords):
         return most
     start = (length - kind.new_tokens) // 6

@@ -13,7 +13,8 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True)
 class Question:
-    """``depth``: where in its haystack the answer begins, 0 to 1, if it is in one place."""
+    """A question as text; ``depth``: position of the answer in its haystack, 0 to 1, if there is
+    only one."""
 
     text: str
     answers: tuple[str, ...]
@@ -21,25 +22,25 @@ class Question:
 
 
 class Kind(Protocol):
-    """What one of RULER's tasks asks."""
+    """One of RULER's tasks."""
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens a model may answer with."""
+        """Largest number of tokens in an answer."""
         ...
 
     @property
     def least(self) -> int:
-        """The fewest of the units that the haystack is counted in."""
+        """Smallest number of haystack units."""
         ...
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """The trial with a haystack of ``units``, for a prompt of about ``length`` tokens."""
+        """Make a trial with a haystack of ``units``, for a prompt of about ``length`` tokens."""
         ...
 
 
 def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str]:
-    """``count`` different draws."""
+    """Return ``count`` distinct draws."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[draw(rng)] = None

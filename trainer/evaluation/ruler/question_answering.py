@@ -1,4 +1,4 @@
-"""Questions of people about paragraphs, one paragraph among many: RULER, Sec. 3.4.
+"""Human questions about one paragraph among many: RULER, Sec. 3.4.
 
 SQuAD 2.0 (Rajpurkar et al. 2018) and HotpotQA (Yang et al. 2018), from the files that their authors
 publish: ``dev-v2.0.json`` and ``hotpot_dev_distractor_v1.json``.
@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.ruler.question import Question
 
 INSTRUCTION = (
@@ -29,8 +29,8 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Item:
-    """A question with its answers, the paragraphs that are always there, and those of the same
-    article, which are taken before others."""
+    """A question with its answers, its own paragraphs, and those of the same article, which are
+    used as distractors first."""
 
     query: str
     answers: tuple[str, ...]
@@ -40,7 +40,8 @@ class Item:
 
 @dataclass(frozen=True)
 class QuestionAnswering:
-    """The first questions of a file, in its order; counted in paragraphs of all its questions."""
+    """The first questions of a file, in order; the haystack is counted in paragraphs of all
+    questions."""
 
     items: tuple[Item, ...]
     paragraphs: tuple[str, ...]
@@ -48,7 +49,7 @@ class QuestionAnswering:
     least: int = 1
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """A file with fewer paragraphs than that repeats them."""
+        """Make a trial; a file with too few paragraphs repeats them."""
         item = self.items[trial]
         chosen = list(item.paragraphs)
         wanted = max(units, len(chosen))
@@ -64,7 +65,7 @@ class QuestionAnswering:
 
 
 def read_squad(file: str) -> QuestionAnswering:
-    """The questions of SQuAD that have an answer.
+    """Read the questions of SQuAD that have an answer.
 
     Raises:
         UserError: the file is missing or of another kind.
@@ -73,7 +74,7 @@ def read_squad(file: str) -> QuestionAnswering:
 
 
 def read_hotpotqa(file: str) -> QuestionAnswering:
-    """The questions of HotpotQA, each with its ten paragraphs.
+    """Read the questions of HotpotQA, each with its ten paragraphs.
 
     Raises:
         UserError: the file is missing or of another kind.
@@ -87,11 +88,11 @@ def _read(
     try:
         items = tuple(items_of(json.loads(Path(file).read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"evaluation.ruler.{key}: {file!r} is no {name} file ({error!r})."
+        raise UserError.at(
+            f"evaluation.ruler.{key}", f"{file!r} is no {name} file ({error!r})."
         ) from error
     if not items:
-        raise UserError(f"evaluation.ruler.{key}: {file!r} holds no question with an answer.")
+        raise UserError.at(f"evaluation.ruler.{key}", f"{file!r} holds no question with an answer.")
     texts = {text for item in items for text in (*item.paragraphs, *item.related)}
     return QuestionAnswering(items, tuple(sorted(texts)))
 

@@ -1,4 +1,4 @@
-"""Trials of one kind, each with the largest haystack that fits a number of tokens."""
+"""Trials of one task, each with the largest haystack that fits a number of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.prompts import Prompt, Score, Stop
 from trainer.evaluation.ruler.published import OneOrder, size, step
 from trainer.evaluation.ruler.question import Kind
@@ -37,7 +37,7 @@ class _Trial:
     done: bool = False
 
     def learn(self, prompt: Prompt, empty: int, per_unit: float, enough: float) -> None:
-        """``empty``: tokens that the prompt leaves over, negative if it is too long."""
+        """Update the bounds; ``empty``: unused tokens, negative if the prompt is too long."""
         if empty >= 0:
             self.low, self.empty, self.prompt = self.units, empty, prompt
         else:
@@ -48,10 +48,10 @@ class _Trial:
 
 
 class RulerTask:
-    """One of the thirteen, as a :class:`~trainer.evaluation.prompts.Task`.
+    """One of the thirteen tasks, as a :class:`~trainer.evaluation.prompts.Task`.
 
     ``bos`` begins every prompt unless it is None. A trial depends on ``seed``, the task, the length
-    and its own number. ``published``: sizes and orders are the benchmark's, see
+    and its own number. ``published``: use the benchmark's sizes and orders, see
     :mod:`trainer.evaluation.ruler.published`.
     """
 
@@ -78,11 +78,11 @@ class RulerTask:
         self.published = published
 
     def prompts(self, length: int) -> list[Prompt]:
-        """Trials whose prompt and answer are ``length`` tokens or a little less.
+        """Return trials whose prompt and answer have ``length`` tokens or slightly fewer.
 
-        The first trial finds out how many units that takes. The others begin with as many, and are
-        changed where they are too long or leave much over; with ``published`` only where they are
-        too long, by the benchmark's steps.
+        The first trial determines the number of units. The others start with it and are adjusted if
+        they are too long or leave much room; with ``published`` only if they are too long, by the
+        benchmark's steps.
 
         Raises:
             UserError: the length is too short for the task.
@@ -96,13 +96,13 @@ class RulerTask:
             return self._shrunk(length, size(self.kind, first.low, length))
         enough = max(per_unit, ENOUGH * length)
         (first,) = self._fitted(length, [0], units, per_unit, enough)
-        # Half of what may stay empty is the middle of what will do.
+        # Half of the allowed gap is the middle of the acceptable range.
         units = first.low + round((first.empty - ENOUGH * length / 2) / per_unit)
         others = self._fitted(length, range(1, self.trials), units, per_unit, enough)
         return [trial.prompt for trial in (first, *others) if trial.prompt]
 
     def _shrunk(self, length: int, units: int) -> list[Prompt]:
-        """All trials with so many units, less a step as often as that is too long."""
+        """Return all trials with this many units, reduced stepwise if they are too long."""
         sizes = dict.fromkeys(range(self.trials), units)
         found: dict[int, Prompt] = {}
         while missing := [number for number in sizes if number not in found]:
@@ -130,9 +130,10 @@ class RulerTask:
         return trials
 
     def _too_short(self, length: int) -> UserError:
-        return UserError(
-            f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
-            f"RULER's {self.name} with this tokenizer, got {length}."
+        return UserError.at(
+            "evaluation.lengths",
+            f"expected at least {self._least_length(length)} tokens for RULER's {self.name} with "
+            f"this tokenizer, got {length}.",
         )
 
     def _draws(self, length: int, trial: int) -> Random:
@@ -145,14 +146,15 @@ class RulerTask:
         return length - prompt.new_tokens - len(prompt.tokens)
 
     def _least_length(self, length: int) -> int:
-        """Texts depend on the length, and so may be too long for the length they just needed."""
+        """Return the smallest sufficient length; texts depend on the length, so it is checked
+        again."""
         every = [(trial, self.kind.least) for trial in range(self.trials)]
         while (lack := min(self._empty(length, p) for p in self._read(length, every))) < 0:
             length -= lack
         return length
 
     def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
-        """The trials of those numbers and units, in batches that keep memory small."""
+        """Yield trials by number and units, in batches that keep memory small."""
         size = max(1, TOKENS_AT_ONCE // length)
         for start in range(0, len(wanted), size):
             questions = [

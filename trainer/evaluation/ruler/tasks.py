@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from tokenizers import Tokenizer
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.evaluation.prompts import Task
 from trainer.evaluation.ruler.essay import Essay
 from trainer.evaluation.ruler.niah import Needles
@@ -41,50 +44,52 @@ READERS = {
 TASKS = (*KINDS, *READERS)
 
 
-@dataclass(frozen=True)
+@configuration
 class RulerSettings:
-    """``trials``: prompts a task and length. ``published``: sizes of haystacks, and orders of
-    needles, words and documents, that all trials share, as in the benchmark's programs; else each
-    has its own. ``squad_file``, ``hotpotqa_file``: the questions of qa_1 and qa_2, which are left
-    out without them."""
+    """Settings of ruler."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    trials: int = 500
-    seed: int = 42
+    """Tasks of RULER to ask."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 500
+    """Prompts of a task and length."""
+    seed: Natural = 42
+    """Seed of the trials."""
     published: bool = False
-    squad_file: str | None = None
-    hotpotqa_file: str | None = None
+    """Share sizes of haystacks and orders over all trials, as the benchmark's programs do;
+    false: each trial has its own."""
+    squad_file: OptionalText = None
+    """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
+    hotpotqa_file: OptionalText = None
+    """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.ruler.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            Problem("evaluation.ruler.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS))
             for name in self.tasks
             if name not in TASKS
         ]
-        if self.trials < 1:
-            found.append(f"evaluation.ruler.trials: expected 1 or more, got {self.trials}.")
         for key, _, _ in READERS.values():
             file = getattr(self, key)
             if file is not None and not Path(file).is_file():
-                found.append(f"evaluation.ruler.{key}: there is no file {file!r}.")
+                found.append(Problem(f"evaluation.ruler.{key}", f"there is no file {file!r}."))
         return found
 
 
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """The tasks that can be run, and a sentence for each that cannot, or not in full.
+    """Return the available tasks, and a sentence for each that is unavailable or incomplete.
 
     Args:
-        settings: without :meth:`~RulerSettings.problems`.
-        tokenizer: of the model; lengths are counted in its tokens.
-        documents: English text for the haystacks, read from the beginning in every trial and again
-            from the beginning where it is shorter than the length.
-        bos: the token every prompt begins with, or None.
+        settings: valid settings.
+        tokenizer: the model's; lengths are counted in its tokens.
+        documents: English text for the haystacks, read from the beginning in every trial,
+            repeatedly if it is shorter than the length.
+        bos: first token of every prompt, or None.
 
     Raises:
-        UserError: there is no text in the documents, or a file is of the wrong kind.
+        UserError: the documents contain no text, or a file is of the wrong kind.
     """
     essay = Essay(documents)
     tasks: list[Task] = []

@@ -1,4 +1,4 @@
-"""Which variables have a value, assigned from one to the next? RULER, Sec. 3.2."""
+"""Variable tracking: which variables share a value? RULER, Sec. 3.2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOPS = 4
 EXAMPLE_TOKENS = 500
 """A solved example comes before the question, with as much noise as fits this."""
 
-# The space at the end is RULER's.
+# RULER has this space at the end.
 TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     "{context}\nQuestion: Find all variables that are assigned the value {value} in the text "
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 class VariableTracking:
-    """One chain of assignments among lines of noise, in which the haystack is counted."""
+    """One chain of assignments among lines of noise, the units of the haystack."""
 
     new_tokens = 30
     least = HOPS + 1
@@ -34,7 +34,8 @@ class VariableTracking:
         self.tokenizer = tokenizer
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """The answers are the variables, the one that got the number first."""
+        """Make a question; the answers are the variables, beginning with the one that got the
+        number."""
         example = _chain(rng, self._example_lines, letters=3)
         asked = _chain(rng, units, letters=5)
         solved = f"{example.text} {' '.join(example.answers)}\n"
@@ -56,7 +57,7 @@ def _chain(rng: Random, lines: int, letters: int) -> Question:
     names = distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=letters)), HOPS + 1)
     value = rng.randrange(10_000, 99_999)
     first = f"VAR {names[0]} = {value}"
-    # A space ends every assignment but the first, as in RULER.
+    # As in RULER, every assignment but the first ends with a space.
     chain = [
         first,
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),

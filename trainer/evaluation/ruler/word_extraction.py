@@ -1,4 +1,4 @@
-"""Which words are the most frequent ones? RULER, Sec. 3.3."""
+"""Word extraction: which words are the most frequent ones? RULER, Sec. 3.3."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LONG = 4096
 
 
 class CommonWords:
-    """Ten words of a list stand in it more often than all others; counted in different words."""
+    """Ten words of a list occur more often than all others; counted in distinct words."""
 
     new_tokens = 120
     least = COMMON + 1
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """A solved example, then the list that is asked for."""
+        """Make a question: a solved example, then the list to answer for."""
         full = length >= LONG
         solved, words = _list(rng, *((40, 10, 3) if full else (20, 3, 1)))
         text, answers = _list(rng, units, *((30, 3) if full else (6, 1)))
@@ -43,7 +43,7 @@ class CommonWords:
 
 
 def _list(rng: Random, words: int, often: int, seldom: int) -> tuple[str, list[str]]:
-    # Compounds are for lists of more than 100,000 tokens; RULER then takes a larger dictionary.
+    # RULER takes a larger dictionary for lists of more than 100,000 tokens.
     enough = words <= len(vocabulary())
     drawn = rng.sample(vocabulary(), words) if enough else distinct(rng, compound, words)
     common = drawn[:COMMON]
@@ -57,7 +57,7 @@ def _numbered(words: list[str]) -> str:
 
 
 class FrequentWords:
-    """Made-up words, the k-th as often as k^-2 / zeta(2) of the units; dots come first."""
+    """Made-up words, the k-th with frequency k^-2 / zeta(2); dots come first."""
 
     new_tokens = 50
 
@@ -65,7 +65,7 @@ class FrequentWords:
     """From here on the fourth rank always has more words than the fifth."""
 
     def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
-        """The answers are the words behind the dots."""
+        """Make a question; the answers are the words after the dots."""
         kinds = max(5, (length - self.new_tokens) // 50)
         vocabulary = distinct(rng, lambda r: "".join(r.choices(ascii_lowercase, k=6)), kinds)
         vocabulary[0] = "..."

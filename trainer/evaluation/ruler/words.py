@@ -15,10 +15,10 @@ def _listed(name: str) -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, sorted."""
+    """Return all nouns, adjectives and verbs, sorted."""
     return tuple(sorted({*_listed("noun"), *_listed("adjective"), *_listed("verb")}))
 
 
 def compound(rng: Random) -> str:
-    """An adjective and a noun with a hyphen, one of six million."""
+    """Return a hyphenated adjective and noun, one of six million."""
     return f"{rng.choice(_listed('adjective'))}-{rng.choice(_listed('noun'))}"

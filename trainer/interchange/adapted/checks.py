@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.rotation import Rotation, Tables, complex_table
 from trainer.interchange.adapted.seam import Call
 from trainer.model.masks import Mask, allowed
@@ -31,9 +31,10 @@ def check_scores(call: Call, window: int | None) -> None:
     if not torch.equal(
         *torch.broadcast_tensors(seen, allowed(Mask(window), range(T), range(T), mask.device))
     ):
-        raise UserError(
-            f"checkpoint: layer {call.index} hides other keys than a window would (attention in "
-            f"chunks), of {T:,} tokens; give shorter texts ({LENGTHS})."
+        raise UserError.at(
+            "checkpoint",
+            f"layer {call.index} hides other keys than a window would (attention in chunks), of "
+            f"{T:,} tokens; give shorter texts ({LENGTHS}).",
         )
 
 
@@ -55,9 +56,10 @@ def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) 
     at = torch.tensor([position], device=table.device)
     cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
     if (table - torch.complex(cos, sin)).abs().amax() > APART:
-        raise UserError(
-            f"checkpoint: the rotation of layer {index} follows the length of the text; give "
-            f"texts within the length it was trained at ({LENGTHS})."
+        raise UserError.at(
+            "checkpoint",
+            f"the rotation of layer {index} follows the length of the text; give texts within the "
+            f"length it was trained at ({LENGTHS}).",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.interchange.hf_config import named_bos
 from trainer.interchange.own_config import is_own
 from trainer.interchange.pretrained import read_config, read_tokenizer
@@ -55,29 +55,34 @@ def read_adapted(given: str) -> Adapted:
             model that transformers can compute and that can be observed.
     """
     if find_spec("transformers") is None:
-        raise UserError(
-            f"checkpoint: {given!r} asks for the package transformers, which is not installed; "
-            "pip install 'unrope[transformers]', or leave out hf: for the architectures that this "
-            "program reads itself."
+        raise UserError.at(
+            "checkpoint",
+            f"{given!r} asks for the package transformers, which is not installed; pip install "
+            "'unrope[transformers]', or leave out hf: for the architectures that this program "
+            "reads itself.",
         )
     path = Path(given.removeprefix(PREFIX)).expanduser()
     if not path.is_dir():
         nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        raise UserError(
-            f"checkpoint: hf: takes a local directory, and there is none at {str(path)!r}."
-            + did_you_mean(path.name, nearby)
+        raise UserError.at(
+            "checkpoint",
+            f"hf: takes a local directory, and there is none at {str(path)!r}.",
+            did_you_mean(path.name, nearby),
         )
     try:
         values = read_config(path)
         if not any(path.glob("*.safetensors")):
-            raise UserError("there are no weights '*.safetensors'; pickles are not read.")
+            raise UserError.at("", "there are no weights '*.safetensors'; pickles are not read.")
         tokenizer = read_tokenizer(path)
         if tokenizer is None:
-            raise UserError("there is no tokenizer.json; put the model's beside its weights.")
+            raise UserError.at(
+                "", "there is no tokenizer.json; put the model's beside its weights."
+            )
         _check_type(values)
         model = _read(path)
     except UserError as error:
-        raise UserError(*(f"checkpoint: {given}: {why}" for why in error.problems)) from error
+        key = f"checkpoint: {given}"
+        raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
     by = f"transformers {version('transformers')}"
     return Adapted(path, tokenizer, model.config, model.layout, by, named_bos(values))
 
@@ -88,14 +93,17 @@ def _check_type(values: dict[str, Any]) -> None:
 
     kind = values.get("model_type")
     if is_own(values):
-        raise UserError(
+        raise UserError.at(
+            "",
             "it is an export of this program, whose code is not run here; leave out hf: and this "
-            "program computes it itself."
+            "program computes it itself.",
         )
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
-        raise UserError(
-            f"config.json: model_type: transformers {version('transformers')} has no {kind!r}, and "
-            f"code of a model is never run.{did_you_mean(str(kind), CONFIG_MAPPING_NAMES)}"
+        raise UserError.at(
+            "config.json",
+            f"model_type: transformers {version('transformers')} has no {kind!r}, and code of a "
+            "model is never run.",
+            did_you_mean(str(kind), CONFIG_MAPPING_NAMES),
         )
 
 
@@ -123,11 +131,11 @@ def _read(path: Path) -> Any:
             model(torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # transformers raises nearly every type
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"transformers cannot compute it: {why[0]}") from error
+        raise UserError.at("", f"transformers cannot compute it: {why[0]}") from error
     finally:
         said.set_verbosity(level)
         if progress:
             said.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
-        raise UserError(f"tensors that are missing: {', '.join(map(repr, missing[:5]))}.")
+        raise UserError.at("", f"tensors that are missing: {', '.join(map(repr, missing[:5]))}.")
     return AdaptedModel(model)

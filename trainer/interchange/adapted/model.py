@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.cache import as_transformers_cache, cache_name, empty_cache
 from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (
@@ -30,7 +30,7 @@ from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
-from trainer.positional.intervening import Intervene
+from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import Groups, head_groups
 
@@ -59,15 +59,17 @@ class AdaptedModel(LanguageModel):
         self.hf = hf.eval()
         text = hf.config.get_text_config()
         if getattr(text, "max_position_embeddings", None) is None:
-            raise UserError(
-                "config.json: max_position_embeddings: missing; expected the training length."
+            raise UserError.at(
+                "config.json", "max_position_embeddings: missing; expected the training length."
             )
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
         self._seam = Seam(hf, text.num_hidden_layers)
         calls = self._tried()
         q, k = calls[0].q, calls[0].k
         if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
-            raise UserError("its layers have heads of different shapes; expected one for all.")
+            raise UserError.at(
+                "", "its layers have heads of different shapes; expected one for all."
+            )
         self.rotations = in_one_order([self._rotation(call) for call in calls])
         layers = (
             LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
@@ -116,9 +118,10 @@ class AdaptedModel(LanguageModel):
         inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
         found = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
         if found is None:
-            raise UserError(
+            raise UserError.at(
+                "",
                 f"layer {call.index} rotates queries and keys in a way that is not known, so that "
-                "those before rotation cannot be had."
+                "those before rotation cannot be had.",
             )
         return found
 
@@ -161,10 +164,11 @@ class AdaptedModel(LanguageModel):
                 or any(s.alibi for s in new.spectra)
                 or (pairs and pairs != len(rotation.spectrum.inv_freq))
             ):
-                raise UserError(
-                    "checkpoint: a model that transformers computes (hf:) cannot be given heads "
-                    "that differ, other windows, other pairs or a bias; that needs the decoder of "
-                    "this program."
+                raise UserError.at(
+                    "checkpoint",
+                    "a model that transformers computes (hf:) cannot be given heads that differ, "
+                    "other windows, other pairs or a bias; that needs the decoder of this "
+                    "program.",
                 )
         self._layout = layout
 
@@ -199,9 +203,10 @@ class AdaptedModel(LanguageModel):
             positions, keys = positions - begins, keys - begins
             options["position_ids"] = positions
         if cache is not None and self.layout.frequencies_follow_length:
-            raise UserError(
-                "checkpoint: a model that transformers computes (hf:) keeps rotated keys; "
-                "frequencies that follow the length need the decoder of this program."
+            raise UserError.at(
+                "checkpoint",
+                "a model that transformers computes (hf:) keeps rotated keys; frequencies that "
+                "follow the length need the decoder of this program.",
             )
         with self._passing(positions, keys, lengths):
             found = self._base(ids, use_cache=cache is not None, **options)

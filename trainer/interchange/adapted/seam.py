@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.cache import cache_name
 from trainer.interchange.adapted.rotation import Tables, no_rotation
 
@@ -87,9 +87,10 @@ class Seam:
         with self._through(note), torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
         if len(self.modules) != depth:
-            raise UserError(
+            raise UserError.at(
+                "",
                 f"the attention of {len(self.modules)} of its {depth} layers can be watched "
-                "(transformers' AttentionInterface); expected that of all."
+                "(transformers' AttentionInterface); expected that of all.",
             )
 
     @contextmanager

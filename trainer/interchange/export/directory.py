@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
@@ -43,13 +43,20 @@ class Exported:
     difference: float | None
 
 
-def destination_problem(to: Path) -> str | None:
-    """Return why an export cannot be written there, or None."""
+def check_destination(to: Path) -> None:
+    """Check that a directory is new or empty.
+
+    Raises:
+        UserError: it is not.
+    """
     if to.is_dir() and any(to.iterdir()):
-        return f"to: {str(to)!r} is not empty; choose another directory, or remove it."
+        raise UserError.at(
+            "to", f"{str(to)!r} is not empty; choose another directory, or remove it."
+        )
     if to.exists() and not to.is_dir():
-        return f"to: {str(to)!r} is a file; expected a directory that is new or empty."
-    return None
+        raise UserError.at(
+            "to", f"{str(to)!r} is a file; expected a directory that is new or empty."
+        )
 
 
 def export_model(
@@ -80,8 +87,7 @@ def export_model(
         UserError: the directory cannot be written, or the loaded model differs; nothing is left
             then.
     """
-    if problem := destination_problem(to):
-        raise UserError(problem)
+    check_destination(to)
     tokenizer = prompting(tokenizer, end) if like is None else tokenizer
     plan = make_plan(model.config, model.layout)
     _log_plan(plan)
@@ -98,7 +104,7 @@ def export_model(
             partial.rename(to)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"to: {str(to)!r} cannot be written ({reason}).") from error
+        raise UserError.at("to", f"{str(to)!r} cannot be written ({reason}).") from error
     finally:
         for parent in made:
             with suppress(OSError):  # it holds the model
@@ -165,9 +171,9 @@ def _read_keys(path: Path) -> dict[str, Any]:
     try:
         values = read_plain(path)
     except ValueError as error:
-        raise UserError(f"{str(path)!r} is damaged: {error}.") from error
+        raise UserError.at("", f"{str(path)!r} is damaged: {error}.") from error
     if not isinstance(values, dict):
-        raise UserError(f"{str(path)!r} is damaged: expected keys and values.")
+        raise UserError.at("", f"{str(path)!r} is damaged: expected keys and values.")
     return values
 
 
@@ -209,9 +215,10 @@ def _gate(
         C = model.layout.training_length
         log.info("Beyond %d tokens without a cache alone: transformers rotates no key anew", C)
     if not difference <= tolerance:
-        raise UserError(
-            f"export: logits of what transformers loads differ by {difference:.1e} of the largest, "
-            f"more than tolerance={tolerance:g}; nothing was kept."
+        raise UserError.at(
+            "export",
+            f"logits of what transformers loads differ by {difference:.1e} of the largest, more "
+            f"than tolerance={tolerance:g}; nothing was kept.",
         )
     return difference
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 
@@ -75,9 +75,9 @@ def largest_difference(
     }
     answer = _ask(directory, request | {"threads": torch.get_num_threads()})
     if answer["text_ids"] != text_ids:
-        raise UserError("export: transformers reads text as other tokens than the run did.")
+        raise UserError.at("export", "transformers reads text as other tokens than the run did.")
     if answer["problems"]:
-        raise UserError(f"export: transformers finds the weights wrong: {answer['problems']}.")
+        raise UserError.at("export", f"transformers finds the weights wrong: {answer['problems']}.")
     ours = [_logits(model, *case) for case in zip(cases, cached, strict=True)]
     pairs = list(zip(answer["logits"], ours, strict=True))
     for row, (ids, tokens, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
@@ -138,5 +138,5 @@ def _ask(directory: Path, request: dict[str, Any]) -> dict[str, Any]:
         )
         if result.returncode:
             said = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
-            raise UserError(f"export: transformers cannot load what was written: {said}")
+            raise UserError.at("export", f"transformers cannot load what was written: {said}")
         return torch.load(answer, weights_only=True)

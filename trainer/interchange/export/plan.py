@@ -14,7 +14,7 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import Parameters, rope_parameters
 from trainer.interchange.own_config import CODE_VERSION, OWN
 from trainer.model.config import ModelConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 

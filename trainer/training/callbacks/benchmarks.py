@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 
+from trainer.common.errors import Problem, renaming
 from trainer.data.corpus import Corpus
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Measurement, Prompted
@@ -27,9 +27,9 @@ from trainer.evaluation.multiple_choice import (
     score_questions,
 )
 from trainer.evaluation.requests import Encoder
+from trainer.evaluation.results import Milestone
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
-from trainer.report.results import Milestone
 from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.phases import phase_before
@@ -147,22 +147,23 @@ class Benchmarks(Remembering):
         watch(self.config.trainer.step_timeout, 10)
 
 
-def benchmark_problems(config: RunConfig) -> list[str]:
-    """Check the benchmarks' data and packages; return one sentence for each that is missing."""
+KEY = "monitor.benchmarks"
+
+
+def benchmark_problems(config: RunConfig) -> list[Problem]:
+    """What a run's benchmarks lack on this machine, one sentence each."""
     asked = config.monitor.benchmarks
+    keys = {"evaluation.tasks": f"{KEY}.multiple_choice", "evaluation": KEY}
     found = missing_tasks(_choice_config(asked)) if asked.multiple_choice else []
+    found = [problem.renamed(keys) for problem in found]
     if asked.harness and find_spec("lm_eval") is None:
-        found.append("evaluation: lm-eval is not installed; pip install 'unrope[eval]'.")
+        found.append(Problem(KEY, "lm-eval is not installed; pip install 'unrope[eval]'."))
     elif asked.harness:
         from trainer.evaluation.harness import task_problems
 
-        found += [p.replace(".tasks:", ".harness:") for p in task_problems(_harness_config(asked))]
-    return [_named(p.replace("evaluation.tasks:", "evaluation.multiple_choice:")) for p in found]
-
-
-def _named(problem: str) -> str:
-    """Re-attribute a problem to the monitor's key."""
-    return problem.replace("evaluation", "monitor.benchmarks", 1)
+        keys = {"evaluation.tasks": f"{KEY}.harness", "evaluation": KEY}
+        found += [problem.renamed(keys) for problem in task_problems(_harness_config(asked))]
+    return found
 
 
 def _tasks(
@@ -178,12 +179,10 @@ def _tasks(
     if not asked.tasks:
         return [], ()
     text = HeldOut(corpus, corpus.validation, corpus.end_of_text, config.data.needles.share)
-    try:
+    with renaming(evaluation=KEY):
         made, notes = make_tasks(text, _within(config.evaluation, asked), lengths, C)
         made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
         check_prompts(made, lengths)
-    except UserError as error:
-        raise UserError(*(_named(problem) for problem in error.problems)) from error
     for note in notes:
         log.warning("monitor.benchmarks.tasks: %s", note)
     return [task.part(ranks.rank, ranks.world_size) for task in made], tuple(lengths)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
@@ -89,15 +89,17 @@ class Checkpointing(L.Callback):
         """Save this step and wait for completion.
 
         Raises:
-            TransientError: the checkpoint could not be written.
+            UserError: the checkpoint could not be written.
         """
         step = trainer.global_step
         if self.last_saved != step:
             self.save(trainer, step_name(step))
         if (problem := self.finish()) is not None:
-            raise TransientError(
-                f"checkpoint: step {step} could not be written ({problem}); the same command goes "
-                "on from the newest checkpoint that could."
+            raise UserError.at(
+                "checkpoint",
+                f"step {step} could not be written ({problem}); the same command goes on from the "
+                "newest checkpoint that could.",
+                transient=True,
             )
 
     def save(self, trainer: L.Trainer, name: str) -> None:
@@ -129,7 +131,7 @@ class Checkpointing(L.Callback):
         try:
             work.result()
         except (OSError, RuntimeError, CheckpointException, UserError) as error:
-            problem = reason(error).removesuffix(".")
+            problem = reason(error)
             log.warning(
                 "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
                 "untouched",

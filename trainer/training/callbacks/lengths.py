@@ -8,12 +8,12 @@ from itertools import islice
 import lightning as L
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
-from trainer.errors import UserError
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.report.results import Reach
+from trainer.evaluation.results import Reach
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.evaluating import evaluating
@@ -81,10 +81,10 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
         return
     longest, text = max(config.monitor.lengths), corpus.validation
     if len(text) < longest * config.data.sequence_length:
-        raise UserError(
-            f"monitor.lengths: the validation text has {len(text)} tokens, fewer than {longest} "
-            "times data.sequence_length; give more text, larger data.validation, or shorter "
-            "lengths."
+        raise UserError.at(
+            "monitor.lengths",
+            f"the validation text has {len(text)} tokens, fewer than {longest} times "
+            "data.sequence_length; give more text, larger data.validation, or shorter lengths.",
         )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.progress import Progress
 from trainer.data.dataset import Batch
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
-from trainer.report.progress import Progress
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import COLUMNS
 from trainer.runs.phases import phase_before

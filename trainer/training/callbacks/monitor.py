@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 
-from trainer.report.results import Json
+from trainer.evaluation.results import Json
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.steps import begins_step, ends_step
 from trainer.training.callbacks.transitions import Transitions

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainer.report.atomic import write_atomically
+from trainer.common.files import write_atomically
 from trainer.training.callbacks.steps import begins_step, ends_step
 
 log = logging.getLogger(__name__)

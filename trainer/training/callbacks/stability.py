@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 
-from trainer.report.atomic import write_atomically
+from trainer.common.files import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.steps import begins_step, ends_step
 from trainer.training.module import LanguageModule

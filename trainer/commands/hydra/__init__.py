@@ -1,0 +1,1 @@
+"""Shared machinery of all commands: composition, help, options and jobs."""

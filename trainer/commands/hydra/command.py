@@ -1,0 +1,56 @@
+"""Parts of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from trainer.commands.hydra.composing import Composed
+
+T = TypeVar("T")
+COMPLETION = "--shell-completion"
+"""The option whose words are not overrides."""
+
+
+@dataclass(frozen=True)
+class Named(Generic[T]):
+    """A request and its name."""
+
+    name: str
+    """The option that chose it (``+evaluation=NAME``), or the name of a run."""
+    request: T
+    words: tuple[str, ...] = ()
+    """The overrides that it was read from."""
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """A command of the program."""
+
+    root: str
+    """The file of ``conf/`` that its configuration starts from."""
+    help: str
+    """The first part of its help text."""
+    read: Callable[[Composed], T]
+    """Returns a checked request, or raises ``UserError`` with all problems."""
+    execute: Callable[[T], None]
+    """Does the work."""
+    single: str = ""
+    """Why it has no ``--multirun``, a sentence; empty if it has."""
+    flags: tuple[str, ...] = ()
+    """Options that only it has."""
+    verbatim: str = ""
+    """A key that may be given several times, each value taken unparsed."""
+    bare: bool = False
+    """Whether words without ``=`` are values of the verbatim key."""
+    described: tuple[str, ...] = ()
+    """Groups that its help describes key by key."""
+    output: Callable[[T], str | None] = lambda _: None
+    """Returns the directory that only one job may write, if there is one."""
+    together: Callable[[Path], None] | None = None
+    """Compares what several jobs wrote, given the directory with their failures."""
+    wordless: Callable[[T], str] | None = None
+    """Returns the text for a command line without words; None: do the work."""

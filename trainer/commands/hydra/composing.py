@@ -1,0 +1,424 @@
+"""Compose the words of a command line to plain values, with Hydra; find every wrong word
+together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    OmegaConfBaseException,
+)
+
+from trainer.commands.hydra.files import (
+    REQUIRED,
+    ConfigFiles,
+    config_directory,
+    is_global,
+    read_file,
+)
+from trainer.common.errors import Problem, UserError, did_you_mean, nearest
+from trainer.runs.parsing import NAMED_BY_USERS
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Configuration that the words of one job stand for."""
+
+    values: Values
+    """Plain values, from the words that are right."""
+    choices: dict[str, str]
+    """The chosen option of each group."""
+    problems: tuple[Problem, ...] = ()
+    """Problems of malformed and unknown words, to report together with those of the values."""
+    words: tuple[str, ...] = ()
+    """The overrides."""
+    files: ConfigFiles = field(default_factory=ConfigFiles)
+    """Files to choose options from."""
+    flags: tuple[str, ...] = ()
+    """The command's own flags that were given."""
+    verbatim: tuple[str, ...] = ()
+    """Values of the command's verbatim key."""
+
+    def without_kind(self, group: str) -> tuple[Values, Any]:
+        """Return the values without the key ``kind`` of a group, and the value of that key or
+        None."""
+        inside = self.values.get(group)
+        if not isinstance(inside, dict):
+            return self.values, None
+        rest = {key: value for key, value in inside.items() if key != "kind"}
+        return {**self.values, group: rest}, inside.get("kind")
+
+    @staticmethod
+    def from_hydra(config: DictConfig) -> Composed:
+        """Return the configuration that Hydra hands to a job."""
+        job = HydraConfig.get()
+        return Composed(_plain(config), dict(job.runtime.choices), (), tuple(job.overrides.task))
+
+
+def compose_words(
+    words: Sequence[str],
+    root: str = "config",
+    files: ConfigFiles | None = None,
+    found: Sequence[Problem] = (),
+) -> Composed:
+    """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
+
+    ``root``: the file of ``conf/`` that the command starts from. ``found``: problems already known.
+
+    Raises:
+        UserError: they cannot be composed at all; with every problem found so far.
+    """
+    files = files or ConfigFiles()
+    defaults = files.default_groups(root)
+    experiments = files.options("experiment")
+    overrides, malformed = parse_words(plain_groups(words, defaults), experiments)
+    problems = [*found, *malformed]
+    chosen, others = _sorted(overrides, defaults, files, problems)
+    lines = [*chosen.values()]
+    config = compose_with_hydra(root, lines, files, problems)
+    keys: list[Override] = []
+    base = OmegaConf.to_container(config)
+    for override in others:
+        if problem := key_problem(override, base):
+            problems.append(problem)
+        else:
+            keys.append(override)
+    _apply(keys, config, problems)
+    for override in keys:  # Hydra has merged them with the defaults
+        if override.key_or_group in NAMED_BY_USERS and override.value() == {}:
+            config[override.key_or_group] = {}
+    choices = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    values = _plain(config, problems, files, choices)
+    return Composed(values, choices, tuple(problems), tuple(words), files)
+
+
+def _sorted(
+    overrides: Sequence[Override],
+    defaults: dict[str, str],
+    files: ConfigFiles,
+    problems: list[Problem],
+) -> tuple[dict[str, str], list[Override]]:
+    """Return the words that choose an option, by their groups, and the other words.
+
+    ``problems`` gets a sentence for each that is wrong. Where an option has to be chosen and none
+    is, any stands for it, so that the rest can be checked.
+    """
+    chosen: dict[str, str] = {}
+    wanted: dict[str, list[str]] = {}
+    others, swept = [], set()
+    groups = files.groups()
+    for override in overrides:
+        group, word = override.key_or_group, str(override.input_line)
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            instead = "choose one" if group in groups else f"write {key}=[...] for a list"
+            problems.append(
+                Problem(word, f"several values; {instead}, or --multirun for a job with each.")
+            )
+            swept.add(group)
+        elif is_for_hydra(override):
+            problems.append(Problem(word, "Hydra's own settings need --multirun."))
+        elif group not in groups or isinstance(override.value(), dict):
+            others.append(override)
+        else:
+            wanted.setdefault(group, []).append(str(override.value()))
+            faults = _group_problems(override, defaults, files)
+            problems += faults
+            chosen |= {} if faults else {group: word}
+    for group, options in wanted.items():
+        if len(options) > 1:
+            problems.append(Problem(group, f"expected one, got {', '.join(options)}."))
+    for group in (g for g, default in defaults.items() if default == REQUIRED and g not in chosen):
+        names = files.options(group)
+        if group not in wanted and group not in swept:
+            problems.append(Problem(group, f"give +{group}=NAME, one of {', '.join(names)}."))
+        chosen[group] = f"{group}={names[0]}"
+    return chosen, others
+
+
+def plain_groups(words: Sequence[str], defaults: Container[str]) -> list[str]:
+    """Return the words; drop the plus of ``+evaluation=`` and its like if the group has a
+    default."""
+    bare = [word.lstrip("+") for word in words]
+    return [
+        without if without.partition("=")[0] in defaults else word
+        for word, without in zip(words, bare, strict=True)
+    ]
+
+
+def _group_problems(
+    override: Override, defaults: dict[str, str], files: ConfigFiles
+) -> list[Problem]:
+    """Return the problems of a choice such as ``experiment=x`` or ``model=x``."""
+    group, option = override.key_or_group, str(override.value())
+    if option not in files.options(group):
+        near = did_you_mean(option, files.options(group))
+        there = (
+            "no group is null" if override.value() is None else f"there is no {group} {option!r}"
+        )
+        return [Problem(group, f"{there}.", near)]
+    try:
+        path = files.defaults_chain((group, option))[-1]
+    except UserError as error:
+        return list(error.problems)
+    if group in defaults or (is_global(path) and override.is_add()):
+        return []
+    if is_global(path):
+        return [Problem(group, f"write +{group}={option} (with a plus, it adds to the defaults).")]
+    if path.is_relative_to(config_directory()):
+        return [Problem(group, "unknown group here.", did_you_mean(group, defaults))]
+    return [
+        Problem(
+            str(path),
+            "expected '# @package _global_' as its first line, since its keys are those of the "
+            "whole configuration.",
+        )
+    ]
+
+
+def compose_with_hydra(
+    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[Problem] = ()
+) -> DictConfig:
+    """Compose overrides with Hydra, including its own settings such as its launcher.
+
+    Raises:
+        UserError: it cannot compose them; with the ``problems`` already known.
+    """
+    more = []
+    if files.own is not None:
+        quoted = f"file://{files.own.resolve()}".replace("\\", "\\\\").replace("'", "\\'")
+        more = [f"hydra.searchpath=['{quoted}']"]
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
+            return compose(root, overrides=[*lines, *more], return_hydra_config=True)
+    except RecursionError as error:
+        raise UserError(*problems, Problem("", "A defaults list leads back to itself.")) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        said = str(error) or str(error.__cause__)
+        raise UserError(*problems, Problem("", " ".join(said.split()))) from error
+
+
+def _apply(keys: list[Override], config: DictConfig, problems: Sequence[Problem]) -> None:
+    """Set keys in a composed configuration as Hydra would have, had it been given them then.
+
+    Raises:
+        UserError: it cannot; with the ``problems`` already known.
+    """
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(keys, config)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        cause = error.__cause__ or error
+        key = str(getattr(cause, "full_key", None) or "")
+        if isinstance(cause, ConfigTypeError):
+            message = f"expected keys with values, as in {key}={{a: 1}}, got a list."
+        elif isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            message = "not set yet; a plus before its word adds it."
+        else:
+            message = " ".join(str(cause).split())
+        raise UserError(*problems, Problem(key, message)) from error
+
+
+def _plain(
+    config: DictConfig,
+    problems: Sequence[Problem] = (),
+    files: ConfigFiles | None = None,
+    choices: dict[str, str] | None = None,
+) -> Values:
+    """Return the values with every interpolation resolved."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        message = str(error).splitlines()[0]
+        places = [place for place in (choices or {}).items() if files and files.find(place)]
+        paths = [
+            path for place in places for path in (files or ConfigFiles()).defaults_chain(place)
+        ]
+        last = key.rsplit(".", maxsplit=1)[-1].split("[", maxsplit=1)[0]
+        where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
+        if any("${hydra:" in value for value in _values_of(OmegaConf.to_container(config), last)):
+            message = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
+        raise UserError(*problems, Problem(key, f"{message}{where}.")) from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _unresolved(tree: Any, key: str) -> bool:
+    """Whether a key of that name has a value yet to be resolved, at any depth."""
+    return any("${" in value or value == "???" for value in _values_of(tree, key))
+
+
+def _values_of(tree: Any, key: str) -> Iterator[str]:
+    """Yield the values of all keys of that name, at any depth, as text."""
+    if isinstance(tree, dict):
+        if key in tree:
+            yield str(tree[key])
+        tree = [*tree.values()]
+    for value in tree if isinstance(tree, list) else ():
+        yield from _values_of(value, key)
+
+
+def parse_words(
+    words: Sequence[str], experiments: Collection[str] = ()
+) -> tuple[list[Override], list[Problem]]:
+    """Return the overrides, and a problem for each malformed word. If a word only lacks quotes,
+    the override that it means is among them, so that nothing else is reported as missing."""
+    parser = OverridesParser.create()
+    found, problems = [], []
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            problems.append(_no_override(word, experiments))
+            with suppress(HydraException):
+                meant = _quoted(word)
+                found.append(parser.parse_override(meant))
+                problems[-1] = Problem(
+                    repr(word), f"a value with such characters stands in quotes: '{meant}'."
+                )
+        else:
+            if override.key_or_group:
+                found.append(override)
+            else:
+                problems.append(_no_override(word, experiments))
+    return found, problems
+
+
+def _no_override(word: str, experiments: Collection[str]) -> Problem:
+    if word in experiments:
+        return Problem(repr(word), f"an experiment is named by +experiment={word}.")
+    quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
+    return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
+
+
+def _quoted(word: str) -> str:
+    """Return the word with its value in quotes, or unchanged if more is wrong with it."""
+    key, equals, value = word.partition("=")
+    closed = all(word.count(a) == word.count(b) for a, b in ("[]", "{}", "()"))
+    if not equals or not value or not closed:
+        return word
+    if value.startswith("[") and value.endswith("]"):
+        value = ",".join(f'"{one.strip()}"' for one in value[1:-1].split(","))
+        value = f"[{value}]"
+    else:
+        value = f'"{value}"'
+    return f"{key}={value}"
+
+
+def is_for_hydra(override: Override) -> bool:
+    """Whether it sets something of Hydra itself, such as its launcher."""
+    return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
+
+
+def expand(overrides: Sequence[Override]) -> list[list[str]]:
+    """Return the words of every job: one for each choice among ``seed=0,1`` and its like.
+
+    What a sweeper draws by itself, such as ``interval(0,1)``, is left to it.
+    """
+    choices: list[list[str]] = []
+    for override in overrides:
+        if override.is_discrete_sweep():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        elif not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+FREE_FORM = (
+    "positional.encodings",
+    "positional.heads",
+    "controls",
+    "phases",
+    "callbacks",
+    "data.mixture",
+    "data.arguments",
+)
+"""Groups whose keys the user chooses; new ones are added with a plus."""
+
+CLOSE = 0.69
+"""From which likeness on a key is what may be meant, in whatever group; of less, one of the same
+group may be."""
+MOST = 3
+"""Groups that have a key of one name; where more do, none is likely to be meant."""
+
+
+def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
+    """Yield the dotted places of a key in the groups of a tree, at any depth."""
+    for name, below in tree.items():
+        if isinstance(below, dict) and name != "hydra":
+            found = [key] if key in below else _below(key, below)
+            yield from (f"{name}.{one}" for one in found)
+
+
+def _names(tree: dict[str, Any]) -> Iterator[str]:
+    """Yield all keys of a tree, at any depth."""
+    for name, below in tree.items():
+        if name != "hydra":
+            yield str(name)
+            yield from _names(below) if isinstance(below, dict) else ()
+
+
+def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) -> str:
+    """Suggest a key in place of one that ``place`` does not have: a similar one there, one of
+    the same name elsewhere, or a similar one elsewhere; otherwise list all keys of ``place``."""
+    here = [str(name) for name in place if name != "hydra"]
+    if not get_close_matches(key, here, 1, CLOSE):
+        for word in get_close_matches(key, [*_names(base)], 1, CLOSE):
+            below = [f"{where}.{one}" if where else one for one in _below(word, place)]
+            found = below or [*([word] if word in base else ()), *_below(word, base)]
+            if len(found) <= MOST:
+                return f"Did you mean {' or '.join(found)}?"
+    return did_you_mean(key, here)
+
+
+def key_problem(override: Override, base: Any) -> Problem | None:
+    """Return the problem of the key in ``a.b.c=value``, which must exist or lie in a free-form
+    group."""
+    place = base
+    path = override.key_or_group.split(".")
+    for depth, key in enumerate(path):
+        if not isinstance(place, dict):
+            group, rest = ".".join(path[:depth]), ".".join(path[depth:])
+            said = str(override.input_line).partition("=")[2]
+            whole = f"null; write '{group}={{{rest}: {said}}}'"
+            return Problem(
+                f"{group}.{rest}",
+                f"{group} is {whole if place is None else 'a value, not a group'}.",
+            )
+        if key not in place:
+            where = ".".join(path[:depth])
+            free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
+            # Users often choose names that other groups and keys have too.
+            near = did_you_mean(key, place) if free else _nearest(key, where, place, base)
+            if free and (override.is_add() or override.is_force_add()):
+                return None
+            if free and nearest(key, map(str, place)) is None:
+                return Problem(".".join(path), f"not set yet; write +{override.input_line}")
+            prefix = f"{where}." if where else ""
+            return Problem(f"{prefix}{key}", "unknown key.", near)
+        place = place[key]
+    both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
+    word = str(override.input_line).lstrip("+")
+    twice = Problem(".".join(path), f"it has a value already; write {word} without the plus.")
+    return twice if override.is_add() and not both else None

@@ -1,0 +1,1 @@
+"""Errors as values, files, progress and checked values, used by every room."""

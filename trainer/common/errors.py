@@ -1,0 +1,124 @@
+"""Errors that a user can mend: values with a key, text only where they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong."""
+
+    key: str
+    """The key it is about, such as ``trainer.batch_size``, or a path; empty for a whole command."""
+    message: str
+    """What is wrong and what was expected, as one or more sentences."""
+    hint: str = ""
+    """The nearest right value, as a sentence."""
+    transient: bool = False
+    """Whether a second attempt may succeed: a disk or a process failed, not the user."""
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.message}" if self.key else self.message
+        return f"{text} {self.hint}" if self.hint else text
+
+    def under(self, prefix: str) -> Problem:
+        """Return the same problem for a key inside the group or control ``prefix``."""
+        return replace(self, key=f"{prefix}.{self.key}" if self.key else prefix)
+
+    def in_file(self, path: object) -> Problem:
+        """Return the same problem for a key in the file at ``path``."""
+        return replace(self, key=f"{path}: {self.key}" if self.key else str(path))
+
+    def renamed(self, keys: Mapping[str, str]) -> Problem:
+        """Return the same problem under another name of its key or of a group that holds it."""
+        for old, new in keys.items():
+            if is_within(self.key, old):
+                return replace(self, key=new + self.key[len(old) :])
+        return self
+
+
+def is_within(key: str, group: str) -> bool:
+    """Whether ``key`` is ``group`` or one of the keys in it."""
+    return key == group or key.startswith((f"{group}.", f"{group}["))
+
+
+class UserError(Exception):
+    """Something that the user gave is wrong, or a disk failed; exit code 2, no traceback."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__(*problems)
+
+    @classmethod
+    def at(cls, key: str, message: str, hint: str = "", *, transient: bool = False) -> UserError:
+        """Return the error of a single problem."""
+        return cls(Problem(key, message, hint, transient))
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether a second attempt may succeed."""
+        return any(problem.transient for problem in self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+def raise_all(problems: Iterable[Problem]) -> None:
+    """Raise a ``UserError`` of the problems, each once, if there are any."""
+    if found := dict.fromkeys(problems):
+        raise UserError(*found)
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ``UserError`` to ``problems`` instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
+
+
+@contextmanager
+def renaming(**keys: str) -> Iterator[None]:
+    """Report problems of the keys named under the keys that the user gave instead."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether reading a file may succeed the next time: the disk failed. A missing or forbidden
+    file, or one with wrong content, is a mistake."""
+    mistakes = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+    return isinstance(error, OSError) and not isinstance(error, mistakes)
+
+
+REQUEUE_EXIT_CODE = 85
+"""Exit code of a run that stopped to be resumed: SLURM's ``RequeueExit`` can name it."""
+
+
+class PreemptedError(Exception):
+    """Work stopped because it was asked to: a run at a step boundary, with a checkpoint."""
+
+    def __init__(self, said: str, kept: bool = True) -> None:
+        self.kept = kept
+        """Whether the same command resumes from what is there."""
+        super().__init__(said)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is spelt most like ``word``, or None if none is close."""
+    return next(iter(get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.6)), None)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return the nearest right spelling as a hint (``Did you mean 'rope'?``), or all choices."""
+    names = sorted(set(choices))
+    if (near := nearest(word, names)) is not None:
+        return f"Did you mean {near!r}?"
+    return f"Choose from: {', '.join(names)}." if names else ""

@@ -1,0 +1,92 @@
+"""Configuration groups as dataclasses, and the types of their fields.
+
+pydantic checks every value against these types; rules between fields are functions of their rooms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
+LARGEST = 1 << 62
+"""Larger whole numbers overflow in what is computed from them."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def configuration(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen dataclass without unknown keys and without infinite numbers."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]  # pydantic reads it
+    return dataclass(frozen=True)(cls)
+
+
+class RefusedError(ValueError):
+    """A value that is not what was expected; ``at``: its place in a group that users name."""
+
+    def __init__(self, expected: str, value: Any, at: str = "") -> None:
+        self.expected, self.value, self.at = expected, value, at
+        super().__init__(f"expected {expected}")
+
+
+def _no_truth(value: Any) -> Any:
+    """Refuse true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise RefusedError("a whole number", value)
+    return value
+
+
+def _no_none(value: str) -> str:
+    if value == "None":
+        raise RefusedError("a text", value)
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """Refuse numbers that nothing can be computed from, at any depth."""
+    for place, number in _numbers(value):
+        if not math.isfinite(number):
+            raise RefusedError("a finite number", number, place)
+        if isinstance(number, int) and abs(number) > LARGEST:
+            raise RefusedError(f"at most {LARGEST:,}", number, place)
+    return value
+
+
+def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, int | float):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{place}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{place}[{index}]")
+
+
+Integer = Annotated[int, BeforeValidator(_no_truth), Field(ge=-LARGEST, le=LARGEST)]
+"""A whole number."""
+Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=LARGEST)]
+"""A whole number from 1."""
+Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=LARGEST)]
+"""A whole number from 0, such as a seed."""
+Processes = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=1024)]
+"""Threads or processes of one machine."""
+Number = Annotated[float, Field(strict=True)]
+"""A finite number."""
+Positive = Annotated[float, Field(strict=True, gt=0)]
+"""A number above 0."""
+NotNegative = Annotated[float, Field(strict=True, ge=0)]
+"""A number from 0."""
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+"""A number from 0 to 1."""
+Rate = Annotated[float, Field(strict=True, gt=0, le=1000)]
+"""A learning rate, or a multiple of one."""
+Multiple = Annotated[float, Field(strict=True, gt=0, le=1_000_000)]
+"""How many times something else, such as the training length."""
+OptionalText = Annotated[str, AfterValidator(_no_none)] | None
+"""A text, or null; ``None`` is Python's word for it and refused."""
+FreeForm = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Keys that users choose, with values of any kind."""

@@ -1,0 +1,181 @@
+"""The cells of a report by row and column, with estimates and comparisons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
+from trainer.evaluation.statistics import Comparison, Estimate, average, estimate, sign_test
+
+AS_IS = "none"
+AS_IS_TITLE = "as is"
+"""Key and title of the method that leaves a model as it was trained."""
+
+Row = tuple[str, str]
+"""Model name and method key."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Retrieval and loss of a row at one length; None if not measured.
+
+    ``name``: the row's name. ``retrieval``: score on the task of the training sequences.
+    ``loss``: mean on the last tokens. ``losses``: this loss for each window, the same windows for
+    all rows; empty if unknown.
+    """
+
+    name: str
+    length: int
+    factor: float
+    retrieval: Estimate | None = None
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+
+
+class Outcomes:
+    """Index of a report's cells by row, task and length, with their statistics.
+
+    ``rows``: models in the order of their first cells, methods in the report's order. Every row
+    but one has a reference: the same model as is or, for a model as is, the first model as is.
+    Estimates and comparisons are None if their cells were not measured.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._cells = {((c.model, c.method), c.task, c.length): c for c in report.cells}
+        self._estimates: dict[tuple[Row, str, int], Estimate] = {}
+        self.models = list(dict.fromkeys(cell.model for cell in report.cells))
+        methods = list(dict.fromkeys((*report.methods, *(c.method for c in report.cells))))
+        measured = {row for row, _, _ in self._cells}
+        self.rows = [(m, k) for m in self.models for k in methods if (m, k) in measured]
+        self.methods = [key for key in methods if any(key == method for _, method in self.rows)]
+
+    @cached_property
+    def scored(self) -> list[str]:
+        """Keys of the tasks with scores, in the report's order."""
+        scored = dict.fromkeys(cell.task for cell in self.report.cells if cell.scores)
+        return [key for key in dict.fromkeys((*self.report.tasks, *scored)) if key in scored]
+
+    @cached_property
+    def averaged(self) -> list[str]:
+        """Largest set of tasks with scores at the same lengths, or empty if it has fewer than two.
+
+        A mean over them covers the same tasks at every length.
+        """
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for task in self.scored:
+            alike.setdefault(tuple(self.lengths([task])), []).append(task)
+        most = max(alike.values(), key=len, default=[])
+        return most if len(most) > 1 else []
+
+    def lengths(self, tasks: Iterable[str], losses: bool = False) -> dict[int, float]:
+        """Return length to factor, ascending, if any of the tasks has scores (or a last loss)."""
+        wanted = set(tasks)
+        lengths = (
+            (cell.length, cell.factor)
+            for cell in self.report.cells
+            if cell.task in wanted and (cell.last_loss is not None if losses else cell.scores)
+        )
+        return dict(sorted(lengths))
+
+    def cell(self, row: Row, task: str, length: int) -> Cell | None:
+        """Return a cell, or None if it was not measured."""
+        return self._cells.get((row, task, length))
+
+    def method(self, key: str) -> str:
+        """Return a method's title."""
+        return self.report.methods.get(key, key)
+
+    def task(self, key: str) -> str:
+        """Return a task's title."""
+        return self.report.tasks.get(key, key)
+
+    def name(self, row: Row) -> str:
+        """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""
+        model, method = row
+        return model if method == AS_IS else f"{model} + {self.method(method)}"
+
+    def reference(self, row: Row) -> Row | None:
+        """Return the row with which a row is compared."""
+        model, method = row
+        if method != AS_IS:
+            return model, AS_IS
+        return None if model == self.models[0] else (self.models[0], AS_IS)
+
+    def estimate(self, row: Row, tasks: Sequence[str], length: int) -> Estimate | None:
+        """Return the unweighted mean over the tasks."""
+        estimates = [self._estimate(row, task, length) for task in tasks]
+        known = [one for one in estimates if one is not None]
+        return average(known) if known and len(known) == len(estimates) else None
+
+    def comparison(
+        self, row: Row, tasks: Sequence[str], length: int, label: tuple[int, str] | None = None
+    ) -> Comparison | None:
+        """Compare a row with its reference on the trials of all tasks together.
+
+        ``label``: an index and a value; only trials with that part of their label count.
+        """
+        other = self.reference(row)
+        if other is None:
+            return None
+        scores: list[float] = []
+        reference: list[float] = []
+        for task in tasks:
+            a, b = self.cell(row, task, length), self.cell(other, task, length)
+            if a is None or b is None or len(a.scores) != len(b.scores):
+                return None
+            scores += labelled(a, label)
+            reference += labelled(b, label)
+        return sign_test(scores, reference) if scores else None
+
+    def results(self) -> list[Result]:
+        """Return retrieval and loss of every row at each length that has either."""
+        lengths = {cell.length: cell.factor for cell in self.report.cells}
+        results = []
+        for row in self.rows:
+            for length, factor in sorted(lengths.items()):
+                cell = self.cell(row, PERPLEXITY, length)
+                retrieval = self.estimate(row, [STATEMENTS], length)
+                loss = None if cell is None else cell.last_loss
+                losses = () if cell is None else tuple(x for x in cell.by_window if is_known(x))
+                if retrieval is not None or loss is not None:
+                    results.append(Result(self.name(row), length, factor, retrieval, loss, losses))
+        return results
+
+    def _estimate(self, row: Row, task: str, length: int) -> Estimate | None:
+        cell = self.cell(row, task, length)
+        if cell is None or not cell.scores:
+            return None
+        key = (row, task, length)
+        if key not in self._estimates:
+            self._estimates[key] = estimate(cell.scores)
+        return self._estimates[key]
+
+
+def row_name(model: str, method: str, *, first: bool) -> str:
+    """Return a row's name in a table; only the ``first`` row of a model repeats the model."""
+    if method == AS_IS_TITLE:
+        return model
+    return f"{model} + {method}" if first else f"+ {method}"
+
+
+def parts(label: str) -> list[str]:
+    """Return the parts of a label: ``category|bucket`` has two."""
+    return label.split("|")
+
+
+def labelled(cell: Cell, label: tuple[int, str] | None) -> list[float]:
+    """Return the scores of trials with that part of their label, or all if it is None."""
+    if label is None:
+        return list(cell.scores)
+    index, value = label
+    pairs = zip(cell.scores, map(parts, cell.labels), strict=True) if cell.labels else ()
+    return [score for score, p in pairs if len(p) > index and p[index] == value]
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers by value, so that ``8–16K`` follows ``4–8K``."""
+    return [(int(n), "") if n else (-1, word) for n, word in re.findall(r"(\d+)|(\D+)", text)]

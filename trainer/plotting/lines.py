@@ -1,0 +1,432 @@
+"""Line charts with intervals: one panel, small multiples, and panels beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from trainer.plotting.style import (
+    AMBER,
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    blank,
+    paper_style,
+    whole_ticks,
+)
+
+Array = np.ndarray
+OVERLAY = 8
+"""Most lines of one panel; more become small multiples."""
+LOW, HIGH = 0.1, 0.9
+"""Quantiles of heads that a band spans."""
+
+_COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+_MARKERS = "osD^vPX<>*"
+_REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
+_BACKGROUND = {"color": "#d0d0d0", "linewidth": 0.6, "zorder": 1}
+_LINEAR = 5  # values that span less than this factor stay on a linear axis
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line ``y`` over ``x``, with NaN where nothing was measured.
+
+    ``style``: its style number (:func:`~trainer.plotting.style.style_numbers`). ``low``, ``high``:
+    its interval at every x. ``raw``: unsmoothed values, drawn thin. ``opacity``: 1 or less.
+    """
+
+    label: str
+    style: int
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    raw: Sequence[float] | None = None
+    marked: bool = True
+    opacity: float = 1.0
+
+
+def unscaled(axes: Axes) -> None:
+    """Leave the axes as matplotlib scales them."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Labels and reference lines of a panel.
+
+    ``prepare`` sets scales, ticks and limits. ``vertical``: one line, as x and name.
+    ``horizontal``: up to two lines, as y and name.
+    """
+
+    x_label: str
+    y_label: str
+    prepare: Callable[[Axes], None] = unscaled
+    vertical: tuple[float, str] | None = None
+    horizontal: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines in a frame under a title; ``faint`` ``[n, x]``: thin lines over the first line's x."""
+
+    title: str
+    series: Sequence[Series]
+    frame: Frame
+    faint: Array | None = None
+
+
+def training_length_mark(length: int | None, drawn: Collection[int]) -> tuple[float, str] | None:
+    """Return a vertical line at the training length, or None if it is outside of ``drawn``."""
+    if length is None or not min(drawn) <= length <= max(drawn):
+        return None
+    return float(length), "training length"
+
+
+def log_axis(axes: Axes, low: float, high: float) -> None:
+    """Make the y axis logarithmic, with ticks for values from ``low`` to ``high``."""
+    axes.set_yscale("log")
+    decades = math.log10(high / low)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if decades > 3 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_if_wide(axes: Axes) -> None:
+    """Make the y axis logarithmic if its values are positive and span a large factor."""
+    low, high = axes.dataLim.intervaly
+    if 0 < _LINEAR * low < high:
+        log_axis(axes, low, high)
+
+
+def whole_x(prepare: Callable[[Axes], None] = unscaled) -> Callable[[Axes], None]:
+    """Return ``prepare`` followed by ticks at whole numbers of x."""
+
+    def prepare_both(axes: Axes) -> None:
+        prepare(axes)
+        whole_ticks(axes.xaxis.get_major_locator())
+
+    return prepare_both
+
+
+def log_lengths(axes: Axes) -> None:
+    """Make the x axis logarithmic in tokens, with ticks at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(2, numticks=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def over_heads(
+    label: str,
+    style: int,
+    x: Sequence[float],
+    values: Array,
+    *,
+    marked: bool = True,
+    median: bool = False,
+) -> Series:
+    """Return the mean (or median) over heads of ``values`` ``[layers, heads, x]``.
+
+    The interval holds 80% of the heads. NaN stands for a head that a layer does not have.
+    """
+    rows = values.reshape(-1, values.shape[-1])
+    low, high = np.nanquantile(rows, [LOW, HIGH], axis=0).tolist()
+    mean = (np.nanmedian if median else np.nanmean)(rows, axis=0).tolist()
+    return Series(label, style, x, mean, low, high, marked=marked)
+
+
+def draw(series: Sequence[Series], frame: Frame) -> Figure:
+    """Draw one panel with the legend beside it, or small multiples for many lines."""
+    with paper_style():
+        if len(series) > OVERLAY:
+            return small_multiples([(one.label, [one]) for one in series], frame)
+        figure = blank(3.1)
+        axes = figure.add_subplot()
+        _draw_panel(axes, Panel("", series, frame), with_note=True)
+        axes.set_xlabel(frame.x_label)
+        axes.set_ylabel(frame.y_label)
+        # In the order of the right ends of the lines, as the eye meets them.
+        ranked = sorted(series, key=_last_value, reverse=True)
+        handles = [*map(line_handle, ranked), *reference_handles(frame)]
+        figure.legend(handles=handles, loc="outside right center", frameon=False, handlelength=2.6)
+        return figure
+
+
+def small_multiples(
+    panels: Sequence[tuple[str, Sequence[Series]]], frame: Frame, legend: Sequence[Series] = ()
+) -> Figure:
+    """Draw a small panel for each title and its lines, over all other lines in grey.
+
+    ``legend``: lines that the legend names; a panel with one line has a title in its colour.
+    """
+    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
+    rows = math.ceil(len(panels) / columns)
+    with paper_style():
+        figure = blank(0.9 + 1.45 * rows if legend else 0.75 + 1.22 * rows)
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        everything = [line for _, lines in panels for line in lines]
+        for axes, (title, lines) in zip(grid.flat, panels, strict=False):
+            for other in everything:
+                axes.plot(other.x, other.y, **_BACKGROUND)
+            _draw_panel(axes, Panel("", lines, frame))
+            look = {} if legend else {"color": line_style(lines[0])["color"], "fontsize": 7.5}
+            axes.set_title(title, pad=3, **look)
+        trim(list(grid.flat), len(panels), columns)
+        figure.supxlabel(frame.x_label, fontsize=8)
+        figure.supylabel(frame.y_label, fontsize=8)
+        handles = [*map(line_handle, legend), *reference_handles(frame, with_vertical=True)]
+        legend_above(figure, handles, _balanced(handles) if legend else 4)
+    return figure
+
+
+def side_by_side(
+    panels: Sequence[Panel],
+    *,
+    columns: int | None = None,
+    height: float = 2.5,
+    x_label: str = "",
+    bands: bool = False,
+    balanced: bool = False,
+) -> Figure:
+    """Draw panels beside each other with one legend; a label has one style in all of them.
+
+    Args:
+        panels: the panels; their x labels are drawn unless ``x_label`` is given.
+        columns: panels in a row; None: all.
+        height: inches of a row.
+        x_label: one label below all panels.
+        bands: whether intervals are shaded instead of drawn as bars.
+        balanced: whether the legend has up to six columns and rows of similar length.
+    """
+    columns = min(columns or len(panels), len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with paper_style():
+        figure = blank(height * rows + 0.3)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        lines: dict[str, Line2D] = {}
+        references: dict[str, Line2D] = {}
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            _draw_panel(axes, panel, bands=bands)
+            axes.set_title(panel.title, pad=4)
+            axes.set_ylabel(panel.frame.y_label)
+            if not x_label:
+                axes.set_xlabel(panel.frame.x_label)
+            for series in panel.series:
+                lines.setdefault(series.label, line_handle(series))
+            for handle in reference_handles(panel.frame, with_vertical=True):
+                references.setdefault(str(handle.get_label()), handle)
+        trim(list(grid.flat), len(panels))
+        if x_label:
+            figure.supxlabel(x_label, fontsize=8)
+        handles = [*lines.values(), *references.values()]
+        legend_above(figure, handles, _balanced(handles) if balanced else 4)
+    return figure
+
+
+def by_length(
+    panels: Sequence[Panel], *, x_label: str, trained: int, columns: int = 3, height: float = 2.25
+) -> Figure:
+    """Draw panels over a logarithmic axis of tokens, with bands and the training length."""
+    mark = (float(trained), f"training length ({trained:,} tokens)")
+
+    def over_lengths(frame: Frame) -> Frame:
+        def prepare(axes: Axes) -> None:
+            frame.prepare(axes)
+            log_lengths(axes)
+
+        return replace(frame, prepare=prepare, vertical=mark)
+
+    framed = [replace(panel, frame=over_lengths(panel.frame)) for panel in panels]
+    return side_by_side(framed, columns=columns, height=height, x_label=x_label, bands=True)
+
+
+def curves(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_y: bool = False,
+    marked: bool = True,
+    vertical: tuple[float, str] | None = None,
+) -> Figure:
+    """Draw lines by label, each with its x and y; ``vertical``: a reference line on x."""
+
+    def prepare(axes: Axes) -> None:
+        if log_y:
+            axes.set_yscale("log")
+        if all(isinstance(value, int) for xs, _ in lines.values() for value in xs):
+            whole_ticks(axes.xaxis.get_major_locator())
+
+    series = [
+        Series(label, number, xs, ys, marked=marked)
+        for number, (label, (xs, ys)) in enumerate(lines.items())
+    ]
+    return draw(series, Frame(x, y, prepare, vertical))
+
+
+def spans(
+    panels: Mapping[str, Sequence[float]],
+    starts: Sequence[int],
+    *,
+    marked: tuple[int, int],
+    x: str,
+    y: str,
+) -> Figure:
+    """Draw a thin line by title over ``starts``, two panels in a row, each with its own scale.
+
+    ``marked``: start and end of a shaded range, which also has a line in its middle.
+    """
+    rows = math.ceil(len(panels) / 2)
+    with paper_style():
+        figure = blank(1.7 * rows + 0.3)
+        grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
+        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+            # In a long text the range alone is too narrow to be seen.
+            axes.axvspan(*marked, color=ORANGE, alpha=0.35, linewidth=0)
+            axes.axvline(sum(marked) / 2, color=ORANGE, linewidth=0.9, linestyle="--", zorder=3)
+            axes.plot(starts, values, linewidth=0.8, rasterized=True)
+            axes.set_title(title, pad=3)
+            axes.set_ylim(bottom=0)
+        trim(list(grid.flat), len(panels))
+        figure.supxlabel(x, fontsize=8)
+        figure.supylabel(y, fontsize=8)
+    return figure
+
+
+def trim(grid: Sequence[Axes], used: int, columns: int = 0) -> None:
+    """Remove unused panels; with shared axes, label the ticks above the gaps of the last row."""
+    for axes in grid[used:]:
+        axes.remove()
+    for axes in grid[max(0, used - columns) : used] if columns else ():
+        axes.tick_params(labelbottom=True)
+
+
+def draw_line(axes: Axes, item: Series, *, band: bool = False) -> None:
+    """Draw a line, its unsmoothed values, and its interval as bars or as a band."""
+    style = line_style(item)
+    if item.raw is not None:
+        axes.plot(item.x, item.raw, color=style["color"], alpha=0.3, linewidth=0.6, zorder=2)
+    if item.low is not None and item.high is not None and band:
+        look = {"color": style["color"], "alpha": 0.15, "linewidth": 0, "zorder": 1.5}
+        axes.fill_between(item.x, item.low, item.high, **look)
+    elif item.low is not None and item.high is not None:
+        below = [y - low for y, low in zip(item.y, item.low, strict=True)]
+        above = [high - y for y, high in zip(item.y, item.high, strict=True)]
+        axes.errorbar(
+            item.x,
+            item.y,
+            yerr=[below, above],
+            fmt="none",
+            ecolor=style["color"],
+            elinewidth=0.8,
+            capsize=1.5,
+            capthick=0.8,
+            zorder=2,
+        )
+    axes.plot(item.x, item.y, zorder=3, **style)
+
+
+def reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]:
+    """Return legend entries for the reference lines."""
+    style: dict[str, Any] = {"color": GREY, "linewidth": 0.8}
+    handles = [
+        Line2D([], [], linestyle=dash, label=text, **style)
+        for (_, text), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False)
+    ]
+    if with_vertical and frame.vertical is not None:
+        text = frame.vertical[1].replace("\n", ": ")
+        handles.append(Line2D([], [], linestyle="--", label=text, **style))
+    return handles
+
+
+def line_handle(item: Series) -> Line2D:
+    """Return the legend entry of a line."""
+    return Line2D([], [], label=item.label, **line_style(item))
+
+
+def line_style(item: Series) -> dict[str, Any]:
+    """Return colour, dashes and marker of a line, which depend on its style number."""
+    colour = _COLOURS[item.style % len(_COLOURS)]
+    look = {"color": colour, "linestyle": _DASHES[item.style // len(_COLOURS) % len(_DASHES)]}
+    if item.opacity < 1:
+        look["alpha"] = item.opacity
+    if item.marked:
+        look["marker"] = _MARKERS[item.style % len(_MARKERS)]
+    return look
+
+
+def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) -> None:
+    """Draw one legend above all panels, in at most ``columns`` columns that fit the width."""
+    for count in range(min(columns, len(handles)), 0, -1):
+        legend = figure.legend(
+            handles=list(handles),
+            loc="outside upper center",
+            ncols=count,
+            frameon=False,
+            handlelength=2.6,
+        )
+        if count == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
+def _balanced(handles: Sequence[Line2D], most: int = 6) -> int:
+    """Return a number of columns that makes the rows of a legend about equally long."""
+    return math.ceil(len(handles) / math.ceil(len(handles) / most)) if handles else 1
+
+
+def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False, with_note: bool = False) -> None:
+    """Draw the lines and reference lines of a panel, without labels and title."""
+    if panel.faint is not None:
+        # One collection: a line each would make the SVG large.
+        x = np.broadcast_to(np.asarray(panel.series[0].x, float), panel.faint.shape)
+        lines = list(np.stack([x, panel.faint], axis=-1))
+        look: dict[str, Any] = {"linewidths": 0.3, "alpha": 0.5, "zorder": 1, "rasterized": True}
+        axes.add_collection(LineCollection(lines, colors="#9a9a9a", **look))
+    for series in panel.series:
+        draw_line(axes, series, band=bands)
+    frame = panel.frame
+    frame.prepare(axes)
+    for (height, _), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False):
+        axes.axhline(height, color=GREY, linewidth=0.8, linestyle=dash, zorder=1)
+    if frame.vertical is None:
+        return
+    x_mark, note = frame.vertical
+    axes.axvline(x_mark, color=GREY, linewidth=0.8, linestyle="--", zorder=1)
+    if with_note:
+        # Above the axes, where it covers no data; it extends towards the wider side.
+        fraction = axes.transLimits.transform(axes.transScale.transform((x_mark, 1)))[0]
+        axes.annotate(
+            note,
+            (x_mark, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="left" if fraction < 0.33 else "right" if fraction > 0.67 else "center",
+            va="bottom",
+            color=GREY,
+            fontsize=7.5,
+        )
+
+
+def _tokens(value: float, _: int) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def _last_value(item: Series) -> float:
+    return next((y for y in reversed(item.y) if math.isfinite(y)), -math.inf)

@@ -1,0 +1,176 @@
+"""Heat maps in a grid of panels, with colour bars or with a number in every cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from trainer.plotting.lines import trim
+from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
+
+Array = np.ndarray
+_BRIGHT = 0.55  # relative height in the colour map above which text is black
+# Perceptually uniform and readable for colour-blind readers.
+_COLOURS, _SIGNED = "cividis", "RdBu_r"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Meaning of a map's colours: ``label`` with its unit, and the range ``low`` to ``high``.
+
+    A limit that is None comes from the values. ``signed``: colours for values around 0.
+    """
+
+    label: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    signed: bool = False
+
+    def norm(self, panels: Sequence[Array]) -> Normalize:
+        """Return one normalization for all these panels."""
+        known = np.concatenate([values[np.isfinite(values)] for values in panels])
+        if self.log:
+            known = known[known > 0]
+            # A thousandth of the cells may lie below the darkest colour.
+            low, high = np.quantile(known, [0.001, 1]) if len(known) else (0.1, 1)
+            return LogNorm(self.low or low, self.high or max(high, 1.001 * low))
+        low, high = (known.min(), known.max()) if len(known) else (0, 1)
+        return Normalize(
+            low if self.low is None else self.low, high if self.high is None else self.high
+        )
+
+    @property
+    def colours(self) -> Colormap:
+        """Colour map, with grey for cells without a number."""
+        return colormaps[_SIGNED if self.signed else _COLOURS].with_extremes(bad=UNKNOWN)
+
+
+def draw_map(
+    axes: Axes, values: Array, scale: Scale, norm: Normalize, cell: tuple[float, float] = (1, 1)
+) -> AxesImage:
+    """Draw ``[rows, columns]`` with row 0 at the top; ``cell``: its width and height in axis units.
+
+    NaN is drawn as a cell without a number.
+    """
+    tall, wide = values.shape
+    axes.grid(visible=False)
+    return axes.imshow(
+        np.ma.masked_invalid(values),
+        cmap=scale.colours,
+        norm=norm,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
+        rasterized=True,
+    )
+
+
+def heat_maps(
+    panels: Mapping[str, Array],
+    scale: Scale | Sequence[Scale],
+    *,
+    x: str,
+    y: str,
+    columns: int = 2,
+    cell: tuple[float, float] = (1, 1),
+    height: float = 2.0,
+) -> Figure:
+    """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
+
+    Args:
+        panels: the maps.
+        scale: one for all panels, or one for each.
+        x: label of the columns.
+        y: label of the rows.
+        columns: panels in a row.
+        cell: width and height of a cell in units of x and y.
+        height: inches of a row of panels.
+    """
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    shared = isinstance(scale, Scale)
+    scales = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
+    with paper_style():
+        figure = blank(height * rows + 0.3)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes, (title, values), one in zip(grid.flat, panels.items(), scales, strict=False):
+            norm = one.norm(list(panels.values()) if shared else [values])
+            image = draw_map(axes, values, one, norm, cell)
+            axes.set_title(title, pad=3)
+            axes.locator_params(integer=True, nbins=6)
+            if not shared:
+                figure.colorbar(image, label=one.label, pad=0.02)
+        trim(list(grid.flat), len(panels))
+        figure.supxlabel(x, fontsize=8)
+        figure.supylabel(y, fontsize=8)
+        if shared:
+            drawn = list(grid.flat[: len(panels)])
+            figure.colorbar(image, ax=drawn, label=scales[0].label, pad=0.02, aspect=30)
+    return figure
+
+
+def numbered_maps(
+    panels: Mapping[str, Array],
+    scale: Scale | None,
+    *,
+    names: tuple[Sequence[str], Sequence[str]],
+    labels: tuple[str, str],
+    text: Callable[[str, float], str],
+    columns: int,
+    row_height: float,
+) -> Figure:
+    """Draw maps with a number in every cell and named rows and columns.
+
+    Args:
+        panels: ``[rows, columns]`` by title, NaN for no number, which is drawn as a dot.
+        scale: for all panels, with a colour bar; None: each panel spans its own values.
+        names: of the columns and of the rows.
+        labels: of the columns and of the rows.
+        text: the number in a cell, from its panel's title and its value.
+        columns: most panels in a row.
+        row_height: inches of a row of cells.
+    """
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    tall = min(2.2, 0.45 + row_height * len(names[1]))
+    with paper_style():
+        figure = blank(0.5 + tall * rows)
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+            norm = (scale or Scale("")).norm([values])
+            image = axes.imshow(values, cmap=(scale or Scale("")).colours, norm=norm, aspect="auto")
+            for (row, column), value in np.ndenumerate(values):
+                known = math.isfinite(value)
+                axes.text(
+                    column,
+                    row,
+                    text(title, value) if known else "·",
+                    color=ON_BRIGHT if not known or norm(value) > _BRIGHT else "white",
+                    ha="center",
+                    va="center",
+                    fontsize=5.5,
+                )
+            axes.set_title(title, pad=3, fontsize=7)
+            axes.set_xticks(range(len(names[0])), names[0], fontsize=6)
+            axes.set_yticks(range(len(names[1])), names[1], fontsize=6)
+            axes.tick_params(length=0)
+            axes.grid(visible=False)
+            axes.spines[:].set_visible(False)
+        trim(list(grid.flat), len(panels), columns)
+        figure.supxlabel(labels[0], fontsize=8)
+        figure.supylabel(labels[1], fontsize=8)
+        if scale is not None:
+            drawn = list(grid.flat[: len(panels)])
+            bar = figure.colorbar(image, ax=drawn, aspect=30, pad=0.02, fraction=0.03)
+            bar.set_label(scale.label)
+            bar.outline.set_visible(False)
+    return figure

@@ -1,0 +1,190 @@
+"""Style of figures on light and dark pages, and writing them to files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import Locator, MaxNLocator
+
+from trainer.common.files import write_atomically
+
+WIDTH = 6.75
+"""Width of a figure in inches: the text width of a two-column paper."""
+
+# Okabe and Ito's palette for colour-blind readers, without its yellow, which fades on white.
+BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
+ORANGE, AMBER, PINK = "#D55E00", "#E69F00", "#CC79A7"
+GREY = "#707070"
+GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
+"""Perceptually uniform colours for a number, without the yellow that fades on white."""
+
+DARK_INK = "#e8e6e3"
+DARK_COLOURS = {
+    "#000000": DARK_INK,
+    "#0072b2": "#2f7ed1",
+    "#009e73": "#1fbf92",
+    "#d55e00": "#f0802e",
+    "#707070": "#a3a09b",
+    "#b0b0b0": "#6d6d6d",
+    "#bbbbbb": "#666666",
+    "#d0d0d0": "#4a4a4a",
+    "#dcdcdc": "#444444",
+    "#e4e4e4": "#3a3a3a",
+}
+"""Replacement on a dark page for each colour of a light page that would be hard to see there."""
+ON_BRIGHT = "#010101"
+"""A black that is not replaced on dark pages, for text on bright cells."""
+UNKNOWN = (0.5, 0.5, 0.5, 0.22)
+"""A grey close to the background of either page, for cells without a number."""
+
+STYLE_NUMBERS = {
+    "RoPE": 0,
+    "RoPE + PI": 1,
+    "RoPE + NTK-aware": 2,
+    "RoPE + YaRN": 3,
+    "DroPE": 4,
+    "DroPE + temperature": 5,
+    "NoPE from scratch": 6,
+    "NoPE": 6,
+    "NoPE from scratch + temperature": 7,
+    "NoPE + temperature": 7,
+    "HalfRoPE": 8,
+    "High-frequency RoPE": 9,
+    "high frequency": 9,
+    "RoPE-ID": 10,
+    "p-RoPE": 11,
+    "HoPE": 12,
+    "ALiBi": 13,
+    "RoPE + cropped": 14,
+    "RoPE + temperature": 15,
+}
+"""Fixed style numbers of common names, so that a method looks alike on all pages."""
+
+_CLOUD_DPI, _COARSE_DPI = 200, 120
+LARGEST_SVG = 500_000
+"""Bytes of an SVG above which point clouds are embedded as bitmaps."""
+
+_RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so it is the same everywhere
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "figure.dpi": 100,
+    "savefig.dpi": 300,
+    "svg.fonttype": "path",  # looks the same without the font
+    "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
+}
+
+
+def paper_style() -> AbstractContextManager[None]:
+    """Return a context with the style of figures; it restores matplotlib's settings."""
+    return mpl.rc_context(_RC)
+
+
+def blank(height: float, width: float = WIDTH) -> Figure:
+    """Return an empty figure of that size in inches, with constrained layout and no window."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def whole_ticks(locator: Locator) -> None:
+    """Place ticks at whole numbers only."""
+    assert isinstance(locator, MaxNLocator)  # the locator of every linear axis
+    locator.set_params(integer=True)
+
+
+def style_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Return a distinct style number for every name.
+
+    A name in :data:`STYLE_NUMBERS` gets its fixed number, also if a checkpoint or directory
+    follows it in brackets. Other names, and names whose number is taken, get the lowest free one.
+    """
+    wanted = list(dict.fromkeys(names))
+    numbers: dict[str, int] = {}
+    for plain in (lambda name: name, lambda name: name.split(" (")[0]):
+        for name in wanted:
+            number = STYLE_NUMBERS.get(plain(name))
+            if name not in numbers and number is not None and number not in numbers.values():
+                numbers[name] = number
+    free = (number for number in count() if number not in numbers.values())
+    return {name: numbers[name] if name in numbers else next(free) for name in wanted}
+
+
+def save(figure: Figure, stem: Path) -> Path:
+    """Write ``stem.png`` (300 dpi, white) and ``stem.svg`` (transparent); return the SVG's path.
+
+    The SVG follows the page's colour scheme. If it is larger than :data:`LARGEST_SVG`, its point
+    clouds become bitmaps, at a lower resolution if it is still large. The files carry no dates.
+    """
+    with paper_style():
+        return _save(figure, stem.with_suffix(".svg"))
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    for text in figure.findobj(Text):  # a dollar sign in a name must not start a formula
+        text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
+    png = _rendered(figure, "png", metadata={"Software": None})
+    figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
+    svg = _svg(figure, _CLOUD_DPI)
+    if len(svg) > LARGEST_SVG:
+        for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
+            cloud.set_rasterized(True)
+        svg = _svg(figure, _CLOUD_DPI)
+    if len(svg) > 2 * LARGEST_SVG:
+        svg = _svg(figure, _COARSE_DPI)
+    write_atomically(path.with_suffix(".png"), png)
+    write_atomically(path, follow_scheme(svg.decode()))
+    return path
+
+
+def follow_scheme(svg: str) -> str:
+    """Add rules to one of matplotlib's SVGs that make it readable on a dark page too.
+
+    Programs that ignore colour schemes show it as on a light page.
+    """
+    rules = [
+        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+        for light, dark in DARK_COLOURS.items()
+        for kind in ("fill", "stroke")
+    ]
+    # The root's fill applies where matplotlib sets none, which means black.
+    dark = f":root{{fill:{DARK_INK}}}{''.join(rules)}"
+    scheme = f":root{{color-scheme:light dark}}@media (prefers-color-scheme:dark){{{dark}}}"
+    return svg.replace("</style>", f"{scheme}</style>", 1)
+
+
+def _svg(figure: Figure, dpi: int) -> bytes:
+    metadata = {"Date": None, "Creator": None}
+    return _rendered(figure, "svg", transparent=True, dpi=dpi, metadata=metadata)
+
+
+def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix, **options)
+    return buffer.getvalue()

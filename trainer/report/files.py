@@ -1,0 +1,76 @@
+"""Parts of all pages: templates, and figures written with their numbers."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from trainer.common.files import csv_text, write_atomically
+from trainer.plotting.style import paper_style, save
+from trainer.report.mathml import mathml
+
+
+def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
+    """Fill in a template of ``templates/`` with escaped values.
+
+    ``filters`` come in addition to ``pretty`` and ``mathml``.
+    """
+    page = Environment(
+        loader=PackageLoader("trainer.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= {"pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False)}
+    page.filters |= {"mathml": mathml}
+    page.filters |= filters
+    return page.get_template(template).render(**values)
+
+
+def base64(path: Path) -> str:
+    """Return the content of a file for a ``data:`` URL."""
+    return b64encode(path.read_bytes()).decode()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A written figure.
+
+    ``path``: its SVG. ``caption``: what is plotted, by which formula, and the figure it follows.
+    ``alt``: text for readers who cannot see it. ``detail``: whether it is of minor interest.
+    """
+
+    path: Path
+    title: str
+    caption: str
+    alt: str
+    detail: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A figure to be drawn, and its numbers: ``rows`` under a ``head``."""
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    draw: Callable[[], Figure]
+    head: Sequence[str]
+    rows: Iterable[Sequence[Any]]
+    detail: bool = False
+
+    def write(self, stem: Path) -> Drawn:
+        """Write ``stem.svg``, ``stem.png`` and ``stem.csv``."""
+        with paper_style():
+            path = save(self.draw(), stem.with_name(f"{stem.name}.svg"))
+        write_atomically(path.with_suffix(".csv"), csv_text(self.head, self.rows))
+        return Drawn(path, self.title, self.caption, self.alt, self.detail)

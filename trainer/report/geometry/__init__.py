@@ -1,1 +1,0 @@
-"""The page about a model's attention: sections of text, formulas, figures and their numbers."""

@@ -1,0 +1,307 @@
+"""The pages of a run, a sweep and an analysis, with the files beside them.
+
+A page is one HTML file that opens anywhere: no network, no scripts, and figures inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from trainer.analysis.studies.section import Picture, Section, glance
+from trainer.common.files import csv_text, write_atomically
+from trainer.common.words import VERDICTS, counted, factor_label, percent
+from trainer.evaluation.outcomes import Outcomes, row_name
+from trainer.evaluation.results import PERPLEXITY, Observation, Report, troubles
+from trainer.plotting.style import WIDTH, save
+from trainer.report.figures import write_figures
+from trainer.report.files import Drawn, base64, render
+from trainer.report.sweep import (
+    Sweep,
+    csv_sweep,
+    entries,
+    facts,
+    legend,
+    markdown_sweep,
+    sweep_heads,
+    unfinished,
+)
+from trainer.report.sweep_figures import sweep_figure
+from trainer.report.tables import csv_table, latex_tables, markdown_tables, tables
+from trainer.stopping import partial_directory
+
+
+def write_renderings(report: Report, directory: Path) -> list[Drawn]:
+    """Write ``table.md``, ``table.tex``, ``table.csv``, ``figures/`` and ``report.html``.
+
+    Returns the figures. All files depend on the report alone. ``report.json`` is written last, by
+    :meth:`Report.write`, and marks the directory as complete. Raises ``OSError`` as the file system
+    does.
+    """
+    write_atomically(directory / "table.md", markdown_tables(report))
+    write_atomically(directory / "table.tex", latex_tables(report))
+    write_atomically(directory / "table.csv", csv_table(report))
+    figures = write_figures(report, directory / "figures")
+    write_html(report, figures, directory / "report.html")
+    return figures
+
+
+_RATE = "tokens_per_second"  # a column of the table of arms
+
+
+def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
+    """Write the page of a report atomically. Raises ``OSError`` if a figure cannot be read."""
+    filters: dict[str, Callable[..., Any]] = {
+        "by_model": lambda rows: [
+            (m, list(group)) for m, group in groupby(rows, lambda row: row[0])
+        ],
+        "row_name": _row_name,
+        "embedded": base64,
+        "percent": percent,
+        "counted": counted,
+        "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
+    }
+    text = render(
+        "report.html.j2",
+        filters,
+        report=report,
+        lead=" ".join(filter(None, (lead(report), tally(report.observations)))),
+        troubles=troubles(report.arms),
+        measured=measured(report),
+        tables=tables(report),
+        figures=figures,
+        verdicts=VERDICTS,
+        rates=report.timing.get(_RATE, {}),
+        timing={key: value for key, value in report.timing.items() if key != _RATE},
+    )
+    write_atomically(path, text)
+
+
+def _row_name(method: str, model: str, first: bool) -> str:
+    """Return a row's name with a no-break space after the plus."""
+    return row_name(model, method, first=first).replace("+ ", "+\u00a0")
+
+
+def lead(report: Report) -> str:
+    """Return the result in two sentences, or an empty text if nothing has a score."""
+    outcomes = Outcomes(report)
+    tasks = outcomes.averaged or outcomes.scored[:1]
+    if not tasks:
+        return ""
+    longest, factor = list(outcomes.lengths(tasks).items())[-1]
+    estimates = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
+    ranked = sorted(
+        ((row, mean) for row, mean in estimates.items() if mean is not None),
+        key=lambda item: -item[1].mean,
+    )
+    what = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
+    text = (
+        f"Trained at {report.training_length} tokens and tested at up to {longest} "
+        f"({factor_label(factor)})."
+    )
+    if not ranked:
+        return text
+    (best, top), first = ranked[0], outcomes.rows[0]
+    reached = f"{percent(top.mean)}% ({percent(top.low)}–{percent(top.high)})"
+    if len(ranked) == 1:
+        return f"{text} {outcomes.name(best)} reaches {reached} there in {what}."
+    of_all = f"{len(ranked)} combinations of model and method"
+    if top.mean == 0:
+        return f"{text} None of {of_all} finds anything there in {what}: {reached}."
+    text += f" Of {of_all} {outcomes.name(best)} reaches most there in {what}: {reached}"
+    reference = estimates[first]
+    if reference is None or best == first:
+        return f"{text}."
+    limits = f"{percent(reference.low)}–{percent(reference.high)}"
+    return f"{text}; {outcomes.name(first)} has {percent(reference.mean)}% ({limits})."
+
+
+def tally(observations: Sequence[Observation]) -> str:
+    """Return how many of the papers' claims are shown, or an empty text if none was judged."""
+    if not observations:
+        return ""
+    counts = Counter(VERDICTS[observation.shown] for observation in observations)
+    said = ", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word])
+    return f"Of {counted(len(observations), 'observation')} of the papers: {said}."
+
+
+def measured(report: Report) -> list[tuple[str, str]]:
+    """Return what was measured, as pairs of term and text."""
+    outcomes = Outcomes(report)
+    lengths = dict(sorted({(cell.length, cell.factor) for cell in report.cells}))
+    spans = (f"{length} ({factor_label(factor)})" for length, factor in lengths.items())
+    words = [
+        ("Models", ", ".join(outcomes.models)),
+        ("Methods", ", ".join(map(outcomes.method, outcomes.methods))),
+        ("Lengths in tokens", ", ".join(spans)),
+    ]
+    for task in outcomes.scored:
+        counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
+        least = "" if counts[0] == counts[-1] else f"{counts[0]:,} to "
+        text = f"{least}{counted(counts[-1], 'trial')} at each length"
+        words.append((outcomes.task(task), f"{text}, the same for all models and methods"))
+    if any(cell.task == PERPLEXITY for cell in report.cells):
+        text = "held-out text; windows of all lengths end with the same tokens"
+        words.append((outcomes.task(PERPLEXITY), text))
+    seconds = sum(cell.seconds for cell in report.cells)
+    if seconds:
+        time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
+        words.append(("Time", f"{time} of measuring {counted(len(report.cells), 'cell')}"))
+    return words
+
+
+PAGE = "report.html"
+
+
+def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> Path:
+    """Write ``table.md``, ``table.csv``, ``figures/sweep.*`` and ``report.html``; return the page.
+
+    ``made``: date, command and program, as text by term. Raises ``OSError`` as the file system
+    does.
+    """
+    write_atomically(directory / "table.md", markdown_sweep(sweep))
+    write_atomically(directory / "table.csv", csv_sweep(sweep))
+    figures = [plan.write(directory / "figures" / plan.name) for plan in sweep_figure(sweep)]
+    by_factor = entries(sweep)
+    text = render(
+        "sweep.html.j2",
+        {"embedded": base64, "counted": counted},
+        sweep=sweep,
+        report=SimpleNamespace(made=made),
+        troubles=unfinished(sweep),
+        legend=legend(sweep),
+        heads=sweep_heads(sweep),
+        rows=[
+            (
+                name,
+                run,
+                [by_factor[factor].get(run.place) for factor in sweep.factors],
+                facts(run),
+                _page_of(run.place, directory),
+            )
+            for name, run in zip(sweep.names, sweep.runs, strict=True)
+        ],
+        figures=figures,
+    )
+    write_atomically(directory / PAGE, text)
+    return directory / PAGE
+
+
+def _page_of(place: str, directory: Path) -> str | None:
+    """Return the relative path of a run's own page, or None if it has none."""
+    page = Path(place, PAGE)
+    return os.path.relpath(page, directory) if page.is_file() else None
+
+
+WIDEST = 52  # width in rem of a figure as wide as the text
+
+
+@dataclass(frozen=True)
+class GeometryReport:
+    """Content of the page of an analysis.
+
+    ``texts``: number of texts of ``length`` tokens that were read. ``notes``: what was left out and
+    why. ``settings`` and ``environment``: plain values. ``made``: date, command, program and
+    inputs, as text by term.
+    """
+
+    name: str
+    training_length: int
+    length: int
+    texts: int
+    encoding: str
+    sections: Sequence[Section]
+    notes: Sequence[str] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
+
+
+def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
+    """Write an analysis's files, and return the path of ``report.html``.
+
+    Every figure has ``KEY/NAME.svg``, ``.png`` and ``.csv``, every section ``KEY/numbers.json``.
+    Older files are replaced only after all new ones are written.
+
+    Raises:
+        OSError: as the file system does.
+    """
+    page, directory = directory / "report.html", directory.resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with partial_directory(directory) as partial:
+        _write_sections(report, partial)
+        directory.mkdir(exist_ok=True)
+        for made in sorted(partial.iterdir()):
+            place = directory / made.name
+            if place.is_dir():
+                shutil.rmtree(place)
+            made.replace(place)
+    return page
+
+
+def _write_sections(report: GeometryReport, directory: Path) -> None:
+    shown = []
+    for section in report.sections:
+        place = directory / section.key
+        shown.append([_write_picture(picture, place) for picture in section.pictures])
+        numbers = {"training_length": report.training_length} | section.numbers
+        write_atomically(place / "numbers.json", _json(numbers))
+    text = render(
+        "geometry.html.j2",
+        {"number": _number, "thousands": lambda number: f"{number:,}"},
+        report=report,
+        shown=list(zip(report.sections, shown, strict=True)),
+        glance=glance([section.numbers for section in report.sections]),
+        factor=report.length / report.training_length,
+    )
+    write_atomically(directory / "report.html", text)
+
+
+def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
+    """Write a figure's three files; return what the page shows."""
+    stem = place / picture.name
+    svg = save(picture.figure, stem)
+    rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
+    write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
+    return {
+        "source": f"data:image/svg+xml;base64,{base64(svg)}",
+        "caption": picture.caption,
+        "csv": f"{place.name}/{picture.name}.csv",
+        "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",
+        "alt": picture.caption.split(". ")[0],
+    }
+
+
+def _json(numbers: dict[str, Any]) -> str:
+    """Return strict JSON with one key on each line, and null for NaN."""
+    words = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    lines = [f"  {words(key)}: {words(_strict(value))}" for key, value in numbers.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _strict(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> str:
+    """Return a cell of a table as text."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if math.isfinite(value) else "·"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,479 @@
+"""The tables of a report, and their forms for a terminal, Markdown, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from textwrap import wrap
+
+from rich import box
+from rich import table as rich_table
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from trainer.common.files import csv_text
+from trainer.common.words import counted, factor_label, percent
+from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts, row_name
+from trainer.evaluation.results import PERPLEXITY, Report
+from trainer.evaluation.statistics import Comparison, Estimate, average, estimate
+
+MISSING = "·"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Content of a cell: a value such as ``97.3`` and what is shown with it.
+
+    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant.
+    ``best``: whether it is the best of its column. ``loss``: the loss beside it.
+    """
+
+    value: str
+    interval: str = ""
+    mark: str = ""
+    best: bool = False
+    loss: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of a report, independent of the output format.
+
+    ``key``: name in links. ``note``: remarks on this table. ``legend``: meaning of the cells.
+    ``columns``: two lines each. ``rows``: model, method and an entry for every column, None if not
+    measured. ``detail``: whether it is of minor interest.
+    """
+
+    key: str
+    title: str
+    note: str
+    legend: str
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str, tuple[Entry | None, ...]], ...]
+    detail: bool = False
+
+
+def tables(report: Report) -> list[Table]:
+    """Return the mean over tasks if there are several, a table for each task, and perplexity.
+
+    The first two are followed by averages by label if trials have labels. A single task has the
+    held-out losses beside its scores if both were measured at the same lengths; perplexity is then
+    a detail.
+    """
+    outcomes = Outcomes(report)
+    made = []
+    if outcomes.averaged:
+        made.append(_scores(outcomes, "summary", "Mean over tasks", outcomes.averaged))
+        made += _by_label(outcomes, "summary", "Mean over tasks", outcomes.averaged)
+    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+    beside = len(outcomes.scored) == 1 and outcomes.lengths(outcomes.scored) == lengths
+    for task in outcomes.scored:
+        made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
+        made += _by_label(outcomes, task, outcomes.task(task), [task])
+    return made + _perplexity(outcomes, detail=beside)
+
+
+def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
+    """Return two lines for each length: ``2048 tokens`` and ``2×``."""
+    return [
+        (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
+        for length, factor in lengths.items()
+    ]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a mean loss in nats per token, or infinity if it overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def number(value: float) -> str:
+    """Return a perplexity with about four digits."""
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
+
+
+def _scores(
+    outcomes: Outcomes, key: str, title: str, tasks: list[str], with_losses: bool = False
+) -> Table:
+    lengths = outcomes.lengths(tasks)
+
+    def column(length: int) -> dict[Row, Entry]:
+        estimates = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
+        entries = _column(estimates, lambda row: outcomes.comparison(row, tasks, length))
+        if not with_losses:
+            return entries
+        losses = _losses(outcomes, length)
+        return {
+            row: replace(entry, loss=f"{losses[row]:.3f}" if row in losses else MISSING)
+            for row, entry in entries.items()
+        }
+
+    what, legend = _what(outcomes, tasks), _legend(outcomes)
+    if with_losses:
+        legend = f"{legend} {_LOSSES.format(outcomes.report.last)}"
+    columns = [column(length) for length in lengths]
+    return _table(outcomes, key, title, what, legend, heads(lengths), columns)
+
+
+_LOSSES = "Then the held-out loss in nats per token, on the last {} tokens of each window."
+
+
+def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
+    cells = {row: outcomes.cell(row, PERPLEXITY, length) for row in outcomes.rows}
+    return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
+
+
+def _by_label(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> list[Table]:
+    """Return a table for each part of the labels with several values, at each length.
+
+    For several tasks it has the unweighted mean over those that have trials with a label.
+    """
+    made = []
+    with_labels = [task for task in tasks if _labels(outcomes, [task])]
+    if len(with_labels) < min(len(tasks), 2):
+        return []
+    tasks = with_labels
+    for length, factor in outcomes.lengths(tasks).items():
+        labels = _labels(outcomes, tasks, length)
+        for index in range(max(map(len, labels), default=0)):
+            values = sorted({label[index] for label in labels if len(label) > index}, key=natural)
+            if len(values) < 2:
+                continue
+            columns, counts = zip(
+                *(_label(outcomes, tasks, length, (index, value)) for value in values), strict=True
+            )
+            made.append(
+                _table(
+                    outcomes,
+                    f"{key}-{length}-label-{index + 1}",
+                    f"{title} by label",
+                    f"At {length} tokens ({factor_label(factor)}).",
+                    _legend(outcomes),
+                    list(zip(values, counts, strict=True)),
+                    list(columns),
+                    detail=True,
+                )
+            )
+    return made
+
+
+def _labels(
+    outcomes: Outcomes, tasks: list[str], length: int | None = None
+) -> set[tuple[str, ...]]:
+    """Return the labels of all trials, at all lengths or at one."""
+    return {
+        tuple(parts(label))
+        for cell in outcomes.report.cells
+        if cell.task in tasks and length in (None, cell.length)
+        for label in cell.labels
+    }
+
+
+def _label(
+    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str]
+) -> tuple[dict[Row, Entry], str]:
+    """Return a column of averages, and the number of trials or tasks in it as text."""
+    estimates: dict[Row, Estimate | None] = {}
+    most = 0
+    for row in outcomes.rows:
+        cells = [outcomes.cell(row, task, length) for task in tasks]
+        scores = [own for cell in cells if cell and (own := labelled(cell, label))]
+        estimates[row] = average([estimate(own) for own in scores]) if scores else None
+        most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
+    column = _column(estimates, lambda row: outcomes.comparison(row, tasks, length, label))
+    return column, counted(most, "task" if len(tasks) > 1 else "trial")
+
+
+def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
+    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+    columns = []
+    for length in lengths:
+        losses = _losses(outcomes, length)
+        least = min(losses.values())
+        columns.append(
+            {
+                row: Entry(number(perplexity(loss)), best=loss == least)
+                for row, loss in losses.items()
+            }
+        )
+    note = (
+        f"exp of the mean loss on the last {outcomes.report.last} tokens of held-out "
+        "sequences, the same tokens at every length, so that more context only adds what lies "
+        "before them."
+    )
+    legend = "Bold: the lowest of a column."
+    title = outcomes.task(PERPLEXITY)
+    if not columns:
+        return []
+    return [_table(outcomes, PERPLEXITY, title, note, legend, heads(lengths), columns, detail)]
+
+
+def _column(
+    estimates: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
+) -> dict[Row, Entry]:
+    best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
+    column = {}
+    for row, own in estimates.items():
+        if own is not None:
+            compared = comparison(row)
+            mark = "" if compared is None else compared.mark
+            interval = f"{percent(own.low)}–{percent(own.high)}"
+            column[row] = Entry(percent(own.mean), interval, mark, own.mean == best > 0)
+    return column
+
+
+def _table(
+    outcomes: Outcomes,
+    key: str,
+    title: str,
+    note: str,
+    legend: str,
+    columns: Iterable[tuple[str, str]],
+    entries: list[dict[Row, Entry]],
+    detail: bool = False,
+) -> Table:
+    """Return a table without the rows in which nothing was measured."""
+    rows = tuple(
+        (row[0], outcomes.method(row[1]), tuple(column.get(row) for column in entries))
+        for row in outcomes.rows
+        if any(row in column for column in entries)
+    )
+    if any(None in cells for *_, cells in rows):
+        legend += f" {MISSING} not measured."
+    return Table(key, title, note, legend, tuple(columns), rows, detail)
+
+
+def _what(outcomes: Outcomes, tasks: list[str]) -> str:
+    """Return the number of trials in a cell as text."""
+    counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
+    trials = counted(max(counts), "trial")
+    if len(counts) > 1:
+        trials = f"{min(counts):,} to {trials}"
+    if len(tasks) == 1:
+        return f"{trials} a cell."
+    titles = ", ".join(outcomes.task(task) for task in tasks)
+    return (
+        f"Unweighted mean over {titles}; {trials} of each. Differences are tested on the "
+        "trials of all of them together."
+    )
+
+
+def _legend(outcomes: Outcomes) -> str:
+    first = outcomes.name(outcomes.rows[0])
+    others = f"; of other models as they are: {first}" if len(outcomes.models) > 1 else ""
+    arrows = (
+        " ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, "
+        f"not corrected for the number of tests). Reference: the same model as it is{others}."
+    )
+    compared = any(outcomes.reference(row) in outcomes.rows for row in outcomes.rows)
+    return (
+        f"Success in %, with its 95% interval.{arrows if compared else ''} "
+        "Bold: the highest of a column."
+    )
+
+
+WIDTH = 100
+_CELL = len("131072 tokens")
+_NAME = 19
+
+CSV_HEAD = (
+    "model",
+    "method",
+    "task",
+    "length",
+    "factor",
+    "n",
+    "score",
+    "low",
+    "high",
+    "p_value",
+    "loss",
+    "seconds",
+)
+
+
+def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
+    """Return every table but the details, at most ``width`` characters wide.
+
+    A table with more lengths than fit (four in 80 characters) continues below. A legend stands
+    below the last of the tables that share it.
+    """
+    fitting = max(1, (width - _NAME) // (_CELL + 1))
+    shown: list[RenderableType] = []
+    made = [table for table in tables(report) if not table.detail]
+    for table, following in pairwise([*made, None]):
+        assert table is not None
+        for start in range(0, len(table.columns), fitting):
+            shown.append(_terminal(table, start, fitting))
+        shown.append(Text(f"{table.note}\n", style="dim"))
+        if following is None or following.legend != table.legend:
+            shown.append(Text(f"{table.legend}\n", style="dim"))
+    return Group(*shown)
+
+
+def markdown_tables(report: Report) -> str:
+    """Return every table as Markdown under a heading; ends with a newline."""
+    return "\n".join(_markdown(table) for table in tables(report))
+
+
+def csv_table(report: Report) -> str:
+    """Return CSV with one row for each cell, with numbers in full; empty if not measured.
+
+    ``n`` counts trials, or windows of a loss. ``score``, ``low`` and ``high`` are fractions.
+    ``p_value`` belongs to the exact sign test against the row's reference. ``loss`` is in nats per
+    token.
+    """
+    outcomes, rows = Outcomes(report), []
+    for cell in report.cells:
+        row = (cell.model, cell.method)
+        own = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
+        compared = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
+        rows.append(
+            (
+                *(cell.model, cell.method, cell.task, cell.length, cell.factor),
+                len(cell.scores or cell.by_window) or "",
+                *((own.mean, own.low, own.high) if own else ("", "", "")),
+                compared.p_value if compared else "",
+                cell.last_loss,
+                cell.seconds,
+            )
+        )
+    return csv_text(CSV_HEAD, rows)
+
+
+def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
+    chosen = slice(start, start + count)
+    drawn = rich_table.Table(
+        title=Text(table.title + (" (continued)" if start else ""), style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    drawn.add_column("\nmodel", overflow="fold", width=_NAME)
+    for head in table.columns[chosen]:
+        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
+    before = None
+    followers = [*table.rows[1:], None]
+    for (model, method, entries), following in zip(table.rows, followers, strict=True):
+        name = row_name(model, method, first=model != before)
+        # Methods are indented below their model's name.
+        indent = ("", "") if model != before else ("  ", "    ")
+        shown = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
+        cells = [terminal_cell(entry) for entry in entries[chosen]]
+        last = following is None or following[0] != model
+        drawn.add_row(Text("\n".join(shown)), *cells, end_section=last)
+        before = model
+    return drawn
+
+
+def terminal_cell(entry: Entry | None) -> Text:
+    """Return a cell for the terminal, with its interval below it."""
+    if entry is None:
+        return Text(MISSING, style="dim")
+    text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
+    if entry.interval:
+        text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
+    if entry.loss:
+        text.append(f"{entry.loss:>6}", style="cyan")
+    if entry.interval:
+        text.append(f"\n{entry.interval}", style="dim")
+    return text
+
+
+def _markdown(table: Table) -> str:
+    head = ["model", "method", *(", ".join(column) for column in table.columns)]
+    lines = [
+        head,
+        ["---", "---", *["---:"] * len(table.columns)],
+        *([model, method, *map(markdown_cell, entries)] for model, method, entries in table.rows),
+    ]
+    body = "\n".join(map(markdown_row, lines))
+    return f"## {table.title}\n\n{table.note}\n\n{body}\n\n{table.legend}\n"
+
+
+def markdown_cell(entry: Entry | None) -> str:
+    """Return a cell for Markdown, in one line."""
+    if entry is None:
+        return MISSING
+    value = f"**{entry.value}**" if entry.best else entry.value
+    interval = entry.interval and f"({entry.interval})"
+    parts = (value, interval, entry.mark, entry.loss and f"/ {entry.loss}")
+    return " ".join(part for part in parts if part)
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "·": r"$\cdot$",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "–": "--",
+    "\n": " ",
+}
+
+
+def latex_tables(report: Report) -> str:
+    """Return a LaTeX ``table`` for each, labelled ``tab:<key>``; they need only booktabs."""
+    head = "% Needs \\usepackage{booktabs}.\n"
+    return head + "\n".join(_latex_table(table) for table in tables(report))
+
+
+def escaped(text: str) -> str:
+    """Escape text for LaTeX."""
+    return "".join(_SPECIAL.get(character, character) for character in text)
+
+
+def _latex_table(table: Table) -> str:
+    count = len(table.columns)
+    tops = (" & ".join(escaped(column[line]) for column in table.columns) for line in (0, 1))
+    models = [
+        "".join(
+            f"{escaped(model) if i == 0 else ''} & {escaped(method)} & "
+            f"{' & '.join(map(_latex_cell, entries))} \\\\\n"
+            for i, (_, method, entries) in enumerate(rows)
+        )
+        for model, rows in groupby(table.rows, key=lambda row: row[0])
+    ]
+    return (
+        "\\begin{table}\n\\centering\\footnotesize\\setlength{\\tabcolsep}{4pt}\n"
+        f"\\caption{{{escaped(f'{table.title}. {table.note} {table.legend}')}}}\n"
+        f"\\label{{tab:{re.sub('[^A-Za-z0-9-]+', '-', table.key)}}}\n"
+        f"\\begin{{tabular}}{{ll{'r' * count}}}\n\\toprule\n"
+        f" & & {next(tops)} \\\\\nmodel & method & {next(tops)} \\\\\n\\midrule\n"
+        + "\\midrule\n".join(models)
+        + "\\bottomrule\n\\end{tabular}\n\\end{table}\n"
+    )
+
+
+def _latex_cell(entry: Entry | None) -> str:
+    if entry is None:
+        return escaped(MISSING)
+    value = f"\\textbf{{{escaped(entry.value)}}}" if entry.best else escaped(entry.value)
+    interval = f" {{\\scriptsize ({escaped(entry.interval)})}}" if entry.interval else ""
+    mark = {"↑": "^{\\uparrow}", "↓": "^{\\downarrow}"}.get(entry.mark)
+    loss = f" / {escaped(entry.loss)}" if entry.loss else ""
+    return f"{value}{interval}{f'${mark}$' if mark else ''}{loss}"
