@@ -16,7 +16,11 @@ from trainer.analysis.arrays import Averages
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters.measure import Clusters
-from trainer.analysis.positional_bias.measure import bias_gradients, biases, prefix_spreads
+from trainer.analysis.positional_bias.measure import (
+    bias_gradients,
+    positional_biases,
+    prefix_spreads,
+)
 from trainer.analysis.synthetic import synthetic_decay
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding
@@ -104,7 +108,7 @@ def biases_of(model, ids):
 
     def on_layer(heads):
         rows.append(attention_rows(heads))
-        bias.add(heads.layer, **biases(rows[-1]))
+        bias.add(heads.layer, **positional_biases(rows[-1]))
 
     capture(model, ids, on_layer)
     return {kind: bias.stacked(kind) for kind in ("diagonal", "previous")}, rows

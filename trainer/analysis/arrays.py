@@ -123,17 +123,17 @@ def pair_norms(x: Tensor, pairs: int) -> Tensor:
     return torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs]).transpose(-2, -1)
 
 
-def of_pairs(rows: Sequence[Tensor]) -> Tensor:
+def stack_heads(rows: Sequence[Tensor]) -> Tensor:
     """Stack one number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
     return pad_sequence(list(rows), batch_first=True, padding_value=math.nan)
 
 
-def stacked(layers: Sequence[Tensor]) -> Array:
+def stack_layers(layers: Sequence[Tensor]) -> Array:
     """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
-    return of_pairs([layer.T for layer in layers]).mT.cpu().numpy()
+    return stack_heads([layer.T for layer in layers]).mT.cpu().numpy()
 
 
-def known(values: Array) -> Array:
+def finite(values: Array) -> Array:
     """Return the finite values, flattened."""
     return values[np.isfinite(values)]
 
@@ -144,7 +144,7 @@ def mean_over_heads(values: Array) -> Array:
     return np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
 
 
-def plain(values: Array) -> list[Any]:
+def to_json(values: Array) -> list[Any]:
     """Convert to nested lists for JSON: floats with six decimals, None for NaN."""
     rounded = (values.round(6) if values.dtype.kind == "f" else values).astype(object)
     rounded[~np.isfinite(values)] = None

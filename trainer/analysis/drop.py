@@ -27,7 +27,7 @@ from trainer.analysis.attention import (
 )
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters.measure import Clusters
-from trainer.analysis.positional_bias.measure import biases
+from trainer.analysis.positional_bias.measure import positional_biases
 from trainer.analysis.positional_bias.study import KINDS, STRONG
 from trainer.analysis.studies.section import Grid, Part, Picture, Section, joined
 from trainer.analysis.studies.study import Target
@@ -151,7 +151,7 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
         averages.add(
             heads.layer,
             **head_statistics(first),
-            **biases(first),
+            **positional_biases(first),
             sink_by_length=bucket_means(rows.sink, [1, *lengths]),
         )
         clusters.update(heads)

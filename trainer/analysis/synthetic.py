@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trainer.analysis.arrays import Array, plain
+from trainer.analysis.arrays import Array, to_json
 from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study
 from trainer.plotting.lines import Frame, Panel, Series, by_length
@@ -122,10 +122,10 @@ class SyntheticStudy(Study):
 def synthetic_section(layout: Layout, head_dim: int) -> Section:
     """Write the section of a model with this layout and head dimension."""
     C = layout.training_length
-    spectra = _own(layout) | standard_spectra(head_dim, C)
+    spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
     lengths = sorted({round(2 ** (i / 4)) for i in range(4 * round(np.log2(FURTHEST * C)) + 1)})
     lengths = sorted({*lengths, C, FURTHEST * C})
-    distances = _between(lengths)
+    distances = _distances_between(lengths)
     decays = {
         name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)
         for name, one in spectra.items()
@@ -153,13 +153,13 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
             "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
             "lengths": lengths,
             "distances": distances,
-            "fsv_ratio": {name: plain(one.fsv_ratio) for name, one in decays.items()},
-            "decay": {name: plain(one.dot) for name, one in decays.items()},
+            "fsv_ratio": {name: to_json(one.fsv_ratio) for name, one in decays.items()},
+            "decay": {name: to_json(one.dot) for name, one in decays.items()},
         },
     )
 
 
-def _between(lengths: Sequence[int]) -> list[int]:
+def _distances_between(lengths: Sequence[int]) -> list[int]:
     """Return distances between all neighbouring lengths, dense enough that means do not depend on
     phase."""
     inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
@@ -186,7 +186,7 @@ def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]
     }
 
 
-def _own(layout: Layout) -> dict[str, Spectrum]:
+def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
     """Return the spectra that most heads of the model have, by name."""
     heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
     # Spectra that differ only in temperature or bias give the same curves.

@@ -17,7 +17,7 @@ from tests.reference import turned
 from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.matrix_entropy import measure as module
 from trainer.analysis.matrix_entropy.measure import (
-    copied,
+    copy_prompt,
     gram,
     matrix_entropy,
     matrix_entropy_of,
@@ -218,7 +218,7 @@ def test_a_long_text_gets_no_longer_needle():
 
 def test_attention_and_directions_of_the_last_queries(tiny_decoder):
     model = tiny_decoder()
-    view = needle_view(model, copied(NEEDLE_TEXT), [(1, 2)])
+    view = needle_view(model, copy_prompt(NEEDLE_TEXT), [(1, 2)])
     layers = []
     capture(model, with_copy(NEEDLE_TEXT[:1])[0], layers.append)
     assert (view.needle, view.queries) == (slice(8, 19), 10)

@@ -9,7 +9,11 @@ import torch
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import capture
-from trainer.analysis.positional_bias.measure import bias_gradients, biases, prefix_spreads
+from trainer.analysis.positional_bias.measure import (
+    bias_gradients,
+    positional_biases,
+    prefix_spreads,
+)
 from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -32,7 +36,7 @@ def weights(tokens, shift, window=None):
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_bias_is_that_of_definition_3_1(window):
     heads = layer_of_heads(window=window)
-    found = biases(attention_rows(heads))
+    found = positional_biases(attention_rows(heads))
     for head in range(4):
         maps = [attention_of(heads, text, head)[0] for text in range(2)]
         for shift, values in ((0, found["diagonal"]), (1, found["previous"])):

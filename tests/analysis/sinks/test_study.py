@@ -10,7 +10,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis.capture import capture
-from trainer.analysis.sinks.study import SinkPictures, SinksStudy, near, over_largest
+from trainer.analysis.sinks.study import SinkPictures, SinksStudy, mean_at, over_largest
 from trainer.analysis.studies.study import Target, run
 from trainer.model.config import SoftmaxConfig
 
@@ -28,9 +28,9 @@ def section_of(target):
 
 def test_near_is_the_mean_over_the_last_quarter():
     values = np.arange(20.0)
-    assert near(values, range(21), 16) == pytest.approx(np.mean(values[12:16]))
+    assert mean_at(values, range(21), 16) == pytest.approx(np.mean(values[12:16]))
     # Buckets that the quarter cuts count for the part inside it: 12 to 14 and 15.
-    assert near(np.array([1.0, 5.0, 9.0]), [0, 10, 15, 20], 16) == pytest.approx((3 * 5 + 9) / 4)
+    assert mean_at(np.array([1.0, 5.0, 9.0]), [0, 10, 15, 20], 16) == pytest.approx((3 * 5 + 9) / 4)
 
 
 def test_products_are_shown_over_the_largest_of_each_head():

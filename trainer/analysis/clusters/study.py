@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trainer.analysis.arrays import Array, plain
+from trainer.analysis.arrays import Array, to_json
 from trainer.analysis.capture import Heads
 from trainer.analysis.clusters.measure import ClusterResult, Clusters, Snapshot, snapshot
 from trainer.analysis.studies.section import Grid, Indicator, Picture, Section
@@ -202,13 +202,15 @@ class ClustersStudy(Study):
             "layers": result.layers,
             "training_length": self.target.training_length,
             **{
-                version: {name: plain(getattr(getattr(result, version), name)) for name in measures}
+                version: {
+                    name: to_json(getattr(getattr(result, version), name)) for name in measures
+                }
                 for version in ("plain", "rotated")
             },
-            "key_fsv_ratio": plain(result.key_fsv_ratio),
-            "query_fsv_ratio": plain(result.query_fsv_ratio),
-            "key_first_share": plain(result.key_first_share),
-            "query_first_share": plain(result.query_first_share),
+            "key_fsv_ratio": to_json(result.key_fsv_ratio),
+            "query_fsv_ratio": to_json(result.query_fsv_ratio),
+            "key_first_share": to_json(result.key_first_share),
+            "query_first_share": to_json(result.query_first_share),
         }
         return numbers | {"glance": [one.to_dict() for one in self._glance(result)]}
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Side, of_pairs, pair_counts, pair_norms
+from trainer.analysis.arrays import Side, pair_counts, pair_norms, stack_heads
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.settings import USUAL, ShortTime
 from trainer.common.errors import UserError
@@ -153,7 +153,7 @@ def _of_side(
         signal = pair_norms(head, pairs)
         for name in measures:
             rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
-    return {name: of_pairs(values).cpu() for name, values in rows.items()}
+    return {name: stack_heads(values).cpu() for name, values in rows.items()}
 
 
 SIDES: tuple[Side, Side] = ("query", "key")

@@ -13,11 +13,11 @@ from trainer.analysis.arrays import (
     Array,
     Side,
     cell_means,
-    known,
+    finite,
     pair_counts,
     pair_norms,
-    plain,
-    stacked,
+    stack_layers,
+    to_json,
 )
 from trainer.analysis.capture import Heads
 from trainer.analysis.frequency_entropy.figures import (
@@ -88,7 +88,7 @@ class FrequencyEntropyStudy(Study):
     def section(self) -> Section:
         """Write the section: scatter plots, maps, and the attenuation."""
         values: Values = {
-            (m, side): stacked(
+            (m, side): stack_layers(
                 [(layer.query if side == "query" else layer.key)[m] for layer in self._layers]
             )
             for m in self.measures
@@ -126,7 +126,7 @@ class FrequencyEntropyStudy(Study):
             numbers={
                 "tokens": self.target.length,
                 "frames": {"window": self.frames.window, "frame": frame, "hop": hop},
-                "entropy": {f"{NAMES[m]} {side}": plain(of) for (m, side), of in values.items()},
+                "entropy": {f"{NAMES[m]} {side}": to_json(of) for (m, side), of in values.items()},
                 **part.numbers,
             },
         )
@@ -159,7 +159,7 @@ class FrequencyEntropyStudy(Study):
                 f"has {self.target.length:,}."
             )
         for m in self.measures:
-            low, middle, high = np.quantile(known(values[m, "query"]), [0.05, 0.5, 0.95])
+            low, middle, high = np.quantile(finite(values[m, "query"]), [0.05, 0.5, 0.95])
             findings.append(
                 f"{NAMES[m]} of query pairs: median {middle:.2f}, nine in ten between {low:.2f} "
                 f"and {high:.2f}."
@@ -171,7 +171,7 @@ class FrequencyEntropyStudy(Study):
         if turning.any() and not turning.all():
             for m in self.measures:
                 with_it, without = (
-                    known(values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
+                    finite(values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
                 )
                 findings.append(
                     f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
@@ -216,7 +216,7 @@ def _periods(entropy: Array, kind: str) -> str:
     """Describe how many pairs have a period."""
     periodic = (entropy < PERIODIC).sum(axis=(1, 2))
     text = (
-        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below "
+        f"{periodic.sum():,} of {len(finite(entropy)):,} pairs of {kind} have SequenceFE below "
         f"{PERIODIC}"
     )
     if not periodic.any():
@@ -246,7 +246,7 @@ def shorter_texts_part(
     for n in prefixes:
         measures = [m for m in whole if m != "spectrum" or n >= target.frames.frame]
         layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
-        by_length[n] = {m: stacked([layer.query[m] for layer in layers]) for m in measures}
+        by_length[n] = {m: stack_layers([layer.query[m] for layer in layers]) for m in measures}
     by_length[target.length] = whole
     lengths = list(by_length)
     missing: Array = np.full(next(iter(whole.values())).shape, np.nan)
@@ -332,7 +332,7 @@ def attenuation_part(
         tuple(_picture(one, where, alone=len(by_length) == 1) for one in by_length),
         numbers={
             "sweep": [
-                {"gate": label(one.gates), "tokens": one.tokens, "pairs": one.pairs}
+                {"gate": in_words(one.gates), "tokens": one.tokens, "pairs": one.pairs}
                 | {f"alpha={alpha:g}": value for alpha, value in one.perplexity.items()}
                 for one in sweeps
             ]
@@ -340,7 +340,7 @@ def attenuation_part(
     )
 
 
-def label(gates: Gates) -> str:
+def in_words(gates: Gates) -> str:
     """Describe gates in words."""
     return " or ".join(
         f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau:g}"
@@ -351,7 +351,7 @@ def label(gates: Gates) -> str:
 def _finding(one: Sweep) -> str:
     weakest = min(one.perplexity)
     return (
-        f"With the {one.pairs:,} pairs of {label(one.gates)} at {weakest:g} of their size, "
+        f"With the {one.pairs:,} pairs of {in_words(one.gates)} at {weakest:g} of their size, "
         f"perplexity of {one.tokens:,} tokens goes from {one.perplexity[1.0]:.2f} to "
         f"{one.perplexity[weakest]:.2f}."
     )
@@ -359,7 +359,10 @@ def _finding(one: Sweep) -> str:
 
 def _picture(sweeps: Sequence[Sweep], where: str, *, alone: bool) -> Picture:
     lines = {
-        f"{label(s.gates)}\n({s.pairs:,} pairs)": (list(s.perplexity), list(s.perplexity.values()))
+        f"{in_words(s.gates)}\n({s.pairs:,} pairs)": (
+            list(s.perplexity),
+            list(s.perplexity.values()),
+        )
         for s in sweeps
     }
     tokens = sweeps[0].tokens
@@ -373,7 +376,7 @@ def _picture(sweeps: Sequence[Sweep], where: str, *, alone: bool) -> Picture:
         "left: these pairs matter; sets of very different size cannot be compared.",
         ("tokens", "gate", "pairs", "alpha", "perplexity"),
         [
-            (s.tokens, label(s.gates), s.pairs, alpha, perplexity)
+            (s.tokens, in_words(s.gates), s.pairs, alpha, perplexity)
             for s in sweeps
             for alpha, perplexity in sorted(s.perplexity.items())
         ],

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Side, of_pairs, pair_counts
+from trainer.analysis.arrays import Array, Side, pair_counts, stack_heads
 from trainer.analysis.attention import head_attention
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.analysis.sinks.measure import attention_map
@@ -105,7 +105,7 @@ def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
     trace = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=torch.finfo(grams.dtype).tiny)
     # Rounding can turn an eigenvalue of 0 negative.
     eigenvalues = torch.linalg.eigvalsh(grams / trace[:, None, None]).clamp(min=0).flip(-1)
-    return MatrixEntropy(of_pairs(bands), eigenvalues, trace)
+    return MatrixEntropy(stack_heads(bands), eigenvalues, trace)
 
 
 def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
@@ -181,7 +181,7 @@ def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
     return changed, slice(start, start + tokens)
 
 
-def copied(ids: Tensor) -> NeedlePrompt:
+def copy_prompt(ids: Tensor) -> NeedlePrompt:
     """Make a prompt of the first text ``[B, T]`` and a copy of its end.
 
     The last tokens of the prompt have then occurred before, and a head that retrieves attends to

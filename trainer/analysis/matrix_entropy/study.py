@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from trainer.analysis.arrays import Array, Side, mean_over_heads, plain, stacked
+from trainer.analysis.arrays import Array, Side, mean_over_heads, stack_layers, to_json
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.analysis.matrix_entropy.measure import (
     MatrixEntropy,
     NeedleView,
     Stage,
-    copied,
+    copy_prompt,
     matrix_entropy_of,
     needle_view,
 )
@@ -52,19 +52,22 @@ class MatrixEntropyStudy(Study):
         super().__init__(target)
         # Without a rotation both stages are equal.
         self.stages = STAGES if target.rotates else {ATTENDING: STAGES[ATTENDING]}
-        self._found: dict[At, list[MatrixEntropy]] = {
+        self._entropies: dict[At, list[MatrixEntropy]] = {
             (side, stage): [] for side in SIDES for stage in self.stages
         }
 
     def on_layer(self, heads: Heads) -> None:
         """Compute matrix entropies of both sides at every stage."""
-        for (side, stage), entropies in self._found.items():
+        for (side, stage), entropies in self._entropies.items():
             entropies.append(matrix_entropy_of(heads, side, stage, self.target.model.layout))
 
     def section(self) -> Section:
         """Write the section: maps, a ranking, and attention of the extreme heads on a needle."""
-        scores = {at: _scores(layers) for at, layers in self._found.items()}
-        bands = {at: stacked([one.bands for one in layers]) for at, layers in self._found.items()}
+        scores = {at: _scores(layers) for at, layers in self._entropies.items()}
+        bands = {
+            at: stack_layers([one.bands for one in layers])
+            for at, layers in self._entropies.items()
+        }
         shown = [BANDS, SHOWN if SHOWN in scores["query", ATTENDING] else ALL]
         by = self.target.needle.by
         ranks = self._in_the_prompt(by) if self._ranked_apart else scores[by, ATTENDING]
@@ -102,10 +105,10 @@ class MatrixEntropyStudy(Study):
             {
                 "tokens": self.target.length,
                 "heads": {
-                    f"{side} {stage}": {name: plain(of) for name, of in by_name.items()}
+                    f"{side} {stage}": {name: to_json(of) for name, of in by_name.items()}
                     for (side, stage), by_name in scores.items()
                 },
-                "bands": {f"{side} {stage}": plain(of) for (side, stage), of in bands.items()},
+                "bands": {f"{side} {stage}": to_json(of) for (side, stage), of in bands.items()},
                 **extreme.numbers(),
             },
         )
@@ -267,7 +270,7 @@ def ranked(scores: Array) -> list[Place]:
 
 def prompt_of(target: Target) -> NeedlePrompt:
     """Return the prompt that heads are shown with: the question, or a copy of the text's end."""
-    return target.question or copied(target.ids)
+    return target.question or copy_prompt(target.ids)
 
 
 class ExtremeHeads:
@@ -328,9 +331,9 @@ class ExtremeHeads:
     def numbers(self) -> dict[str, Any]:
         """Return numbers of every head for JSON."""
         return {
-            "attention_on_needle": plain(self.view.on_needle()),
-            "attention_on_first_token": plain(self.view.attention[..., 0]),
-            "last_token_on_needle": plain(self.view.last[..., self.view.needle].sum(axis=-1)),
+            "attention_on_needle": to_json(self.view.on_needle()),
+            "attention_on_first_token": to_json(self.view.attention[..., 0]),
+            "last_token_on_needle": to_json(self.view.last[..., self.view.needle].sum(axis=-1)),
         }
 
     def pictures(self) -> list[Picture]:

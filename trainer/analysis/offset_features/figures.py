@@ -244,7 +244,7 @@ def stable_angles(stability: Stability) -> Picture:
     )
 
 
-def steadier(stability: Stability) -> list[str]:
+def stability_findings(stability: Stability) -> list[str]:
     """Compare angles of the tenth of the pairs with the longest means with those of other pairs."""
     text = []
     for name, of in (("queries", ~stability.of_keys), ("keys", stability.of_keys)):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.analysis.arrays import Array, plain
+from trainer.analysis.arrays import Array, to_json
 from trainer.analysis.attention import sampled_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.measure import TURN, OffsetFeatures
@@ -94,16 +94,16 @@ class OffsetSinks:
     """Collect the effect of each head's strongest pair under the upper bound on its sink."""
 
     def __init__(self) -> None:
-        self._found: list[SinkPart] = []
+        self._parts: list[SinkPart] = []
 
     def update(self, heads: Heads, head: int, pair: int, fast: int | None) -> None:
         """Add one head of a layer, the pair to leave out, and a faster one to compare with."""
         if (sink := sink_part(heads, head, pair, fast)) is not None:
-            self._found.append(sink)
+            self._parts.append(sink)
 
     def part(self, target: Target) -> Part:
         """Return a figure, a table and findings; empty if no head has such a pair."""
-        parts = self._found
+        parts = self._parts
         if not parts:
             return Part()
         sinks = sorted((one for one in parts if one.weight >= SINK), key=lambda one: -one.weight)
@@ -113,7 +113,7 @@ class OffsetSinks:
             tuple(_sink_findings(sinks, len(parts))),
             (_sink_picture(parts, rows, len(target.model.layout.layers)),),
             (_sink_table(sinks[:SHOWN], len(sinks)),) if sinks else (),
-            {"sinks": {name: plain(np.array(values)) for name, values in columns.items()}},
+            {"sinks": {name: to_json(np.array(values)) for name, values in columns.items()}},
         )
 
 
@@ -221,7 +221,7 @@ class OffsetSteps:
     """Collect the effect of every head's fastest pair on attention on the token before."""
 
     def __init__(self) -> None:
-        self._found: list[Fastest] = []
+        self._fastest: list[Fastest] = []
 
     def update(self, heads: Heads) -> None:
         """Add one layer."""
@@ -237,11 +237,11 @@ class OffsetSteps:
                 float(of[:, rows, sampled.at - 1].double().mean())
                 for of in (sampled.weights(), sampled.weights(without=pair))
             ]
-            self._found.append(Fastest(heads.layer, head, pair, *weights))
+            self._fastest.append(Fastest(heads.layer, head, pair, *weights))
 
     def part(self, features: OffsetFeatures, layers: int) -> Part:
         """Return a figure, a table and findings; ``layers``: number of the model's layers."""
-        if not self._found:
+        if not self._fastest:
             return Part()
         places = {
             place: row
@@ -249,18 +249,18 @@ class OffsetSteps:
                 zip(features.layer, features.head, features.pair, strict=True)
             )
         }
-        at = np.array([places[one.layer, one.head, one.pair] for one in self._found])
+        at = np.array([places[one.layer, one.head, one.pair] for one in self._fastest])
         columns = {name: getattr(features, name)[at] for name in STEP_HEADER[:7]}
         # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
         turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
         columns["steps"] = turned / columns["inv_freq"] - 0.5
-        columns["attention"] = np.array([one.previous for one in self._found])
-        columns["attention_without"] = np.array([one.without for one in self._found])
+        columns["attention"] = np.array([one.previous for one in self._fastest])
+        columns["attention_without"] = np.array([one.without for one in self._fastest])
         return Part(
             tuple(_step_findings(columns)),
             (_step_picture(columns, layers),),
             (_step_table(columns),),
-            {"steps": {name: plain(columns[name]) for name in STEP_HEADER}},
+            {"steps": {name: to_json(columns[name]) for name in STEP_HEADER}},
         )
 
 

@@ -194,7 +194,9 @@ def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
     )
 
 
-def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, OffsetFeatures]:
+def common_pairs(
+    one: OffsetFeatures, other: OffsetFeatures
+) -> tuple[OffsetFeatures, OffsetFeatures]:
     """Restrict both to the entries (layer, head, pair) they share, in the same order.
 
     The counts are recomputed over these entries.
@@ -205,7 +207,7 @@ def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, 
     return first, second
 
 
-def judged(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
+def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
     """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
     columns = {name: getattr(features, name) for name in COLUMNS}
     columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, plain
+from trainer.analysis.arrays import Array, to_json
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.offset_features.drawing import (
     Changes,
@@ -31,8 +31,8 @@ from trainer.analysis.offset_features.figures import (
     number,
     percent,
     scatter,
+    stability_findings,
     stable_angles,
-    steadier,
 )
 from trainer.analysis.offset_features.heads import OffsetSinks, OffsetSteps
 from trainer.analysis.offset_features.measure import (
@@ -43,10 +43,10 @@ from trainer.analysis.offset_features.measure import (
     OffsetFeatures,
     OffsetFeatureSearch,
     bounds,
+    common_pairs,
     contributions,
     head_view,
-    judged,
-    shared,
+    with_bounds_of,
 )
 from trainer.analysis.studies.section import Grid, Part, Picture, Section
 from trainer.analysis.studies.study import Study, Target
@@ -162,7 +162,7 @@ class OffsetFeaturesStudy(Study):
             "Table 2, Fig. 1, 2, 4, 6–8 and 11–14, App. C.",
             (
                 *_findings(features, self._features),
-                *steadier(stability),
+                *stability_findings(stability),
                 *sinks.findings,
                 *steps.findings,
                 *self._extended.findings(results),
@@ -187,7 +187,7 @@ class OffsetFeaturesStudy(Study):
                     }
                     for name, one in results.items()
                 },
-                "features": {name: plain(getattr(features, name)) for name in COLUMNS},
+                "features": {name: to_json(getattr(features, name)) for name in COLUMNS},
             }
             | sinks.numbers
             | steps.numbers,
@@ -294,8 +294,8 @@ class OffsetChanges:
             f"{name}, own bounds": of for name, of in zip(self.names, (before, after), strict=True)
         }
         if part.pictures:
-            was, now = shared(before, after)
-            tables[f"{self.names[1]}, bounds of {self.names[0]}"] = judged(now, by=was)
+            was, now = common_pairs(before, after)
+            tables[f"{self.names[1]}, bounds of {self.names[0]}"] = with_bounds_of(now, by=was)
         return Section(
             self.key,
             self.title,
@@ -340,7 +340,7 @@ class OffsetChanges:
                 f"Heads were not compared: the models have {' and '.join(shapes)} layers and heads."
             )
             return Part((refusal,))
-        was, now = shared(before, after)
+        was, now = common_pairs(before, after)
         if not len(was.pair):
             return Part(("Heads were not compared: no layer rotates in both models.",))
         both = np.maximum(was.key_radius, now.key_radius)
@@ -355,7 +355,7 @@ class OffsetChanges:
                 self._of_pairs(was, now, shown),
             ),
             numbers={
-                name: plain(values)
+                name: to_json(values)
                 for name, values in {
                     **{name: getattr(was, name) for name in ("layer", "head", "pair")},
                     "radius_before": was.key_radius,
@@ -399,7 +399,7 @@ class OffsetChanges:
                     f"{(change[among] < 0).mean():.0%} of them shrink."
                 )
         if counts[1]:
-            own, others = (of.recall[0].lower for of in (now, judged(now, by=was)))
+            own, others = (of.recall[0].lower for of in (now, with_bounds_of(now, by=was)))
             text.append(
                 f"Of the pairs of {second} with radius {RADII[0]:g} or more, {percent(own)} are "
                 f"within its own bounds and {percent(others)} within those of {first}."

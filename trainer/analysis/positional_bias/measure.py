@@ -51,7 +51,7 @@ def positional_bias(
     return (bias * _has_target(visible, shift)).mean(dim=-1)
 
 
-def biases(rows: Rows) -> dict[str, Tensor]:
+def positional_biases(rows: Rows) -> dict[str, Tensor]:
     """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
     return {
         "diagonal": positional_bias(rows.diagonal, rows.visible, 0, rows.learned),

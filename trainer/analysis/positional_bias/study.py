@@ -18,8 +18,8 @@ from trainer.analysis.capture import Heads
 from trainer.analysis.positional_bias.measure import (
     TOKENS,
     FreshResult,
-    biases,
     fresh_decoders,
+    positional_biases,
     prefix_spreads,
 )
 from trainer.analysis.positional_bias.rescaling import (
@@ -56,7 +56,7 @@ class PositionalBiasStudy(Study):
     def on_layer(self, heads: Heads) -> None:
         """Add Aᶜ of the layer's heads on the first tokens, at most the training length."""
         rows = attention_rows(_prefix(heads, self._length))
-        self._bias.add(heads.layer, **biases(rows))
+        self._bias.add(heads.layer, **positional_biases(rows))
 
     @property
     def _length(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from trainer.analysis.arrays import Array, Averages, bucket_means, plain
+from trainer.analysis.arrays import Array, Averages, bucket_means, to_json
 from trainer.analysis.attention import Rows, attention_rows
 from trainer.analysis.capture import Heads
 from trainer.analysis.sinks.measure import SinkResult, Sinks, attention_map
@@ -123,7 +123,7 @@ class SinksStudy(Study):
             f"of {first.size} key heads; its length is {(first / others).mean():.2f} times the "
             "median, mean over heads."
         ]
-        weights = {n: near(result.rotated.sink_weight, result.edges, n) for n in self._places()}
+        weights = {n: mean_at(result.rotated.sink_weight, result.edges, n) for n in self._places()}
         findings.append(
             ", and ".join(
                 f"{place} the first token gets {100 * weights[n].mean():.1f}% of the attention, "
@@ -134,7 +134,7 @@ class SinksStudy(Study):
             + "."
         )
         if self._learned:
-            taken = near(of_rows["learned_sink"], result.edges, max(weights)).mean(axis=-1)
+            taken = mean_at(of_rows["learned_sink"], result.edges, max(weights)).mean(axis=-1)
             findings.append(
                 f"There the learned sinks take {100 * taken.mean():.1f}% of the attention, by "
                 f"layer {', '.join(f'{100 * one:.0f}%' for one in taken)}."
@@ -147,7 +147,7 @@ class SinksStudy(Study):
         ends = list(self._places())
         for version, (label, _) in self.versions.items():
             peak = getattr(result, version).peak
-            values = [near(peak, result.edges, n).mean() for n in ends]
+            values = [mean_at(peak, result.edges, n).mean() for n in ends]
             way = " → ".join(f"{value:.3g}" for value in values)
             findings.append(
                 f"The largest dot product of a query, {label}: {way} "
@@ -155,10 +155,10 @@ class SinksStudy(Study):
             )
         if "plain" not in self.versions:
             before = " → ".join(
-                f"{near(of_rows['previous'], result.edges, n).mean():.2f}" for n in ends
+                f"{mean_at(of_rows['previous'], result.edges, n).mean():.2f}" for n in ends
             )
             spread = " → ".join(
-                f"{near(of_rows['entropy'], result.edges, n).mean():.2f}" for n in ends
+                f"{mean_at(of_rows['entropy'], result.edges, n).mean():.2f}" for n in ends
             )
             findings.append(
                 "Without rotation, order is in the states alone: the token just before gets "
@@ -171,7 +171,7 @@ class SinksStudy(Study):
     def _has_sink(self, result: SinkResult) -> bool:
         """Whether a head puts far more attention on the first token than uniform attention."""
         n = min(self.target.training_length, self.target.length)
-        largest = near(result.rotated.sink_weight, result.edges, n).max()
+        largest = mean_at(result.rotated.sink_weight, result.edges, n).max()
         return bool(largest > max(SINK / n, 0.1))
 
     def _shown(self) -> list[AttentionMap]:
@@ -187,15 +187,15 @@ class SinksStudy(Study):
             "training_length": self.target.training_length,
             "layers": result.layers,
             "edges": result.edges,
-            "key_norm": plain(result.key_norm),
+            "key_norm": to_json(result.key_norm),
             **{
                 version: {
-                    name: plain(getattr(getattr(result, version), name))
+                    name: to_json(getattr(getattr(result, version), name))
                     for name in type(result.plain).__annotations__
                 }
                 for version in ("plain", "rotated")
             },
-            **{name: plain(values) for name, values in of_rows.items()},
+            **{name: to_json(values) for name, values in of_rows.items()},
             "glance": [one.to_dict() for one in self._glance(result, of_rows)],
         }
 
@@ -208,7 +208,7 @@ class SinksStudy(Study):
         def indicator(
             name: str, values: Array, wanted: Any, meaning: str, **more: Any
         ) -> Indicator:
-            y = [float(near(values, result.edges, n).mean()) for n in lengths]
+            y = [float(mean_at(values, result.edges, n).mean()) for n in lengths]
             return Indicator(name, lengths, y, C, wanted, meaning, **more)
 
         has_sink = self._has_sink(result)
@@ -256,7 +256,7 @@ def _is_bare(heads: Heads) -> bool:
 HEADER = ("version", "measure", "from_position", "to_position", "mean", "low", "high")
 
 
-def near(values: Array, edges: Sequence[int], length: int) -> Array:
+def mean_at(values: Array, edges: Sequence[int], length: int) -> Array:
     """Select ``values`` ``[..., buckets]`` in the last quarter of ``length`` first positions."""
     start, stop = np.array(edges[:-1]), np.array(edges[1:])
     among = (np.minimum(stop, length) - np.maximum(start, 3 * length // 4)).clip(min=0)
@@ -350,7 +350,7 @@ class SinkPictures:
         """Draw the sink weight of every head at the training length and at the end of the text."""
         places = list(dict.fromkeys([min(self.trained, self.length), self.length]))
         weight, edges = self.result.rotated.sink_weight, self.result.edges
-        maps = {f"near {n:,} tokens": near(weight, edges, n) for n in places}
+        maps = {f"near {n:,} tokens": mean_at(weight, edges, n) for n in places}
         return Picture(
             "sinks_heads",
             heat_maps(
