@@ -126,7 +126,7 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
         ({"weight": 0.0}, r"data\.mixture\.a\.weight: expected a positive number"),
         ({"weights": 1.0}, r"data\.mixture\.a\.weights: unknown key.*weight"),
         ({"source": "hub"}, r"data\.mixture\.a\.hub_name: .*no dataset is named"),
-        ({"files": "a.txt"}, r"data\.mixture\.a\.files: got 'a\.txt'"),
+        ({"files": "a.txt"}, r"data\.mixture\.a\.files: expected a list in brackets, got 'a\.txt'"),
         (3, r"data\.mixture\.a: expected a weight and a source's keys"),
     ],
 )
