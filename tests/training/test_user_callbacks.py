@@ -273,7 +273,7 @@ def test_from_an_experiment_of_one_s_own(tmp_path):
 
 def test_none_and_something_else(base):
     assert parse(RunConfig, {**base, "callbacks": None}).callbacks == {}
-    with pytest.raises(UserError, match=r"callbacks\.mine: got 3"):
+    with pytest.raises(UserError, match=r"callbacks\.mine: expected a group of keys, got 3"):
         parse(RunConfig, {**base, "callbacks": {"mine": 3}})
 
 
