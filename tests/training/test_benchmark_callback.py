@@ -181,7 +181,7 @@ def test_every_so_many_tokens(run, asked):
         ({"every": 0}, "monitor.benchmarks.every: expected 1 or more"),
         ({"every_tokens": 5}, "monitor.benchmarks.every_tokens: give steps (every) or tokens"),
         ({"tasks": ["perplexty"]}, "Did you mean 'perplexity'?"),
-        ({"lengths": [0]}, "monitor.benchmarks.lengths: expected positive"),
+        ({"lengths": [0]}, "monitor.benchmarks.lengths[0]: expected a positive"),
         ({"every": None}, "monitor.benchmarks.every: expected the steps"),
         ({"multiple_choice": [], "tasks": []}, "to name one or more"),
         ({"limit": 0}, "monitor.benchmarks.limit: expected 1 or more"),

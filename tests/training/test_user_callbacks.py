@@ -199,7 +199,7 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
 
 def test_all_that_is_wrong_is_said_together():
     given = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
-    (missing,) = callback_problems(given)
+    (missing,) = map(str, callback_problems(given))
     with pytest.raises(UserError) as error:
         make_callbacks(given)
     _, same = map(str, error.value.problems)
@@ -210,7 +210,7 @@ def test_all_that_is_wrong_is_said_together():
 
 def test_a_module_that_fails_to_import_is_named(module):
     (module / "failing.py").write_text("import not_installed_here")
-    (problem,) = callback_problems({"mine": {"_target_": "failing.Thing"}})
+    (problem,) = map(str, callback_problems({"mine": {"_target_": "failing.Thing"}}))
     assert "'failing' failed to import: ModuleNotFoundError" in problem
 
 
@@ -273,7 +273,7 @@ def test_from_an_experiment_of_one_s_own(tmp_path):
 
 def test_none_and_something_else(base):
     assert parse(RunConfig, {**base, "callbacks": None}).callbacks == {}
-    with pytest.raises(UserError, match=r"callbacks\.mine: got 3"):
+    with pytest.raises(UserError, match=r"callbacks\.mine: expected a group of keys, got 3"):
         parse(RunConfig, {**base, "callbacks": {"mine": 3}})
 
 
