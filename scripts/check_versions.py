@@ -53,7 +53,7 @@ TESTS = (
     "tests/evaluation/test_harness.py",
     "tests/workflows/test_adapted_models.py",
     "tests/scripts/test_wandb_dashboard.py",
-    "tests/analysis/test_clusters.py",
+    "tests/analysis/clusters/test_measure.py",
     "tests/report/test_plotting.py",
     "tests/report/test_rendering.py",
     "tests/report/test_writing.py",

@@ -10,7 +10,7 @@ import torch
 
 from tests.training.test_length_callback import without_monitors
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
-from trainer.analysis.probe import MEASURES, probe
+from trainer.analysis.attention import MEASURES, probe
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import held_out_windows
 from trainer.runs.checkpoints import load_decoder, read_state

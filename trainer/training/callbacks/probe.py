@@ -7,7 +7,7 @@ from collections.abc import Callable
 import lightning as L
 import torch
 
-from trainer.analysis.probe import probe
+from trainer.analysis.attention import probe
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
 from trainer.runs.config import RunConfig
