@@ -35,6 +35,7 @@ BUDGETS = {
             *("qk_norm_rates", "rope_id_extension", "trunk_and_branches"),
         )
     },
+    **{f"+experiment=ladder{rung}": ONLY_READ for rung in ("", "_1m", "_4m", "_no_norm")},
     **{
         f"checkpoint=runs/extension_demo{control}": ONLY_READ for control in ("", "/controls/rope")
     },
@@ -68,6 +69,7 @@ SCRIPTS = {
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/first_hour.py": ["--only", "attention"],
     "scripts/rehearse.py": ["--layers=1"],
+    "scripts/summarize_ladder.py": ["--help"],  # draws what docs/ holds
     "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
     "scripts/check_versions.py": ["--help"],  # takes half an hour
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
