@@ -341,6 +341,8 @@ def reach_figure(numbers: Numbers, rung: str) -> None:
     series = []
     for number, name in enumerate(shown):
         cells = [r for r in numbers.cells if (r["rung"], r["arm"]) == (rung, name)]
+        if not cells:
+            continue
         lengths = sorted({(int(r["length"]), r["factor"]) for r in cells})
         found = [interval(numbers.of(rung, name, f, "retrieval").values()) for _, f in lengths]
         y, low, high = zip(*found, strict=True)
