@@ -2,6 +2,7 @@
 """What a training step would do on GPUs, counted without one.
 
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
+    python scripts/rehearse.py loss            traffic of the loss outside its products
     python scripts/rehearse.py collectives     what a rank of many sends in a step
     python scripts/rehearse.py memory          what its memory holds when it needs most
 
@@ -35,6 +36,7 @@ from trainer.data.config import DataConfig
 from trainer.model import loss
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.linear import product_for
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
@@ -81,7 +83,10 @@ class Launches(TorchDispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if operator.is_view or any(part in name for part in NO_LAUNCH):
             return out
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        tensors = [x for x in tree_leaves((args, read, out)) if isinstance(x, torch.Tensor)]
+        if name == "replace_by_gradient":  # reads the logits twice and writes them
+            tensors += 2 * [args[0]]
         self.operators[name] += 1
         self.traffic[name] += sum(x.numel() * x.itemsize for x in tensors)
         return out
@@ -162,6 +167,42 @@ def _figures(one: Launches, other: Launches) -> tuple[str, str, str, str]:
         f"{traffic / 1e9:,.0f}",
         f"{traffic / other.traffic.total():.2f}",
     )
+
+
+PRODUCTS = ("mm", "add_product")
+
+
+def loss_traffic() -> Rows:
+    """Of the loss alone: in the passes of a CPU, and fused."""
+    yield "shape", "head", "", "chunks", "operators", "bytes a logit outside products"
+    fused = loss.CHUNKS["cuda"]
+    for name, shape in SHAPES.items():
+        for head in (torch.bfloat16, torch.float32):
+            for title, chunks in (("passes", replace(fused, fused=False)), ("fused", fused)):
+                counted, count = of_loss(shape, head, chunks)
+                traffic = sum(v for k, v in counted.traffic.items() if k not in PRODUCTS)
+                logits = shape.rows * shape.length * shape.model.vocab_size
+                figures = str(count), str(counted.operators.total()), f"{traffic / logits:.1f}"
+                yield name, str(head)[6:], title, *figures
+
+
+def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launches, int]:
+    """Forward and backward of the loss of bfloat16 states; and how many chunks it has."""
+    width, vocab, tokens = (
+        shape.model.hidden_size,
+        shape.model.vocab_size,
+        shape.rows * shape.length,
+    )
+    with pretended():
+        loss.CHUNKS["cpu"] = chunks
+        states = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab, width, dtype=head, requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.long)
+        product = product_for("cuda", head, torch.bfloat16)
+        with Launches() as counted:
+            loss.linear_cross_entropy(states, weight, targets, product=product).backward()
+        most = loss.chunk_size(vocab, states.device)
+    return counted, -(-tokens // (loss.equal_chunk_size(tokens, most) if chunks.fused else most))
 
 
 class Collectives(TorchDispatchMode):
@@ -259,6 +300,7 @@ def _memory_of(shape: Shape, ranks: int, strategy: Any, recomputed: Any) -> dict
 
 PARTS: dict[str, Callable[[], Rows]] = {
     "launches": launches,
+    "loss": loss_traffic,
     "collectives": collectives,
     "memory": memory,
 }
