@@ -4,6 +4,7 @@
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
     python scripts/rehearse.py loss            traffic of the loss outside its products
     python scripts/rehearse.py collectives     what a rank of many sends in a step
+    python scripts/rehearse.py muon            what the host calls in a step of Muon
     python scripts/rehearse.py memory          what its memory holds when it needs most
 
 Tensors are fake: they have shapes and types and no values, so models of any size fit. Operators
@@ -268,6 +269,53 @@ def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[
         return sent(module, module.configure_optimizers(), (rows, 128))
 
 
+class HostOperations(TorchDispatchMode):
+    """Counts what the host calls: operators on plain tensors, and those on sharded ones above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = self.sharded = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operator and run it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.sharded += 1
+            return NotImplemented
+        self.plain += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def muon() -> Rows:
+    """Host operations of a step of an optimizer with Muon, of small matrices in 32 layers: their
+    size changes nothing. Tensors are real, or torch would take its fused operators apart."""
+    yield "ranks", "strategy", "matrices", "operators", "of them on sharded tensors"
+    for ranks, strategy in ((1, "single"), (2, "fsdp2"), (8, "fsdp2"), (8, "hsdp")):
+        matrices, counted = host_operations(ranks, strategy)
+        count = f"{counted.plain + counted.sharded:,}"
+        yield str(ranks), strategy, str(matrices), count, f"{counted.sharded:,}"
+
+
+def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
+    """Count the second step of a rank, and Muon's matrices."""
+    config = RunConfig(
+        model=ModelConfig(64, 96, 32, 4, 2, None, 256),
+        strategy=StrategyConfig(name=strategy, shard_size=2 if strategy == "hsdp" else None),
+        optimizer=OptimizerConfig(name="muon"),
+        trainer=TrainerConfig(batch_size=ranks, micro_batch_size=1),
+    )
+    with rank_of(config, Ranks(0, ranks, 0, ranks)) as module:
+        module.configure_model()
+        optimizer = module.configure_optimizers()
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with HostOperations() as counted:
+            optimizer.step()
+    return len(optimizer.param_groups[0]["params"]), counted
+
+
 def memory() -> Rows:
     """By part, when a step of one micro-batch needs most."""
     yield "shape", "ranks", "strategy", "recomputed", "sequences", *MEMORY_PARTS, "GiB"
@@ -302,6 +350,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "launches": launches,
     "loss": loss_traffic,
     "collectives": collectives,
+    "muon": muon,
     "memory": memory,
 }
 
