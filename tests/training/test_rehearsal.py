@@ -49,7 +49,8 @@ def test_memory_of_a_rank(monkeypatch, precision, softmax):
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_the_loss_of_a_large_vocabulary_holds_two_gib(softcap):
+def test_the_loss_of_a_large_vocabulary_holds_half_a_gib(softcap):
+    """Logits of a chunk in bfloat16, over which their gradient is written."""
     shape = 16, 2048
     config = replace(
         configured("fp32"),
@@ -64,7 +65,7 @@ def test_the_loss_of_a_large_vocabulary_holds_two_gib(softcap):
         found = peaks(module, module.configure_optimizers(), shape)
     logits = 4 * math.prod(shape) * 49_152
     assert logits == 6 << 30
-    assert 1 << 30 < found["loss"]["loss"] < 2 << 30
+    assert 1 << 28 < found["loss"]["loss"] < 1 << 29
 
 
 def allocated(module, shape):
