@@ -21,7 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy.stats import t
-
 from trainer.report.looks import NUMBERS
 from trainer.report.observations import observe
 from trainer.report.outcomes import Outcomes, Result
@@ -38,6 +37,7 @@ from trainer.report.plotting import (
 )
 from trainer.report.results import Arm, Drop, Report
 from trainer.report.saving import save
+
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
 RAW = Path(__file__).resolve().parent.parent / "docs" / "results" / "ladder"
