@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -21,23 +21,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from scipy.stats import t
-from trainer.report.looks import NUMBERS
-from trainer.report.observations import observe
-from trainer.report.outcomes import Outcomes, Result
-from trainer.report.plotting import (
-    Frame,
-    Series,
-    blank,
-    draw,
-    draw_line,
-    finish,
-    legend_above,
-    line_handle,
-    paper_style,
-)
-from trainer.report.results import Arm, Drop, Report
-from trainer.report.saving import save
 
+from trainer.evaluation.outcomes import Outcomes, Result
+from trainer.evaluation.results import Arm, Drop, Report
+from trainer.plotting.lines import Frame, Panel, Series, draw, side_by_side
+from trainer.plotting.style import STYLE_NUMBERS, paper_style, save
+from trainer.report.claims import observe
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
 RAW = Path(__file__).resolve().parent.parent / "docs" / "results" / "ladder"
@@ -292,23 +281,19 @@ def recovery_figure(numbers: Numbers) -> None:
         for plain in (False, True)
         if any(SHARE.match(a) and ("no norm" in a) is plain for a in numbers.names(rung))
     ]
+    panels = [
+        Panel(
+            "",
+            [_curve(numbers, line, style, quantity) for style, line in enumerate(lines)],
+            Frame("", label, limits),
+        )
+        for quantity, label, limits in (
+            (numbers.over_rope, "text loss over RoPE's (%)", _shares(None)),
+            (_far(numbers), "retrieval at 8x, with temperature (%)", _shares(103)),
+        )
+    ]
     with paper_style():
-        figure = blank(2.9)
-        left, right = figure.subplots(1, 2)
-        for axes, quantity, label in (
-            (left, numbers.over_rope, "text loss over RoPE's (%)"),
-            (right, _far(numbers), "retrieval at 8x, with temperature (%)"),
-        ):
-            drawn = [_curve(numbers, line, style, quantity) for style, line in enumerate(lines)]
-            for series in drawn:
-                draw_line(axes, series)
-            finish(axes, Frame("", "", _shares), with_note=False)
-            axes.set_xlabel("steps without an encoding (%)")
-            axes.set_ylabel(label)
-            axes.set_ylim(bottom=0)
-        right.set_ylim(top=103)
-        legend_above(figure, [line_handle(series) for series in drawn])
-        keep(figure, "recovery")
+        keep(side_by_side(panels, height=2.9, x_label="steps without an encoding (%)"), "recovery")
 
 
 def _far(numbers: Numbers) -> Any:
@@ -327,11 +312,17 @@ def _curve(numbers: Numbers, line: tuple[str, str, bool], style: int, quantity: 
     return Series(label, style, x, y, low, high)
 
 
-def _shares(axes: Axes) -> None:
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator([5, 10, 20, 40, 100]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+def _shares(top: float | None) -> Callable[[Axes], None]:
+    """Return what sets the scales of a panel over shares of steps."""
+
+    def prepare(axes: Axes) -> None:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([5, 10, 20, 40, 100]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(0, top)
+
+    return prepare
 
 
 def reach_figure(numbers: Numbers, rung: str) -> None:
@@ -347,7 +338,7 @@ def reach_figure(numbers: Numbers, rung: str) -> None:
         found = [interval(numbers.of(rung, name, f, "retrieval").values()) for _, f in lengths]
         y, low, high = zip(*found, strict=True)
         low, high = [max(v, 0) for v in low], [min(v, 100) for v in high]
-        style = NUMBERS.get(name, 7 + number)
+        style = STYLE_NUMBERS.get(name, 7 + number)
         series.append(Series(name, style, [n for n, _ in lengths], y, low, high))
 
     def prepare(axes: Axes) -> None:
