@@ -43,7 +43,7 @@ from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, Trai
 from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule
 from trainer.training.rehearsal import PARTS as MEMORY_PARTS
-from trainer.training.rehearsal import memory_of, pretended, rank_of, update
+from trainer.training.rehearsal import fake_tensors, simulated_rank, step_memory, train_step
 
 Rows = Iterator[tuple[str, ...]]
 """A header, and the rows below it."""
@@ -95,7 +95,7 @@ class Launches(TorchDispatchMode):
 
 def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) -> Launches:
     """Forward and backward of our decoder; ``chunks``: of the loss, None: a GPU's."""
-    with pretended(weights):
+    with fake_tensors(weights):
         if chunks is not None:
             loss.CHUNKS["cpu"] = chunks
         c = shape.model
@@ -127,7 +127,7 @@ def theirs(shape: Shape, weights: torch.dtype) -> Launches:
         tie_word_embeddings=c.tie_word_embeddings,
         attn_implementation="sdpa",
     )
-    with pretended(weights):
+    with fake_tensors(weights):
         model: nn.Module = LlamaForCausalLM(config)
 
         def step(ids: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launc
         shape.model.vocab_size,
         shape.rows * shape.length,
     )
-    with pretended():
+    with fake_tensors():
         loss.CHUNKS["cpu"] = chunks
         states = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(vocab, width, dtype=head, requires_grad=True)
@@ -235,7 +235,7 @@ def sent(
 ) -> list[tuple[str, int]]:
     """The collectives of one update with micro-batches of ``shape``; ``factor``: on gradients."""
     with Collectives() as seen:
-        update(module, optimizer, shape, factor)
+        train_step(module, optimizer, shape, factor)
     return seen.calls
 
 
@@ -264,7 +264,7 @@ def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[
         optimizer=OptimizerConfig(name=optimizer),
         trainer=TrainerConfig(batch_size=2 * rows * ranks, micro_batch_size=rows, precision="bf16"),
     )
-    with rank_of(config, Ranks(0, ranks, 0, 8)) as module, pretended():
+    with simulated_rank(config, Ranks(0, ranks, 0, 8)) as module, fake_tensors():
         module.configure_model()
         return sent(module, module.configure_optimizers(), (rows, 128))
 
@@ -305,7 +305,7 @@ def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
         optimizer=OptimizerConfig(name="muon"),
         trainer=TrainerConfig(batch_size=ranks, micro_batch_size=1),
     )
-    with rank_of(config, Ranks(0, ranks, 0, ranks)) as module:
+    with simulated_rank(config, Ranks(0, ranks, 0, ranks)) as module:
         module.configure_model()
         optimizer = module.configure_optimizers()
         for parameter in module.parameters():
@@ -343,7 +343,7 @@ def _memory_of(shape: Shape, ranks: int, strategy: Any, recomputed: Any) -> dict
         ),
         data=DataConfig(sequence_length=shape.length),
     )
-    return memory_of(config, Ranks(0, ranks, 0, 8))
+    return step_memory(config, Ranks(0, ranks, 0, 8))
 
 
 PARTS: dict[str, Callable[[], Rows]] = {

@@ -16,12 +16,12 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.common.errors import PreemptedError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.training import stretch
-from trainer.training.callbacks import preemption
-from trainer.training.callbacks.preemption import (
+from trainer.training import run as runs
+from trainer.training.callbacks import stopping
+from trainer.training.callbacks.stopping import (
     MARGIN,
     Notice,
-    Preemption,
+    Stopping,
     deadline,
     heeding_signals,
     stopping_between_files,
@@ -56,7 +56,7 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         # An upload may take longer than the job has left.
-        patch.setattr(stretch, "close", lambda _: when_closing.append(asked.exists()))
+        patch.setattr(runs, "close", lambda _: when_closing.append(asked.exists()))
         signal_during(patch, number, at)
         with pytest.raises(PreemptedError, match=rf"after step {at + 1} \({number.name}\)"):
             run("stopped", trainer={"checkpoint_every": 100}, data=data)
@@ -72,14 +72,14 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_stops_after_it(run, monkeypatch, number):
     """While weights are read, under a batch script that has left the signal ignored."""
-    original = stretch.make_decoder
+    original = runs.make_decoder
     before = signal.signal(number, signal.SIG_IGN)
 
     def make(*arguments):
         signal.raise_signal(number)
         return original(*arguments)
 
-    monkeypatch.setattr(stretch, "make_decoder", make)
+    monkeypatch.setattr(runs, "make_decoder", make)
     try:
         stopped = pytest.raises(PreemptedError, match=rf"after step 1 \({number.name}\)")
         with stopped, heeding_signals():
@@ -93,11 +93,11 @@ def test_a_training_that_fails_leaves_no_handler_behind(run, monkeypatch):
     def fail(*_):
         raise InterruptedError
 
-    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
     monkeypatch.setattr(LanguageModule, "training_step", fail)
     with pytest.raises(InterruptedError):
         run()
-    assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
 
 
 def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):
@@ -128,9 +128,9 @@ def test_a_run_of_long_steps_and_checkpoints_stops_earlier(monkeypatch):
         (0.0, [0, 500, *range(501, end)], margin) for end, margin in ((519, 1500), (520, 120))
     ]
     for seconds, steps, margin in cases:
-        preemption = Preemption(RunConfig(), SimpleNamespace(seconds=seconds), began=0.0)
-        preemption._step_ends.extend(steps)
-        assert preemption._margin() == margin
+        callback = Stopping(RunConfig(), SimpleNamespace(seconds=seconds), start_time=0.0)
+        callback._step_ends.extend(steps)
+        assert callback._margin() == margin
         assert deadline(RunConfig(), 0.0, margin)[0] == 5000 - margin
 
 
@@ -139,11 +139,11 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(
         "import time\n"
-        "from trainer.training.callbacks.preemption import Preemption\n"
+        "from trainer.training.callbacks.stopping import Stopping\n"
         "from trainer.runs.config import RunConfig\n"
-        "from trainer.training.callbacks import preemption\n"
-        "preemption.ECHO = 1.0\n"
-        "callback = Preemption(RunConfig(), None, 0.0)\n"
+        "from trainer.training.callbacks import stopping\n"
+        "stopping.ECHO = 1.0\n"
+        "callback = Stopping(RunConfig(), None, 0.0)\n"
         "callback.on_train_start()\n"
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.05)\n"
@@ -186,7 +186,7 @@ def test_the_dashboard_continues_the_same_run(run, monkeypatch, tmp_path):
     pieces = list(Path(config.run_dir).rglob("*.wandb"))
     assert len(pieces) == 2
     assert {path.stem for path in pieces} == {f"run-{identity}"}
-    assert read_state(checkpoint_of(config))["loggers"]["WandbLogger"] == identity
+    assert read_state(checkpoint_of(config))["wandb_id"] == identity
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_the_dashboard_continues_the_same_run(run, monkeypatch, tmp_path):
 )
 def test_the_first_signal_is_remembered_and_a_second_one_ends(monkeypatch, second, after, ends):
     now, sent = [100.0], []
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(preemption.signal, "signal", lambda *what: sent.append(what))
-    monkeypatch.setattr(preemption.os, "kill", lambda *what: sent.append(what))
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping.signal, "signal", lambda *what: sent.append(what))
+    monkeypatch.setattr(stopping.os, "kill", lambda *what: sent.append(what))
     notice = Notice()
-    assert notice.asked is None
+    assert notice.signal_name is None
     notice.on_signal(signal.SIGTERM, None)
-    assert (notice.asked, sent) == ("SIGTERM", [])
+    assert (notice.signal_name, sent) == ("SIGTERM", [])
     now[0] += after
     notice.on_signal(second, None)
     assert sent == ([(second, signal.SIG_DFL), (os.getpid(), second)] if ends else [])
@@ -219,17 +219,17 @@ def stopped(monkeypatch):
 
     def go(steps, asks=(), *, seconds=1.0, agreed=None, limit="", **options):
         now = [0.0]
-        monkeypatch.setattr(preemption.time, "time", lambda: now[0])
+        monkeypatch.setattr(stopping.time, "time", lambda: now[0])
         requeues, saved = [], []
-        monkeypatch.setattr(preemption, "ask_for_requeue", lambda: requeues.append(1))
-        monkeypatch.setattr(preemption, "on_rank_zero", lambda ask: ask())
+        monkeypatch.setattr(stopping, "ask_for_requeue", lambda: requeues.append(1))
+        monkeypatch.setattr(stopping, "on_rank_zero", lambda ask: ask())
         if limit:
             monkeypatch.setenv("SLURM_JOB_END_TIME", limit)
-        checkpointing = SimpleNamespace(
+        saving = SimpleNamespace(
             seconds=0.0, save_now=lambda trainer: saved.append(trainer.global_step)
         )
         config = RunConfig(trainer=TrainerConfig(max_steps=steps, **options))
-        callback = Preemption(config, checkpointing, began=0.0)
+        callback = Stopping(config, saving, start_time=0.0)
         if agreed:
             callback._vote = SimpleNamespace(agreed=agreed)
         trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=2, should_stop=False)
@@ -242,7 +242,7 @@ def stopped(monkeypatch):
             if trainer.should_stop:
                 break
         assert len(requeues) == len(saved) == bool(callback.reason) == trainer.should_stop
-        return next(iter(saved), None), callback.reason, callback.asked
+        return next(iter(saved), None), callback.reason, callback.request
 
     return go
 

@@ -12,7 +12,7 @@ from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.recalibration.drop import drop
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.rehearsal import rank_of
+from trainer.training.rehearsal import simulated_rank
 
 LAYERS, RANKS = 3, 8
 
@@ -32,7 +32,7 @@ def module():
                 optimizer=OptimizerConfig(name=optimizer),
                 trainer=TrainerConfig(batch_size=4 * RANKS, micro_batch_size=2),
             )
-            made = stack.enter_context(rank_of(config, Ranks(rank, RANKS, rank % 4, 4)))
+            made = stack.enter_context(simulated_rank(config, Ranks(rank, RANKS, rank % 4, 4)))
             made.configure_model()
             return made, made.configure_optimizers()
 

@@ -1,4 +1,4 @@
-"""Broken stretches are left out, and stuck processes say where."""
+"""Guards: samples that diverge are left out, and stuck processes say where."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from trainer.common.errors import UserError
 from trainer.data.dataset import TrainingSamples
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.training.callbacks import stability
-from trainer.training.callbacks.stability import Rewind, Watchdog
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import guards
+from trainer.training.callbacks.guards import CollectiveTimeouts, Guards, Rewind, Watchdog
 
 
 def poison(monkeypatch, bad):
@@ -43,7 +44,7 @@ def test_a_broken_stretch_is_rewound_and_its_samples_left_out(run, monkeypatch):
     config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
     state = read_state(checkpoint_of(config))
     assert state["skips"] == [[6, 12]]
-    assert state["tally"]["_skipped"] == 0
+    assert state["tally"]["skipped"] == 0
     # Step 7 begins with sample 36 now, and the run still has its twelve steps.
     again = read[len(range(36)) :]
     assert [n for n in again if n >= 36][:24] == list(range(36, 60))
@@ -75,7 +76,7 @@ def test_a_second_broken_stretch_before_the_next_checkpoint_is_left_out_too(run,
     state = read_state(checkpoint_of(config))
     # Samples 24 to 35, and then 36 to 47.
     assert state["skips"] == [[6, 24]]
-    assert state["tally"]["_skipped"] == 0
+    assert state["tally"]["skipped"] == 0
     assert [n for n in read if n >= 48][:24] == list(range(48, 72))
     assert [row["step"] for row in rows_of(config)] == list(range(1, 13))
     assert all(np.isfinite(row["loss"]) for row in rows_of(config))
@@ -93,12 +94,12 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
     script.write_text(
         "import time\n"
         "from pathlib import Path\n"
-        "from trainer.training.callbacks.stability import Watchdog\n"
+        "from trainer.training.callbacks.guards import Watchdog\n"
         "from trainer.runs.config import RunConfig, TrainerConfig\n"
         "config = RunConfig(trainer=TrainerConfig(step_timeout=0.1))\n"
         "def waiting_for_a_rank():\n"
         "    time.sleep(60)\n"
-        "Watchdog(config, Path('.'), True).on_train_start()\n"
+        "Watchdog(config, Path('.'), True).start()\n"
         "waiting_for_a_rank()\n"
     )
     done = run_process(script, cwd=tmp_path)
@@ -118,22 +119,24 @@ def test_a_heartbeat_on_a_full_disk_stops_no_run(run, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stability, "write_atomically", full)
+    monkeypatch.setattr(guards, "write_atomically", full)
     _, trained = run(trainer={"log_every": 1})
     assert trained.checkpoint.name == "step-000012"
     said = [r.getMessage() for r in caplog.records if "heartbeat" in r.getMessage()]
     assert said == ["heartbeat.json: No space left on device; the run goes on"]
 
 
-def batches(callback, module=None, steps=6):
-    """Go through steps of two micro-batches."""
+def steps_of(guard, module=None, steps=6, micro_batches=2):
+    """Go through steps of two micro-batches, as the callback does."""
+    callback = Guards(RunConfig(), Ranks())
+    callback.guards = [guard]
     trainer = SimpleNamespace(
-        global_step=0, max_steps=steps, accumulate_grad_batches=2, should_stop=False
+        global_step=0, max_steps=steps, accumulate_grad_batches=micro_batches, should_stop=False
     )
-    for index in range(2 * steps):
+    for index in range(micro_batches * steps):
         yield trainer, index
         callback.on_train_batch_start(trainer, module, None, index)
-        trainer.global_step += index % 2
+        trainer.global_step += (index + 1) % micro_batches == 0
         callback.on_train_batch_end(trainer, module, None, None, index)
 
 
@@ -156,34 +159,34 @@ def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, b
 
     callback = Rewind(RunConfig(trainer=TrainerConfig(rewind_after=limit, log_every=3)))
     module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=skipped))
-    for trainer, _ in batches(callback, module):
+    for trainer, _ in steps_of(callback, module):
         now[:] = [trainer]
-    assert (callback.broken, seen) == (broken, looked)
+    assert (callback.diverged, seen) == (broken, looked)
     assert now[0].should_stop == (broken is not None)
 
 
 def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
     armed = []
-    later = {"exit": True, "file": stability.sys.__stderr__}
+    later = {"exit": True, "file": guards.sys.__stderr__}
 
     def arm(seconds, **options):
         assert options == later
         armed.append(seconds)
 
-    monkeypatch.setattr(stability.faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(guards.faulthandler, "dump_traceback_later", arm)
     monkeypatch.setattr(
-        stability.faulthandler, "cancel_dump_traceback_later", lambda: armed.append("over")
+        guards.faulthandler, "cancel_dump_traceback_later", lambda: armed.append("over")
     )
     config = RunConfig(trainer=TrainerConfig(step_timeout=5.0))
     callback = Watchdog(config, tmp_path, False)
-    callback.on_train_start()
-    for _ in batches(callback, steps=3):
+    callback.start()
+    for _ in steps_of(callback, steps=3):
         pass
-    callback.on_train_end()
-    callback.on_exception()
+    callback.finish()
+    callback.fail()
     assert armed == [50.0, 5.0, 5.0, "over", "over"]
     armed.clear()
-    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).on_train_start()
+    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).start()
     assert armed == []
 
 
@@ -197,10 +200,10 @@ def test_a_heart_beats_every_logged_step_and_at_the_end(monkeypatch, tmp_path, r
         if full[0]:
             raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(stability, "write_atomically", write)
-    monkeypatch.setattr(stability.time, "time", lambda: 12.5)
+    monkeypatch.setattr(guards, "write_atomically", write)
+    monkeypatch.setattr(guards.time, "time", lambda: 12.5)
     callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=4)), tmp_path, rank_zero)
-    for _ in batches(callback):
+    for _ in steps_of(callback):
         pass
     beat = {"time": 12.5, "pid": os.getpid()}
     assert beats == ([beat | {"step": 4}, beat | {"step": 6}] if rank_zero else [])
@@ -213,8 +216,44 @@ def test_a_full_disk_is_said_again_only_after_it_was_not(monkeypatch, tmp_path, 
         if next(full):
             raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(stability, "write_atomically", write)
+    monkeypatch.setattr(guards, "write_atomically", write)
     callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=1)), tmp_path, True)
-    for _ in batches(callback):
+    for _ in steps_of(callback):
         pass
     assert [r.getMessage() for r in caplog.records] == 2 * ["heartbeat.json: full; the run goes on"]
+
+
+def test_ranks_wait_longer_before_the_first_step_is_done_and_after_the_last(monkeypatch):
+    said = []
+    monkeypatch.setattr(guards, "limit_collectives", said.append)
+    config = RunConfig()
+    guard = CollectiveTimeouts(config)
+    for _, index in steps_of(guard, steps=3):
+        said.append(index)
+    guard.fail()  # an error may be that of one rank alone, which must not wait for the others
+    guard.finish()
+    times = config.strategy.timeouts
+    assert times.collective != times.start
+    assert said == [0, 1, times.collective, 2, 3, 4, 5, times.start]
+
+
+def test_guards_are_started_and_finished_in_order(monkeypatch):
+    called = []
+
+    class Noting(guards.Guard):
+        def __init__(self, name):
+            self.name = name
+
+        def start(self):
+            called.append((self.name, "start"))
+
+        def finish(self):
+            called.append((self.name, "finish"))
+
+    callback = Guards(RunConfig(), Ranks())
+    callback.guards = [Noting("a"), Noting("b")]
+    callback.on_train_start()
+    callback.on_train_end()
+    callback.on_exception()
+    moments = ["start", "finish", "finish"]
+    assert called == [(name, moment) for moment in moments for name in "ab"]

@@ -23,12 +23,11 @@ import lightning as L
 
 from trainer.runs.config import RunConfig
 from trainer.runs.job_files import ask_for_requeue
-from trainer.runs.ranks import on_rank_zero
+from trainer.runs.ranks import Vote, on_rank_zero
 from trainer.runs.training_config import seconds_of
 from trainer.stopping import stopping_at_once
-from trainer.training.callbacks.checkpointing import Checkpointing
-from trainer.training.callbacks.steps import ends_step
-from trainer.training.callbacks.votes import Vote
+from trainer.training.callbacks.saving import Saving
+from trainer.training.module import ends_step
 
 log = logging.getLogger(__name__)
 
@@ -41,25 +40,25 @@ ECHO = 10.0
 
 
 class Notice:
-    """Signal handler; ``asked`` is the first signal. A second one ends the process immediately."""
+    """Signal handler; ``signal_name`` is the first signal. A second one ends the process."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.signal_name: str | None = None
         self._at = 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         now = time.monotonic()
-        if self.asked:
+        if self.signal_name:
             if now - self._at < ECHO and number != signal.SIGINT:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.asked, self._at = signal.Signals(number).name, now
+        self.signal_name, self._at = signal.Signals(number).name, now
 
 
-_standing: Notice | None = None
-"""That of :func:`heeding_signals`, within it."""
+_process_notice: Notice | None = None
+"""Notice of the whole process, within :func:`heeding_signals`."""
 
 
 @contextmanager
@@ -69,36 +68,37 @@ def heeding_signals() -> Iterator[None]:
     While weights are read or compiled code is discarded, a signal stops the run after its next
     step. A batch script may have left the signals ignored.
     """
-    global _standing  # noqa: PLW0603
-    _standing = Notice()
+    global _process_notice  # noqa: PLW0603
+    _process_notice = Notice()
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, _standing.on_signal) for number in numbers}
+    before = {number: signal.signal(number, _process_notice.on_signal) for number in numbers}
     try:
         yield
     finally:
-        _standing = None
+        _process_notice = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class Preemption(L.Callback):
+class Stopping(L.Callback):
     """Stops the run on request; ``reason`` then says why.
 
-    ``asked``: the request, even one during the last step, after which nothing stops.
+    ``request`` is the signal or limit seen on this rank, even during the last step, after which
+    nothing stops.
     """
 
-    def __init__(self, config: RunConfig, checkpointing: Checkpointing, began: float) -> None:
-        self.config, self.checkpointing, self.began = config, checkpointing, began
+    def __init__(self, config: RunConfig, saving: Saving, start_time: float) -> None:
+        self.config, self.saving, self.start_time = config, saving, start_time
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
-        self._notice = _standing or Notice()
+        self._notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
         self._vote = Vote()
 
     @property
-    def asked(self) -> str | None:
+    def request(self) -> str | None:
         """The signal, or the name of the limit."""
-        return self._notice.asked or self._limit
+        return self._notice.signal_name or self._limit
 
     def on_train_start(self, *_: Any) -> None:
         """Install the signal handlers; Lightning's own would act in the middle of a step.
@@ -115,17 +115,16 @@ class Preemption(L.Callback):
         if not ends_step(trainer, index) or trainer.global_step == self.config.trainer.max_steps:
             return
         self._step_ends.append(time.time())
-        limit, name = deadline(self.config, self.began, self._margin())
-        if self.asked is None and time.time() > limit:
+        limit, name = deadline(self.config, self.start_time, self._margin())
+        if self.request is None and time.time() > limit:
             self._limit = name
-        if not self._vote.agreed(self.asked is not None):
+        if not self._vote.agreed(self.request is not None):
             return
-        self.reason = self.asked or "another rank"
+        self.reason = self.request or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
-        self.checkpointing.save_now(trainer)
+        self.saving.save_now(trainer)
         # Stop now: what comes next, such as an upload, may take longer than the job has left. Stop
-        # on
-        # all ranks, since the first one to exit may end the others.
+        # on all ranks, since the first one to exit may end the others.
         on_rank_zero(ask_for_requeue)
         trainer.should_stop = True
 
@@ -135,17 +134,17 @@ class Preemption(L.Callback):
         Disks are slow when all jobs of a cluster end.
         """
         step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
-        return max(MARGIN, 1.5 * (2 * step + self.checkpointing.seconds))
+        return max(MARGIN, 1.5 * (2 * step + self.saving.seconds))
 
 
-def deadline(config: RunConfig, began: float, margin: float = MARGIN) -> tuple[float, str]:
+def deadline(config: RunConfig, start_time: float, margin: float = MARGIN) -> tuple[float, str]:
     """Return when to stop (seconds since the epoch) and the name of the limit.
 
     ``margin``: seconds before a job's end.
     """
     limits = [(float("inf"), "no limit")]
     if config.trainer.max_time is not None:
-        limits.append((began + seconds_of(config.trainer.max_time), "trainer.max_time"))
+        limits.append((start_time + seconds_of(config.trainer.max_time), "trainer.max_time"))
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         limits.append((float(end) - margin, "the end of the SLURM job"))
     return min(limits)

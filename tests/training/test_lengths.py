@@ -28,10 +28,10 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import metrics
-from trainer.training.callbacks.evaluating import evaluating
-from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.metrics import Metrics
-from trainer.training.timers import StepTimer
+from trainer.training.callbacks.monitors import measurements
+from trainer.training.module import evaluating
+from trainer.training.tally import StepTimer
 from trainer.workflows.experiment import run_experiment
 
 LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}
@@ -45,7 +45,7 @@ def without_monitors(rows):
 
 
 def history_of(config, step=None):
-    return read_state(checkpoint_of(config, step))["callbacks"]["Lengths"]["history"]
+    return read_state(checkpoint_of(config, step))["lengths"]
 
 
 def reaches(config):

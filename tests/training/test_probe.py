@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.training.test_length_callback import without_monitors
+from tests.training.test_lengths import without_monitors
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.analysis.attention import MEASURES, probe
 from trainer.data.corpus import prepare_corpus

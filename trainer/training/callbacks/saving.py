@@ -1,4 +1,4 @@
-"""Asynchronous, atomic checkpoints, and the removal of old ones."""
+"""Checkpoints by steps, by time and before a drop: asynchronous, atomic, and rotated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -23,38 +23,33 @@ from trainer.common.errors import UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import on_all_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import STATE
 from trainer.runs.state import Tensors, save, tensors_of
-
-if TYPE_CHECKING:
-    from trainer.training.module import LanguageModule
-from trainer.training.callbacks.steps import ends_step
+from trainer.training.module import LanguageModule, ends_step
 
 log = logging.getLogger(__name__)
 
-RunState = Callable[[L.Trainer], dict[str, Any]]
-"""What a checkpoint holds beside tensors, as JSON has it."""
 
-
-class Checkpointing(L.Callback):
-    """Saving of a checkpoint every ``checkpoint_every`` steps and at the end.
+class Saving(L.Callback):
+    """Saves a checkpoint every ``checkpoint_every`` steps, by time, and at the end.
 
     Tensors are copied at the step boundary and written by a background thread, one checkpoint at a
     time. If a checkpoint cannot be written, for instance to a full disk, a warning is logged and
     training continues; only the last one must succeed. Steps in ``kept`` get a checkpoint that is
-    never removed.
+    never removed. ``collect_state`` returns the contents of ``state.json``.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        directory: Path,
-        run_state: RunState,
+        ranks: Ranks,
+        collect_state: Callable[[L.Trainer], dict[str, Any]],
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        self.config, self.directory, self.run_state = config.trainer, directory, run_state
-        self.kept = kept
+        self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
+        self.collect_state, self.kept = collect_state, kept
+        self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
         self.last_saved = 0
         self.seconds = 0.0  # duration of the last write
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -67,8 +62,8 @@ class Checkpointing(L.Callback):
             else None
         )
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Save after the last micro-batch of a step that is due."""
         if not ends_step(trainer, index):
@@ -76,9 +71,12 @@ class Checkpointing(L.Callback):
         if self._in_flight and self._in_flight[1].done():
             self.finish()
         step = trainer.global_step
-        if step == self.config.max_steps:
+        if step == self.config.max_steps or module.phase_ended:
             self.save_now(trainer)
-        elif step % self.config.checkpoint_every == 0 or step in self.kept:
+            return
+        if step % self.config.checkpoint_every == 0 or step in self.kept:
+            self.save(trainer, step_name(step))
+        if self.clock.is_due(step, self.last_saved):
             self.save(trainer, step_name(step))
 
     def before_drop(self, trainer: L.Trainer) -> None:
@@ -107,7 +105,7 @@ class Checkpointing(L.Callback):
         module = cast("LanguageModule", trainer.lightning_module)  # typed as the base class
         module.timer.enter("checkpoint")
         self.finish()
-        state = self.run_state(trainer)
+        state = self.collect_state(trainer)
         tensors = self._staged(tensors_of(module.model, trainer.optimizers[0]))
         self.last_saved = trainer.global_step
         device = trainer.strategy.root_device
@@ -177,6 +175,31 @@ class Checkpointing(L.Callback):
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+class CheckpointClock:
+    """Decides when a checkpoint is due ``minutes`` after the previous one (None: never).
+
+    Clocks of ranks differ: rank 0 decides, and all save after the step at which they know of it.
+    """
+
+    def __init__(self, minutes: float | None, decides: bool) -> None:
+        self.minutes, self._decides = minutes, decides
+        self._vote, self._voted = Vote(), False
+        self._saved = 0, time.monotonic()  # step and time
+
+    def is_due(self, step: int, last_saved: int) -> bool:
+        """Whether to save after ``step``; all ranks call this together after every step."""
+        if self.minutes is None:
+            return False
+        if last_saved != self._saved[0]:
+            self._saved = last_saved, time.monotonic()
+        due = self._decides and time.monotonic() - self._saved[1] >= 60 * self.minutes
+        self._voted = due and not self._voted  # the previous step's vote may still be under way
+        if not self._vote.agreed(self._voted) or last_saved == step:
+            return False
+        self._voted, self._saved = False, (step, time.monotonic())
+        return True
 
 
 def reason(error: BaseException) -> str:

@@ -70,8 +70,9 @@ def asked(tmp_path_factory):
 
 
 def milestones(config, step=None):
-    states = read_state(checkpoint_of(config, step))["callbacks"]
-    return [Milestone.from_dict(one) for one in states["Benchmarks"]["history"]]
+    return [
+        Milestone.from_dict(one) for one in read_state(checkpoint_of(config, step))["benchmarks"]
+    ]
 
 
 def without_benchmarks(rows):
@@ -261,22 +262,6 @@ def test_ranks_share_the_questions_of_lm_eval_and_have_all_answers_in_order(monk
     for rank in range(ranks):
         stub = SimpleNamespace(ranks=Ranks(rank, ranks, rank, ranks))
         assert benchmarks.Benchmarks._spread(stub, items, answers) == answers(items)
-
-
-@pytest.mark.parametrize(
-    ("step", "trained", "history", "measured"),
-    [(0, True, [], True), (1, True, [], False), (0, False, [], False), (0, True, ["one"], False)],
-)
-def test_trained_weights_are_measured_before_the_first_step(step, trained, history, measured):
-    done = []
-    stub = SimpleNamespace(
-        config=SimpleNamespace(model=SimpleNamespace(is_trained=trained)),
-        history=history,
-        measure=lambda trainer, module: done.append("measured"),
-    )
-    module = SimpleNamespace(timer=SimpleNamespace(read=lambda: done.append("clock")))
-    benchmarks.Benchmarks.on_train_start(stub, SimpleNamespace(global_step=step), module)
-    assert done == (["measured", "clock"] if measured else [])
 
 
 def test_a_mean_of_nothing_is_no_number():
