@@ -240,29 +240,44 @@ def sent(
 
 
 def collectives() -> Rows:
-    """Of a step of two micro-batches; the size is what a rank holds of the larger side."""
-    yield "shape", "ranks", "strategy", "optimizer", "collective", "number", "GB"
-    for name, shape in SHAPES.items():
-        for ranks, strategy, optimizer in (
-            (32, "fsdp2", "adamw"),
-            (32, "hsdp", "adamw"),
-            (32, "fsdp2", "muon"),
-        ):
-            found: dict[str, list[int]] = {}
-            for collective, size in _of_a_step(shape, ranks, strategy, optimizer):
-                found.setdefault(collective, []).append(size)
-            for collective, sizes in found.items():
-                size = f"{sum(sizes) / 1e9:,.3f}"
-                yield name, str(ranks), strategy, optimizer, collective, str(len(sizes)), size
+    """Of a step of 32 ranks; the size is what a rank holds of the larger side."""
+    cases = [(name, case, 2) for name in SHAPES for case in REDUCED]
+    # 16 sequences a rank, of the recipe drope_llama2_7b.
+    seven = ("fsdp2", "adamw", "micro_batch"), ("hsdp", "adamw", "micro_batch")
+    cases += [("Llama-2-7B", seven[0], 16), *(("Llama-2-7B", case, 4) for case in seven)]
+    yield "shape", "strategy", "optimizer", "reduced", "micro-batches", "collective", "number", "GB"
+    for name, case, times in cases:
+        found: dict[str, list[int]] = {}
+        for collective, size in _of_a_step(SHAPES[name], *case, times):
+            found.setdefault(collective, []).append(size)
+        for collective, sizes in found.items():
+            size = f"{sum(sizes) / 1e9:,.3f}"
+            yield name, *case, str(times), collective, str(len(sizes)), size
 
 
-def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[tuple[str, int]]:
-    rows = 1  # what is sent depends on parameters alone
+REDUCED = (
+    ("fsdp2", "adamw", "step"),
+    ("hsdp", "adamw", "step"),
+    ("fsdp2", "muon", "step"),
+)
+"""Strategy, optimizer, and whether gradients are reduced once a step or after a micro-batch."""
+
+
+def _of_a_step(
+    shape: Shape, strategy: Any, optimizer: Any, reduced: Any, times: int
+) -> list[tuple[str, int]]:
+    rows, ranks = 1, 32  # what is sent depends on parameters alone
     config = RunConfig(
         model=shape.model,
-        strategy=StrategyConfig(name=strategy, shard_size=8 if strategy == "hsdp" else None),
+        strategy=StrategyConfig(
+            name=strategy,
+            shard_size=8 if strategy == "hsdp" else None,
+            reduce_gradients=reduced,
+        ),
         optimizer=OptimizerConfig(name=optimizer),
-        trainer=TrainerConfig(batch_size=2 * rows * ranks, micro_batch_size=rows, precision="bf16"),
+        trainer=TrainerConfig(
+            batch_size=times * rows * ranks, micro_batch_size=rows, precision="bf16"
+        ),
     )
     with simulated_rank(config, Ranks(0, ranks, 0, 8)) as module, fake_tensors():
         module.configure_model()

@@ -89,6 +89,15 @@ def test_a_hybrid_reduces_shards_between_its_groups(module):
     assert sum(sizes["allreduce"]) - 4 * 10 == sum(sizes["reduce_scatter_base"]) / 4
 
 
+def test_a_hybrid_adds_up_its_groups_once_a_step(module):
+    """Also where every micro-batch reduces gradients within a group."""
+    made = module(rank=5, name="hsdp", shard_size=4, reduce_gradients="micro_batch")
+    calls = step(*made)
+    assert counts(calls)["reduce_scatter_base"] == 2 * (LAYERS + 1)
+    assert counts(calls)["allreduce"] == LAYERS + 1 + 1
+    assert step(*made) == calls
+
+
 def test_muon_exchanges_shards_twice_for_all_matrices_of_a_shape(module):
     """A rank sends its shards in bfloat16, and gets its part of the matrices whole."""
     made, optimizer = module(rank=0, optimizer="muon")

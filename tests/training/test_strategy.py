@@ -219,10 +219,10 @@ def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
     monkeypatch.setattr(dist, "reduce_scatter_tensor", counted)
     ids = torch.randint(50, (2, 16))
     for index in range(3):
-        strategy.synchronize_gradients(model, index == 2)
+        strategy.synchronize_gradients(model, index == 2, index == 2)
         model.loss(ids, ids).backward()
     reductions = len(count)
-    strategy.synchronize_gradients(model, True)
+    strategy.synchronize_gradients(model, True, True)
     model.loss(ids, ids).backward()
     assert reductions == len(count) - reductions  # as many as one micro-batch alone needs
     assert all(p.grad is not None for p in model.parameters())

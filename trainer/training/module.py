@@ -122,7 +122,7 @@ class LanguageModule(L.LightningModule):
         parts = self.trainer.accumulate_grad_batches
         last = (index + 1) % parts == 0
         self.certificate.add(batch["hashes"], begins_step=index % parts == 0)
-        synchronize_gradients(self.model, last or not self.reduces_once)
+        synchronize_gradients(self.model, last or not self.reduces_once, last)
         weights = batch["weights"]
         losses = torch.empty_like(weights)
         loss = weights.mean() * self.model.loss(

@@ -155,10 +155,17 @@ def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool
     return memory is None or 4 * sum(p.numel() for p in model.parameters()) <= memory / 10
 
 
-def synchronize_gradients(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients."""
+def synchronize_gradients(model: nn.Module, scatter: bool, last: bool) -> None:
+    """Set whether the next backward pass of a sharded model reduces gradients.
+
+    Args:
+        model: unsharded ones are left alone.
+        scatter: whether to reduce gradients to their shards.
+        last: whether it is the last of the step, after which ``hsdp`` adds up shards of all groups.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+        model.set_requires_gradient_sync(scatter)
+        model.set_requires_all_reduce(last)
 
 
 def reshard(model: nn.Module) -> None:
