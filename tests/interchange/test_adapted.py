@@ -13,12 +13,11 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.interchange.families import FAMILIES, YARN, made
 from tests.reference import turned
-from trainer.analysis.attention_rows import attention_rows, head_attention
+from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import OffsetFeatureSearch
-from trainer.analysis.positional_bias import prefix_spreads
-from trainer.analysis.probe import probe
-from trainer.analysis.sinks import Sinks
+from trainer.analysis.offset_features.measure import OffsetFeatureSearch
+from trainer.analysis.positional_bias.measure import prefix_spreads
+from trainer.analysis.sinks.measure import Sinks
 from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted

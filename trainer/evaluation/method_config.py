@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, field
 
-from trainer.analysis.short_time import USUAL
+from trainer.analysis.settings import USUAL
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Count, configuration
 from trainer.evaluation.many_shot import LONG_TASKS
