@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.common.errors import first_line
 from trainer.model.linear import Product
 from trainer.model.softmax import capped
 
@@ -121,7 +122,7 @@ def replace_by_gradient(
         try:
             return _compiled()(logits, targets, weights, z_loss, softcap)
         except torch._dynamo.exc.TorchDynamoException as error:
-            why = " ".join(str(error).split("\n")[:2])
+            why = first_line(error)
             log.warning("The loss is not compiled, and slower: %s", why)
             COMPILED_ON.discard(logits.device.type)
     rows = 2 * TILE  # temporaries in float32 stay small
@@ -164,7 +165,7 @@ def _adds_in_float32(device: torch.device) -> bool:
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
     except RuntimeError as error:
-        log.warning("Gradients of the head take another pass: %s", str(error).partition("\n")[0])
+        log.warning("Gradients of the head take another pass: %s", first_line(error))
         return False
     return bool((total == 17).all())
 

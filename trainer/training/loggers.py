@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, first_line
 from trainer.common.files import write_atomically
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
@@ -136,7 +136,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
         try:
             _ = logger.experiment  # which connects; Lightning would not before fit
         except Exception as error:  # whatever it is, it need not stop a run
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            why = first_line(error)
             log.warning(
                 "Weights & Biases cannot be reached (%s): this command logs offline; later "
                 "`wandb sync %s/wandb/offline-run-*` sends it",

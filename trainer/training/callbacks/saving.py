@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, first_line
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
@@ -206,7 +206,7 @@ def reason(error: BaseException) -> str:
     """Return the first line of an error; for one that DCP wraps, of its cause."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)
 
 
 @lru_cache(maxsize=1)
