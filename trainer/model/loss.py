@@ -122,7 +122,7 @@ def replace_by_gradient(
         try:
             return _compiled()(logits, targets, weights, z_loss, softcap)
         except torch._dynamo.exc.TorchDynamoException as error:
-            why = first_line(error)
+            why = " ".join(str(error).splitlines()[:2])  # the cause is in the second line
             log.warning("The loss is not compiled, and slower: %s", why)
             COMPILED_ON.discard(logits.device.type)
     rows = 2 * TILE  # temporaries in float32 stay small

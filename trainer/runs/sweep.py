@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.common.errors import PreemptedError, UserError, first_line
+from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.formats import check_format, read_as
 from trainer.runs.directory import free_place
@@ -92,7 +92,7 @@ def noting_failure(place: Path, run_dir: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        write_atomically(note, f"{kind}{first_line(error)}\n")
+        write_atomically(note, f"{kind}{next(iter(str(error).splitlines()), '')}\n")
         raise
 
 
