@@ -96,6 +96,7 @@ ANALYSIS = {
         analysis.texts analysis.frequency_entropy.hop analysis.attenuation.tokens[]
         analysis.attenuation.texts""",
     NATURAL: "analysis.seed analysis.pairs[]",
+    "-62 62": "analysis.layers[]",
     SHARE: "analysis.attenuation.alphas[] analysis.needle.depth",
     "1 1024": "threads",
 }
