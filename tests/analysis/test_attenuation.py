@@ -9,7 +9,7 @@ import torch
 
 from trainer.analysis.attenuation import Gate, attenuated, sweep
 from trainer.analysis.frequency_entropy import frequency_entropies
-from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 
 IDS = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.analysis.attenuation import Gate, channel_factors, weights
 from trainer.analysis.frequency_entropy import frequency_entropies
-from trainer.evaluation.interventions import require_rotation, with_intervention
-from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.layouts import require_rotation, with_intervention
+from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Intervention, Layout
 
