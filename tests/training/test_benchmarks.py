@@ -26,7 +26,7 @@ from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.requests import Encoder
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig

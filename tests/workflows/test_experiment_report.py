@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.examples import TRAINED, cell, report
 from trainer.evaluation.results import PERPLEXITY, Arm, Change, Drop
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import role
 from trainer.runs.metrics_file import write_metrics

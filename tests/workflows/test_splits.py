@@ -16,9 +16,9 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.method_config import TemperatureSettings
+from trainer.evaluation.needles.tasks import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import TemperatureSettings
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.common.errors import PreemptedError, Problem, UserError
 from trainer.cores import core_numbers, usual_threads
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together

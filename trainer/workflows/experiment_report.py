@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.report.training_figures import recoveries
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home

@@ -17,6 +17,7 @@ from trainer.common.errors import Problem, renaming
 from trainer.data.corpus import Corpus
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.measurements import Measurement, Prompted
 from trainer.evaluation.multiple_choice import (
     SUFFIX,
@@ -26,7 +27,6 @@ from trainer.evaluation.multiple_choice import (
     read_questions,
     score_questions,
 )
-from trainer.evaluation.requests import Encoder
 from trainer.evaluation.results import Milestone
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
