@@ -479,7 +479,7 @@ def test_a_description_holds_all_that_evaluation_needs(finished):
     assert found.keys() == {
         "format", "step", "tokens", "model", "layout", "tokenizer", "config", "versions",
     }  # fmt: skip
-    assert (found["format"], found["step"]) == (1, 12)
+    assert (found["format"], found["step"]) == (2, 12)
     assert found["versions"].keys() == {
         "unrope", "python", "torch", "lightning", "numpy", "datasets", "tokenizers",
     }  # fmt: skip

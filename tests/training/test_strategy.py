@@ -254,7 +254,7 @@ def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, mo
         def teardown(self, trainer, module, stage):
             seen.append(any(p.is_meta for p in module.parameters()))
 
-    monkeypatch.setattr(strategy.Strategy, "teardown", lambda self: pytest.fail("copies"))
+    monkeypatch.setattr(lightning_trainer.Strategy, "teardown", lambda self: pytest.fail("copies"))
     changes = {"strategy": {"name": name}, "trainer": {"max_steps": 8}}
     config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
     (tmp_path / "run").mkdir()
