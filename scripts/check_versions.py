@@ -45,7 +45,6 @@ TESTS = (
     "tests/data",
     "tests/commands/test_configuration.py",
     "tests/commands/test_running.py",
-    "tests/training/test_lightning_internals.py",
     "tests/training/test_lightning_trainer.py",
     "tests/training/test_loggers.py",
     "tests/training/test_user_callbacks.py",

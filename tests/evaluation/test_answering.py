@@ -15,7 +15,7 @@ from tests.model.test_decoder import published
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation import answering
 from trainer.evaluation.answering import answers
-from trainer.evaluation.prompts import Prompt
+from trainer.evaluation.scoring import Prompt
 from trainer.generation.generate import generate
 from trainer.model.flops import forward_flops
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.evaluation.settings import (
+from trainer.evaluation.method_config import (
     ChoiceSettings,
     DopeSettings,
     LongRopeSettings,
     TemperatureSettings,
 )
+from trainer.evaluation.needles.tasks import NeedleTaskSettings
 
 
 def test_the_defaults_are_possible():

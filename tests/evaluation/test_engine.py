@@ -19,11 +19,10 @@ from trainer.evaluation.engine import measure_cells, say_duration
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.plan import PART, Subject, cell_jobs, plan_cells, plan_jobs
-from trainer.evaluation.settings import ChoiceSettings, DopeSettings, TemperatureSettings
-from trainer.evaluation.sharing import Claims, Share
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Claims, Share, Store
 from trainer.model.flops import forward_flops
 
 LENGTHS = [32, 64]

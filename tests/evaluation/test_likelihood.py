@@ -12,8 +12,7 @@ from tests.model.test_decoder import published
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation import likelihood
-from trainer.evaluation.likelihood import log_likelihoods
-from trainer.evaluation.requests import Encoder, Request
+from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
 from trainer.positional.rescaling import dynamic, ntk_aware
 
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.data.needles import NeedleVocabulary, make_trials
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements, successes
-from trainer.evaluation.prompts import Prompt
+from trainer.evaluation.scoring import Prompt
 
 LENGTHS = [32, 64]
 

@@ -17,16 +17,19 @@ from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import tempered
-from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, PARTS, part_problems
-from trainer.evaluation.methods import MAKERS, Recipe, recipe
-from trainer.evaluation.settings import (
+from trainer.evaluation.method_config import (
+    BY_LAYER,
+    ON_TEXT,
+    PARTS,
     ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
+    part_problems,
 )
+from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.store import Store
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import RESCALINGS

@@ -3,11 +3,130 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import time
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.evaluation.store import Store
+from trainer.data.needles import Trials
+from trainer.evaluation import store as store_module
+from trainer.evaluation.measurements import Perplexity, Prompted, Statements
+from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.store import Claims, Share, Store, all_fields, fingerprint, idle_share
+
+
+@dataclass(frozen=True)
+class Asked:
+    first: int = 1
+    second: str = "a"
+    inner: dict[str, Any] = field(default_factory=dict)
+
+
+def test_a_key_has_every_field_but_those_that_are_named():
+    assert all_fields(Asked()) == {"first": 1, "second": "a", "inner": {}}
+    assert all_fields(Asked(), {"inner": "a reason"}) == {"first": 1, "second": "a"}
+    assert all_fields({"a": 1, "b": 2}, {"b": "a reason", "c": "of another version"}) == {"a": 1}
+    with pytest.raises(ValueError, match="Asked has no field thrid"):
+        all_fields(Asked(), {"thrid": "a field that was renamed"})
+
+
+A = np.arange(6)
+DIFFERENT = [
+    (), ("",), (0,), (0.0,), (False,), (None,), ("0",), (12, 3), (1, 23), ("12", "3"), ((12,), 3),
+    ((12, 3),), ([],), ({},), ({"a": 1},), ({"a": 2},), ({"b": 1},), (("a", 1),), (A,),
+    (A.reshape(2, 3),), (A.astype(np.int32),), (A + 1,), (A[:3], A[3:]), (A.tolist(),), (Asked(),),
+    (Asked(2),), (Asked(second="b"),), (Asked(inner={"x": Asked()}),),
+    (Asked(inner={"x": Asked(2)}),),
+]  # fmt: skip
+
+
+def test_only_equal_values_have_equal_fingerprints():
+    found = [fingerprint(*parts) for parts in DIFFERENT]
+    assert len(set(found)) == len(found)
+    assert found == [fingerprint(*parts) for parts in DIFFERENT]
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint(A[::2]) == fingerprint(A[::2].copy())
+    with pytest.raises(TypeError, match="no key can be made of <object"):
+        fingerprint({"a": [object()]})
+
+
+def changed(value, others):
+    """Return a copy for each field, with that field changed, by the field's name."""
+    assert {one.name for one in fields(value)} == {*others}
+    return {name: replace(value, **{name: other}) for name, other in others.items()}
+
+
+def told_apart(task, others, length=4):
+    """Return the fields that the fingerprint of a task depends on."""
+    before = task.fingerprint(length)
+    return {
+        name for name, one in changed(task, others).items() if one.fingerprint(length) != before
+    }
+
+
+def test_a_perplexity_depends_on_all_that_it_reads():
+    windows = {4: np.arange(8).reshape(2, 4), 8: np.arange(16).reshape(2, 8)}
+    task = Perplexity(windows, 0, 4, last=2)
+    others = {
+        "windows": {**windows, 4: windows[4] + 1},
+        "end_of_text": 1,
+        "training_length": 5,
+        "last": 3,
+        "key": "other",
+        "title": "Other",
+    }
+    assert told_apart(task, others) == {"windows", "end_of_text", "training_length", "last"}
+    # Each cell reads the windows of its own length.
+    longer = replace(task, windows={**windows, 8: windows[8] + 1})
+    assert longer.fingerprint(4) == task.fingerprint(4)
+    assert longer.fingerprint(8) != task.fingerprint(8)
+    # By default as many tokens count as the shortest length has.
+    all_lengths, shorter = (
+        Perplexity(read, 0, 6) for read in (windows, {**windows, 2: windows[4][:, 2:]})
+    )
+    assert all_lengths.fingerprint(8) != shorter.fingerprint(8)
+
+
+def test_statements_depend_on_all_that_they_read():
+    trials = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
+    task = Statements({4: trials}, 0)
+    others = {"trials": None, "end_of_text": 1, "key": "other", "title": "Other"}
+    for name in ("prompts", "answers", "depths"):
+        others["trials"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
+        assert told_apart(task, others) == {"trials", "end_of_text"}, name
+
+
+def test_prompts_depend_on_every_field_but_their_group():
+    prompt = Prompt((1, 2, 3), ("a", "b"), 4, depth=0.5, group=1, label="x", never_first=(7,))
+    others = {
+        "tokens": (1, 2, 4),
+        "answers": ("a,b",),
+        "new_tokens": 5,
+        "depth": 0.25,
+        "group": 2,
+        "label": "y",
+        "never_first": (),
+    }
+
+    def print_of(asked):
+        class Task:
+            name, stop, score = "task", None, None
+
+            def prompts(self, length):
+                return asked
+
+        return Prompted(Task(), None).fingerprint(4)
+
+    before = print_of([prompt])
+    depends = {k for k, one in changed(prompt, others).items() if print_of([one]) != before}
+    assert depends == {*others} - {"group"}
+    assert print_of([prompt, prompt]) != before
 
 
 def test_a_piece_is_made_once_for_its_key(tmp_path):
@@ -78,3 +197,69 @@ def test_pieces_have_a_format_and_those_of_before_have_the_first(tmp_path):
     path.write_text(json.dumps(piece | {"format": 2}))
     with pytest.raises(UserError, match=r"output: .* has format 2, .*choose another output"):
         store.get("cell", {"a": 1}, lambda: 3)
+
+
+def test_a_job_is_claimed_once_in_an_attempt(tmp_path):
+    first, second = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
+    assert [first.take("cell", {"x": 1}), second.take("cell", {"x": 1})] == [True, False]
+    assert [second.take("cell", {"x": 2}), first.take("part", {"x": 2})] == [True, True]
+    assert not first.take("cell", {"x": 2})
+
+
+def test_claims_of_an_earlier_attempt_mean_nothing_and_are_removed_after_a_day(tmp_path):
+    Claims(tmp_path, Share(0, 2, "killed")).take("cell", 1)
+    other = Claims(tmp_path, Share(1, 2, "beside"))  # another evaluation into the same store
+    yesterday = time.time() - 86500
+    os.utime(tmp_path / "claims-killed", (yesterday, yesterday))
+    later = Claims(tmp_path, Share(0, 2, "restarted"))
+    assert later.take("cell", 1)
+    assert other.take("cell", 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["claims-beside", "claims-restarted"]
+
+
+def test_one_process_claims_everything_and_writes_nothing(tmp_path):
+    claims = Claims(tmp_path, Share())
+    assert claims.take("cell", 1)
+    claims.leave()
+    claims.wait_for_others()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("worked", "seconds", "idle"),
+    [([10.0, 10.0], 10.0, 0.0), ([10.0, 5.0], 10.0, 0.25), ([1.0] * 4, 4.0, 0.75)],
+)
+def test_idle_is_the_time_in_which_a_process_had_nothing_to_do(worked, seconds, idle):
+    assert idle_share(worked, seconds) == pytest.approx(idle)
+
+
+def test_the_first_waits_for_the_others_and_says_how_long_all_were_idle(
+    tmp_path, monkeypatch, caplog
+):
+    """On a clock by hand: both begin at 0, the first works for 8 s, the other for 9 - 3 s."""
+    clock = SimpleNamespace(now=0.0, looks=0)
+    monkeypatch.setattr(store_module, "POLL", 1.0)
+    monkeypatch.setattr(store_module.time, "perf_counter", lambda: clock.now)
+    first, other = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
+
+    def sleep(seconds):
+        assert seconds == 1.0
+        clock.looks += 1
+        if clock.looks == 5:
+            clock.now = 9.0
+            other.leave()
+            clock.now = 10.0
+
+    monkeypatch.setattr(store_module.time, "sleep", sleep)
+    for _ in range(3):
+        other.pause()
+    clock.now = 8.0
+    first.leave()
+    caplog.set_level(logging.INFO, logger=store_module.__name__)
+    first.wait_for_others()
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of the other processes are still at work",
+        "2 processes evaluated for 10.0 s and were idle for 30% of it (at work: 8.0, 6.0 s)",
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,9 @@ from trainer.analysis.positional_bias.rescaling import scaling_factors
 from trainer.data.config import DataConfig
 from trainer.evaluation import weighted_rope
 from trainer.evaluation.dope import select
-from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, critical_pair
-from trainer.evaluation.layouts import tempered, with_factors, with_published
-from trainer.evaluation.published_factors import PublishedFactors
-from trainer.evaluation.settings import DopeSettings, WeightedRopeSettings
+from trainer.evaluation.layouts import PublishedFactors, tempered, with_factors, with_published
+from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
+from trainer.evaluation.method_config import DopeSettings, WeightedRopeSettings
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import make_spectrum

@@ -15,9 +15,9 @@ from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.answering import answers
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.evaluation.prompts import Prompt
-from trainer.evaluation.settings import TemperatureSettings, WeightedRopeSettings
+from trainer.evaluation.method_config import TemperatureSettings, WeightedRopeSettings
+from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.scoring import Prompt
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate
 from trainer.workflows import analyze as analysis

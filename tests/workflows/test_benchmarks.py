@@ -18,10 +18,10 @@ from trainer.data.config import DataConfig
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.evaluation.methods import CHOICE
-from trainer.evaluation.requests import Encoder
-from trainer.evaluation.settings import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.runs.models import find_candidate
 from trainer.workflows import benchmarks
 from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks

@@ -17,16 +17,16 @@ from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
-from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.evaluation.results import Report
-from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import (
+from trainer.evaluation.method_config import (
     ChoiceSettings,
     DopeSettings,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
 )
+from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.results import Report
+from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import load_decoder

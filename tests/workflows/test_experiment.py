@@ -16,7 +16,7 @@ from trainer.commands.train import read_config
 from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role

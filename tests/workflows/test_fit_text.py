@@ -17,9 +17,9 @@ from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.method_config import ChoiceSettings, LongRopeSettings
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
-from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings
 from trainer.workflows.fit_text import Prompts, _of_task, choice_texts, fit_text
 
 BOS = 0

@@ -9,14 +9,14 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.keys import fingerprint
-from trainer.evaluation.plan import Subject
-from trainer.evaluation.settings import (
+from trainer.evaluation.method_config import (
     ChoiceSettings,
     DopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
 )
+from trainer.evaluation.plan import Subject
+from trainer.evaluation.store import fingerprint
 from trainer.workflows.subjects import applicable, multiplying, subject_of
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
-from trainer.evaluation.prompts import Prompt, Stop
+from trainer.evaluation.scoring import Prompt, Stop
 from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
 from trainer.model.flops import forward_flops

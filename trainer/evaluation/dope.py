@@ -21,14 +21,14 @@ from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy.measure import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
-from trainer.evaluation.head_units import (
+from trainer.evaluation.layouts import require_rotation, with_intervention
+from trainer.evaluation.method_config import (
+    DopeSettings,
     heads_problems,
     rotating_heads,
     spectrum_of,
     units,
 )
-from trainer.evaluation.interventions import require_rotation, with_intervention
-from trainer.evaluation.settings import DopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum

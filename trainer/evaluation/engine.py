@@ -31,8 +31,7 @@ from trainer.evaluation.plan import (
     plan_jobs,
 )
 from trainer.evaluation.results import Cell
-from trainer.evaluation.sharing import Claims, Share
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Claims, Share, Store
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 

@@ -14,11 +14,15 @@ from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting
-from trainer.evaluation.layouts import LayoutAt, tempered, with_factors, with_published
+from trainer.evaluation.layouts import (
+    LayoutAt,
+    read_factors,
+    tempered,
+    with_factors,
+    with_published,
+)
 from trainer.evaluation.longrope import fitted_factors
-from trainer.evaluation.method_config import MethodsConfig
-from trainer.evaluation.published_factors import read_factors
-from trainer.evaluation.settings import LongRopeSettings
+from trainer.evaluation.method_config import LongRopeSettings, MethodsConfig
 from trainer.evaluation.temperature import fit_coefficient, fit_line
 from trainer.positional.layout import Intervention, Layout
 

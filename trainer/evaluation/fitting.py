@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.evaluation.keys import all_fields, fingerprint
-from trainer.evaluation.needle_loss import AnsweredTexts
-from trainer.evaluation.sharing import Claims
-from trainer.evaluation.store import Store
+from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
 from trainer.model.language_model import LanguageModel
 
 _NOT_OF_FITS = {

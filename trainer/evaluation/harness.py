@@ -15,8 +15,7 @@ from lm_eval.tasks import TaskManager, get_task_dict
 
 from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
-from trainer.evaluation.likelihood import Likelihood, log_likelihoods
-from trainer.evaluation.requests import Encoder, Request
+from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
 from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream

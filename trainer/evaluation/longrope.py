@@ -9,22 +9,210 @@ texts that state each answer once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.common.errors import UserError
-from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, Individual, Space
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
-from trainer.evaluation.loss import losses_by_position
-from trainer.evaluation.needle_loss import answer_loss
-from trainer.evaluation.settings import LongRopeSettings
+from trainer.evaluation.loss import answer_loss, losses_by_position
+from trainer.evaluation.method_config import LongRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
+from trainer.positional.rescaling import (
+    Rescaling,
+    longest,
+    ntk_aware,
+    ntk_by_parts,
+    position_interpolation,
+)
+from trainer.positional.spectrum import Spectrum
 
+Factors = tuple[float, ...]
+Individual = Any
+"""A set of factors as a space writes it; hashable."""
 PARENTS = 8
+"""Number of best candidates from which new ones descend."""
+HIGHEST = 1.25
+"""The largest factor, in units of s (LongRoPE, Table 4)."""
+SHARE = 0.3
+"""Share of the pairs that a mutation changes, or that a crossing takes from the other parent."""
+CRITICAL = (1.0, 0.9, 0.8, 0.7)
+"""Critical pairs to begin with, in units of the theoretical one."""
+
+
+class Space(Protocol):
+    """Search space for one layout and one extension factor s."""
+
+    def starts(self) -> list[Individual]:
+        """Return the starting points of the search."""
+        ...
+
+    def child(
+        self, one: Individual, other: Individual, generator: np.random.Generator
+    ) -> Individual:
+        """Return a mutation of one parent or of a crossing of two."""
+        ...
+
+    def factors(self, individual: Individual) -> LongRopeFactors:
+        """Return factors for each distinct spectrum of the layout, in its order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EveryPair:
+    """LongRoPE's space: factors from 1 to :data:`HIGHEST` s, non-decreasing from fast to slow
+    pairs.
+
+    Starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and NTK-aware scaling
+    up to a critical pair.
+    """
+
+    layout: Layout
+    factor: float
+
+    def starts(self) -> list[LongRopeFactors]:
+        C, spectra = self.layout.training_length, self.layout.spectra
+
+        def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
+            def ratios(spectrum: Spectrum) -> Factors:
+                inv_freq = longest(spectrum, C)
+                return _ratios(inv_freq, rescaling(inv_freq, C).frequencies(inv_freq, self.factor))
+
+            return ratios
+
+        known = [
+            lambda s: _ratios(s.inv_freq, s.inv_freq),
+            *map(by, (position_interpolation, ntk_aware, ntk_by_parts)),
+            *(lambda s, part=part: self._up_to_critical(s, part) for part in CRITICAL),
+        ]
+        return list(dict.fromkeys(tuple(make(s) for s in spectra) for make in known))
+
+    def _up_to_critical(self, spectrum: Spectrum, part: float) -> Factors:
+        pair = _near(critical_pair(spectrum, self.layout.training_length), part)
+        whole = np.full(len(spectrum.inv_freq), self.factor)
+        return _monotone(_ntk_below(pair, whole, self.factor))
+
+    def child(
+        self, one: LongRopeFactors, other: LongRopeFactors, generator: np.random.Generator
+    ) -> LongRopeFactors:
+        # Small steps refine, large ones explore; the whole range is ln s.
+        width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
+        highest = HIGHEST * self.factor
+        return tuple(
+            _monotone(np.clip(_varied(mine, theirs, width, generator), 1, highest))
+            for mine, theirs in zip(one, other, strict=True)
+        )
+
+    def factors(self, individual: LongRopeFactors) -> LongRopeFactors:
+        return individual
+
+
+@dataclass(frozen=True)
+class FromCriticalPair:
+    """LongRoPE2's space: a critical pair, and non-decreasing factors from it on.
+
+    The critical pair lies between 0.7 of the theoretical one and that one; factors range from s to
+    :data:`HIGHEST` s. Faster pairs have NTK-aware scaling that reaches the critical pair's factor
+    there. An individual consists of a critical pair and the factors of all pairs, for every
+    spectrum.
+    """
+
+    layout: Layout
+    factor: float
+
+    def starts(self) -> list[tuple[tuple[int, Factors], ...]]:
+        heights = (1.0, (1 + HIGHEST) / 2)
+        found = [
+            tuple(
+                self._whole(_near(self._critical(s), part), np.full(len(s.inv_freq), height), s)
+                for s in self.layout.spectra
+            )
+            for height in heights
+            for part in CRITICAL
+        ]
+        return list(dict.fromkeys(found))
+
+    def child(
+        self,
+        one: tuple[tuple[int, Factors], ...],
+        other: tuple[tuple[int, Factors], ...],
+        generator: np.random.Generator,
+    ) -> tuple[tuple[int, Factors], ...]:
+        width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+        found = []
+        for spectrum, mine, theirs in zip(self.layout.spectra, one, other, strict=True):
+            latest = self._critical(spectrum)
+            moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
+            pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
+            varied = _varied(mine[1], theirs[1], width, generator)
+            found.append(self._whole(pair, varied / self.factor, spectrum))
+        return tuple(found)
+
+    def factors(self, individual: tuple[tuple[int, Factors], ...]) -> LongRopeFactors:
+        return tuple(factors for _, factors in individual)
+
+    def _critical(self, spectrum: Spectrum) -> int:
+        return critical_pair(spectrum, self.layout.training_length)
+
+    def _whole(
+        self, pair: int, heights: NDArray[np.float64], spectrum: Spectrum
+    ) -> tuple[int, Factors]:
+        """Complete ``heights`` (in units of s), given from the critical pair on."""
+        slow = np.maximum.accumulate(np.clip(heights[pair:], 1, HIGHEST)) * self.factor
+        factors = np.concatenate([np.ones(min(pair, len(heights))), slow])
+        return pair, tuple(_ntk_below(pair, factors, self.factor).tolist())
+
+
+def critical_pair(spectrum: Spectrum, training_length: int) -> int:
+    """Return the first pair that does not complete a turn in the training length, at least 1
+    (LongRoPE2).
+
+    Leading pairs with frequency 0 count as fast ones that a drop removed.
+    """
+    turns = np.array(longest(spectrum, training_length)) * training_length / (2 * math.pi)
+    first = int(np.argmax(turns > 0)) if turns.any() else 0
+    return max(1, first + int((turns[first:] >= 1).sum()))
+
+
+def _near(pair: int, part: float) -> int:
+    return max(1, round(part * pair))
+
+
+def _ntk_below(pair: int, factors: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+    """Apply NTK-aware scaling to the pairs before ``pair`` such that it reaches that pair's factor.
+
+    If no pair is as slow, it reaches s.
+    """
+    reached = factors[pair] if pair < len(factors) else factor
+    places = np.arange(len(factors))
+    return np.where(places < pair, reached ** (places / pair), factors)
+
+
+def _ratios(before: Factors, after: Factors) -> Factors:
+    """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
+    ratios = [f / g if g else 1.0 for f, g in zip(before, after, strict=True)]
+    return _monotone(np.array(ratios))
+
+
+def _monotone(factors: NDArray[np.float64]) -> Factors:
+    return tuple(np.maximum.accumulate(factors).tolist())
+
+
+def _varied(
+    mine: Factors, theirs: Factors, width: float, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Take some factors from the other parent, and change some by ``width`` on a log scale."""
+    factors = np.where(generator.random(len(mine)) < SHARE, theirs, mine)
+    steps = generator.normal(0, width, len(mine)) * (generator.random(len(mine)) < SHARE)
+    return factors * np.exp(steps)
+
+
 SPACES: dict[str, Callable[[Layout, float], Space]] = {
     "perplexity": EveryPair,
     "needles": FromCriticalPair,
@@ -46,7 +234,7 @@ def search_longrope(
         model: a decoder; its layout is restored afterwards.
         loss: loss of the model with its layout at the time of the call.
         factor: s, the extension factor, more than 1.
-        search: search space, see :mod:`trainer.evaluation.factor_spaces`.
+        search: search space, see :mod:`trainer.evaluation.longrope`.
         budget: number of candidates. The starting points come first.
         seed: seed of the search.
         layers: layers whose frequencies are divided.

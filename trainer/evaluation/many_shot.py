@@ -3,11 +3,12 @@
 A prompt is filled with solved problems and ends with an unsolved one. With a needle, that problem
 and its solution are among the examples, at one of four depths; without, they are not. The paper
 uses MATH (Hendrycks et al. 2021); without a file of it, the problems are sums and differences of
-two-digit numbers.
+two-digit numbers. Final answers are extracted and compared as in MATH.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,9 +23,8 @@ from tokenizers import Tokenizer
 from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.evaluation.final_answer import boxed, final_answer, normalised
 from trainer.evaluation.longbench.rows import read_rows
-from trainer.evaluation.prompts import Prompt, Task
+from trainer.evaluation.scoring import Prompt, Task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 LONG_TASKS = TASKS[:2]
@@ -138,7 +138,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class ManyShotTask:
-    """A :class:`~trainer.evaluation.prompts.Task`; one of :data:`TASKS`.
+    """A :class:`~trainer.evaluation.scoring.Task`; one of :data:`TASKS`.
 
     ``bos`` begins every prompt unless it is None. The examples of a trial depend on the seed and
     the problem asked; they are the same at all depths.
@@ -253,3 +253,41 @@ def many_shot_tasks(
         )
     new_tokens = settings.new_tokens or (FILE_TOKENS if settings.file else ARITHMETIC_TOKENS)
     return [ManyShotTask(name, pool, settings, new_tokens, bos) for name in settings.tasks], notes
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
+    begin = text.rfind(r"\boxed{")
+    if begin < 0:
+        return None
+    begin += len(r"\boxed{")
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return None
+
+
+def final_answer(text: str) -> str:
+    """Return a solution's boxed answer, or else its last number, or ""."""
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
+    found = boxed(text)
+    return found if found is not None else numbers[-1] if numbers else ""
+
+
+SAME = [
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\text\{([^{}]*)\}", r"\1"),
+    (r"\\left|\\right|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?|\s", ""),
+    (r"(?<=\d),(?=\d{3}\b)", ""),
+    (r"\.$", ""),
+]
+
+
+def normalised(answer: str) -> str:
+    """Remove what only affects typography: spaces, degree and percent signs, delimiter sizes,
+    thousands separators, and a final full stop."""
+    for pattern, new in SAME:
+        answer = re.sub(pattern, new, answer)
+    return answer

@@ -18,7 +18,6 @@ from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.evaluation.answering import answers_of
-from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.loss import (
     by_bucket,
     losses_of_batches,
@@ -26,9 +25,9 @@ from trainer.evaluation.loss import (
     windows_with_common_ends,
 )
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
-from trainer.evaluation.prompts import Prompt, Task
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
-from trainer.evaluation.store import pack, unpack
+from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.store import all_fields, fingerprint, pack, unpack
 from trainer.model.language_model import LanguageModel
 
 Done = Callable[[int], None]

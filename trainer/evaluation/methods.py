@@ -29,12 +29,12 @@ from trainer.evaluation.layouts import (
     LayoutAt,
     check_published,
     is_free_of_positions,
+    read_factors,
     tempered,
     windowed,
 )
 from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
 from trainer.evaluation.outcomes import AS_IS_TITLE
-from trainer.evaluation.published_factors import read_factors
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum

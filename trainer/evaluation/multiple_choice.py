@@ -15,8 +15,7 @@ from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.data.config import DataConfig
 from trainer.data.prepared import cache_directory
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
-from trainer.evaluation.likelihood import log_likelihoods
-from trainer.evaluation.requests import Encoder, Pair
+from trainer.evaluation.likelihood import Encoder, Pair, log_likelihoods
 from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000

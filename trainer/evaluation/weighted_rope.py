@@ -18,8 +18,8 @@ from trainer.analysis.frequency_entropy.measure import (
     frequency_entropies,
     weights,
 )
-from trainer.evaluation.interventions import require_rotation, with_intervention
-from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.layouts import require_rotation, with_intervention
+from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Intervention, Layout
 

@@ -10,8 +10,7 @@ from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import FreeForm, Natural, OptionalText, configuration
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.head_units import units
-from trainer.evaluation.method_config import LAYERS_KEY
+from trainer.evaluation.method_config import LAYERS_KEY, units
 from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings

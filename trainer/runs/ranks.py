@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.common.errors import PreemptedError, Problem, UserError
 from trainer.cores import core_numbers, usual_threads
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -199,6 +199,32 @@ def limit_collectives(seconds: float) -> None:
     # As in torchtitan; torch has no public function for existing groups. None: the default group.
     for group in (None, *on_devices):
         _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+class Vote:
+    """Vote on whether any rank wants something, without a host sync.
+
+    The result is known one step later on all ranks, so that communication overlaps with
+    computation; immediately with a single rank.
+    """
+
+    def __init__(self) -> None:
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def agreed(self, mine: bool) -> bool:
+        """Cast this step's vote and return the previous step's result; all ranks call this every
+        step."""
+        if self._alone:
+            return mine
+        agreed = False
+        if self._pending is not None:
+            votes, work = self._pending
+            work.wait()
+            agreed = bool(votes.item())
+        votes = torch.tensor([float(mine)])
+        self._pending = votes, dist.all_reduce(votes, group=waiting_group(), async_op=True)
+        return agreed
 
 
 def shutdown_distributed() -> None:

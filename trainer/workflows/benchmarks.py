@@ -24,13 +24,12 @@ from trainer.evaluation.benchmarks import (
     comparisons,
 )
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.keys import all_fields, fingerprint
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
-from trainer.evaluation.requests import Encoder
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Store, all_fields, fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import check_writable, free_place

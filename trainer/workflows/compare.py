@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError, did_you_mean, renaming
-from trainer.evaluation.keys import all_fields
 from trainer.evaluation.results import Report, is_known
+from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, reached
 from trainer.runs.config import RunConfig

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trainer.common.errors import UserError
-from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.results import Report
+from trainer.evaluation.store import all_fields, fingerprint
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import check_writable, free_place

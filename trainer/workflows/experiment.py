@@ -14,7 +14,7 @@ from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
@@ -38,8 +38,8 @@ from trainer.runs.ranks import (
 )
 from trainer.runs.run_lock import RunLock
 from trainer.training.callbacks.benchmarks import benchmark_problems
-from trainer.training.callbacks.lengths import check_monitored_text
-from trainer.training.callbacks.preemption import heeding_signals, stopping_between_files
+from trainer.training.callbacks.monitors import check_monitored_text
+from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
 from trainer.training.devices import (
     device_problems,
     open_gpus,

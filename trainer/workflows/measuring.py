@@ -19,8 +19,7 @@ from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
 from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
-from trainer.evaluation.sharing import Share
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Share, Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home

@@ -11,12 +11,11 @@ import torch
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.words import counted
-from trainer.evaluation.head_units import heads_problems
-from trainer.evaluation.keys import fingerprint
-from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
+from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig, heads_problems
 from trainer.evaluation.methods import LAYERS, Recipe, recipe
 from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
+from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
 from trainer.runs.models import DTYPES, Candidate

@@ -26,7 +26,7 @@ from trainer.analysis.frequency_entropy.measure import (
 )
 from trainer.analysis.settings import WINDOWS, ShortTime
 from trainer.common.errors import UserError
-from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.evaluation.longbench.task import middle_out
-from trainer.evaluation.longbench.tasks import LongBenchSettings, longbench_tasks
+from trainer.evaluation.longbench.tasks import LongBenchSettings, label, longbench_tasks, middle_out
 
 LABEL = "Multi-Document QA|4–8K words|0–4K tokens|0–2× ctx"
 
@@ -145,3 +144,37 @@ def test_all_problems_of_settings_are_told_at_once(tmp_path):
     assert "there is no directory" in problems[1]
     assert LongBenchSettings(tasks=[]).problems()
     assert not LongBenchSettings(str(tmp_path)).problems()
+
+
+@pytest.mark.parametrize(
+    ("words", "bucket"),
+    [
+        (0, "0–4K words"),
+        (3999, "0–4K words"),
+        (4000, "4–8K words"),
+        (8000, "8–16K words"),
+        (16000, "16–32K words"),
+        (32000, "32K+ words"),
+    ],
+)
+def test_buckets_of_words_begin_at_thousands(words, bucket):
+    assert label("Code Completion", words, 0, 2048).split("|")[:2] == ["Code Completion", bucket]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bucket", "contexts"),
+    [
+        (4095, "0–4K tokens", "0–2× ctx"),
+        (4096, "4–8K tokens", "2–4× ctx"),
+        (8192, "8–16K tokens", "4–8× ctx"),
+        (16384, "16–32K tokens", "8–16× ctx"),
+        (32768, "32K+ tokens", "16×+ ctx"),
+    ],
+)
+def test_buckets_of_tokens_are_drope_s_in_both_of_its_units(tokens, bucket, contexts):
+    """The heads of Tables 9 and 10, of SmolLM with its 2,048 tokens."""
+    assert label("QA", 0, tokens, 2048).split("|")[2:] == [bucket, contexts]
+
+
+def test_contexts_are_those_of_the_model():
+    assert label("QA", 0, 5000, 1024).endswith("4–8K tokens|4–8× ctx")

@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.golden.files import GOLDEN
 from trainer.evaluation.ruler.niah import DEPTHS
+from trainer.evaluation.ruler.question import vocabulary
 from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks
-from trainer.evaluation.ruler.words import vocabulary
 
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.evaluation.ruler.question import vocabulary
 from trainer.evaluation.ruler.word_extraction import CommonWords, FrequentWords
-from trainer.evaluation.ruler.words import vocabulary
 
 LIST = re.compile(r"\nBelow[^\n]*\n([^\n]*)\nQuestion")
 

@@ -1,21 +1,147 @@
-"""LongBench's English tasks: selection and source of the questions."""
+"""LongBench's English tasks: their questions, as prompts truncated in the middle, and settings.
+
+Reports average questions by label: the category (RoPE-ID, Table 7) and the length of the text
+(DroPE, Tables 9 and 10).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import field
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import Count, Natural, OptionalText, configuration
-from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
+from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS, Kind
 from trainer.evaluation.longbench.metrics import classification
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
-from trainer.evaluation.longbench.task import LongBenchTask
-from trainer.evaluation.prompts import Task
+from trainer.evaluation.scoring import Prompt, Task
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """One LongBench task, a :class:`~trainer.evaluation.scoring.Task`.
+
+    ``bos`` begins every prompt unless it is None. ``training_length``: C in tokens. The same
+    questions are asked at every length: a length is what the model may read, and shorter texts are
+    not filled up.
+    """
+
+    name: str
+    kind: Kind
+    rows: Sequence[Row]
+    tokenizer: Tokenizer
+    bos: int | None
+    training_length: int
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """Return one prompt per question; with its answer it has at most ``length`` tokens.
+
+        Of a longer prompt the first and the last half stay. They are joined as tokens. The
+        benchmark joins them as text and encodes it again, which can give another token at the join;
+        its limit applies to the prompt alone.
+
+        Raises:
+            UserError: the length leaves no room for a question.
+        """
+        kind = self.kind
+        room = length - kind.new_tokens
+        if room < 2:
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} answers with up to {kind.new_tokens} tokens and so needs lengths of "
+                f"{kind.new_tokens + 2} or more, got {length}.",
+            )
+        return [
+            Prompt(
+                tuple(middle_out(ids, room).tolist()),
+                tuple(row.answers),
+                kind.new_tokens,
+                label=label(kind.category, row.length, len(ids), self.training_length),
+                never_first=self._never_first,
+            )
+            for row, ids in zip(self.rows, self._encoded, strict=True)
+        ]
+
+    @cached_property
+    def _encoded(self) -> list[NDArray[np.int32]]:
+        before = () if self.bos is None else (self.bos,)
+        texts = (self.kind.template.format(**vars(row)) for row in self.rows)
+        encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+        return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
+
+    @property
+    def _never_first(self) -> tuple[int, ...]:
+        if not self.kind.one_line:
+            return ()
+        line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+        return (*line_break, end_of_text(self.tokenizer))
+
+    def score(self, text: str, answers: Iterable[str]) -> float:
+        """Return the score for the answer that agrees best."""
+        said = self.kind.counted(text)
+        more = (self.rows[0].all_classes or (),) if self.kind.metric is classification else ()
+        return max(self.kind.metric(said, answer, *more) for answer in answers)
+
+    def stop(self, text: str, answers: Sequence[str]) -> bool:
+        """Whether further text cannot change the score."""
+        return self.kind.stop(text, answers)
+
+
+def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
+    """Return the tokens, or only the first and last ``room`` / 2 of them if there are more.
+
+    The first half is rounded down.
+    """
+    if len(ids) <= room:
+        return ids
+    return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])
+
+
+EDGES = (4, 8, 16, 32)
+"""Thousands of words; of tokens, in units of 1,024."""
+CONTEXTS = (2, 4, 8, 16)
+"""Training lengths."""
+
+
+def label(category: str, words: int, tokens: int, training_length: int) -> str:
+    """Return a question's label ``category|words|tokens|contexts``.
+
+    DroPE heads its columns "0-4K (0-2x ctx)" for models with a context of 2,048 tokens, so these
+    are tokens. LongBench-E uses words, the benchmark's own ``length``, by which a text stays in its
+    bucket whatever the tokenizer.
+
+    Args:
+        category: category of the task.
+        words: length of the text in words, as given by the benchmark.
+        tokens: length of the whole prompt before truncation.
+        training_length: C in tokens.
+    """
+    contexts = tokens / training_length
+    return "|".join(
+        (
+            category,
+            _bucket(words / 1000, EDGES, "K", "words"),
+            _bucket(tokens / 1024, EDGES, "K", "tokens"),
+            _bucket(contexts, CONTEXTS, "×", "ctx"),
+        )
+    )
+
+
+def _bucket(value: float, edges: tuple[int, ...], times: str, unit: str) -> str:
+    """Name the bucket of a value, from one edge (inclusive) to the next."""
+    place = bisect_right(edges, value)
+    if place == len(edges):
+        return f"{edges[-1]}{times}+ {unit}"
+    return f"{(0, *edges)[place]}–{edges[place]}{times} {unit}"
 
 
 @configuration

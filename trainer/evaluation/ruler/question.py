@@ -1,9 +1,11 @@
-"""A question as text, whose haystack can have any size."""
+"""A question with a haystack of any size, and English words for its keys and lists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from random import Random
 from typing import Protocol
 
@@ -45,3 +47,20 @@ def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str
     while len(found) < count:
         found[draw(rng)] = None
     return list(found)
+
+
+@cache
+def _listed(name: str) -> tuple[str, ...]:
+    text = (files("wonderwords") / "assets" / f"{name}list.txt").read_text(encoding="utf-8")
+    return tuple(line.strip() for line in text.splitlines())
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """Return all nouns, adjectives and verbs, sorted."""
+    return tuple(sorted({*_listed("noun"), *_listed("adjective"), *_listed("verb")}))
+
+
+def compound(rng: Random) -> str:
+    """Return a hyphenated adjective and noun, one of six million."""
+    return f"{rng.choice(_listed('adjective'))}-{rng.choice(_listed('noun'))}"

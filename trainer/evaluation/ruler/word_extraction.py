@@ -6,8 +6,7 @@ import math
 from random import Random
 from string import ascii_lowercase
 
-from trainer.evaluation.ruler.question import Question, distinct
-from trainer.evaluation.ruler.words import compound, vocabulary
+from trainer.evaluation.ruler.question import Question, compound, distinct, vocabulary
 
 COMMON_TEMPLATE = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
