@@ -81,7 +81,7 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         sink = expected[:, :, 1:, 0].mean().item()
         assert measured["sink_mass"][heads.layer] == pytest.approx(sink, abs=2e-5)
         rows, i = attention_rows(heads), torch.arange(T)
-        torch.testing.assert_close(rows.own, expected[..., i, i], rtol=0, atol=2e-5)
+        torch.testing.assert_close(rows.diagonal, expected[..., i, i], rtol=0, atol=2e-5)
         distance = (expected * (i[:, None] - i)).sum(dim=-1) / expected.sum(dim=-1)
         torch.testing.assert_close(rows.distance, distance, rtol=0, atol=2e-3)
 

@@ -50,8 +50,8 @@ def refusal(checkpoint, state):
         (["step"], 10**15 + 1, "step: Input should be less than or equal to"),
         (["model"], ..., "model: Field required."),
         (["model", "vocab_size"], None, "model.vocab_size: expected a number."),
-        (["model", "vocab_size"], 0, "model.vocab_size: expected a positive number, got 0."),
-        (["model", "hidden_size"], 1 << 21, "model.hidden_size: expected at most 1,048,576, got"),
+        (["model", "vocab_size"], 0, "model.vocab_size: Input should be greater than"),
+        (["model", "hidden_size"], 1 << 21, "model.hidden_size: Input should be less than"),
         (["model", "num_hidden_layers"], 3, "layout: 2 layers for 3 of the model."),
         (
             ["model", "qk_norm", "when"], "never",

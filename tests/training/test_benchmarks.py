@@ -199,7 +199,8 @@ def test_impossible_values_are_named(base, asked, changes, said):
 def test_files_that_are_not_there_are_named_before_anything_starts(base, asked, tmp_path):
     def problems(**changes):
         given = merged(asked, {"monitor": {"benchmarks": changes}})
-        return benchmark_problems(parse(RunConfig, merged(base, given | {"run_dir": "x"})))
+        config = parse(RunConfig, merged(base, given | {"run_dir": "x"}))
+        return [*map(str, benchmark_problems(config))]
 
     assert problems() == []
     (near,) = problems(multiple_choice=["sentence"])

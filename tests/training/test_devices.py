@@ -204,8 +204,8 @@ def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
     )
     assert cpu_seconds(long) == pytest.approx(6 * 362e6 * 30_000 * 512 * 2048 / 2e11, rel=0.01)
     (problem,) = device_problems(long)
-    assert problem.startswith("trainer.accelerator: torch sees no GPU")
-    assert "about 11 years" in problem
+    assert str(problem).startswith("trainer.accelerator: torch sees no GPU")
+    assert "about 11 years" in problem.message
     asked = replace(long, trainer=replace(long.trainer, accelerator="cpu"))
     assert device_problems(asked) == device_problems(RunConfig()) == []
 
@@ -222,7 +222,7 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
     (problem,) = device_problems(half)
-    assert "'bf16' is not supported by this GPU (NVIDIA A100)" in problem
+    assert "'bf16' is not supported by this GPU (NVIDIA A100)" in problem.message
     assert asked == [False]
     assert device_problems(replace(half, trainer=TrainerConfig(precision="fp32"))) == []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
@@ -232,7 +232,7 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (problem,) = device_problems(RunConfig(trainer=TrainerConfig(accelerator="gpu")))
-    assert problem.startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
+    assert str(problem).startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(3600.0, False), (3 * 3600.0, True)])

@@ -40,7 +40,7 @@ def test_a_trace_and_a_table_of_the_chosen_steps(run):
 
 @pytest.mark.parametrize("steps", [[3], [0, 2], [4, 3], [11, 13], [1, 2, 3]])
 def test_steps_that_are_none_of_the_run_are_refused(run, steps):
-    with pytest.raises(UserError, match=r"profile_steps: expected .* steps 1 to 12, .* got \["):
+    with pytest.raises(UserError, match=r"profile_steps(\[0\])?: expected .*, .*got "):
         run(trainer={"profile_steps": steps})
 
 

@@ -172,7 +172,7 @@ class Layout:
             ValueError: there is no such layer.
         """
         count, C = len(self.layers), self.training_length
-        if problems := layer_problems("layers", layers, count):
+        if layers != [] and (problems := layer_problems("layers", layers, count)):
             raise ValueError(problems[0])
         if isinstance(layers, list):
             return sorted({index % count for index in layers})

@@ -129,7 +129,7 @@ class Saving(L.Callback):
         try:
             work.result()
         except (OSError, RuntimeError, CheckpointException, UserError) as error:
-            problem = reason(error)
+            problem = reason(error).rstrip(".")
             log.warning(
                 "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
                 "untouched",
