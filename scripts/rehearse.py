@@ -2,7 +2,9 @@
 """What a training step would do on GPUs, counted without one.
 
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
+    python scripts/rehearse.py loss            traffic of the loss outside its products
     python scripts/rehearse.py collectives     what a rank of many sends in a step
+    python scripts/rehearse.py muon            what the host calls in a step of Muon
     python scripts/rehearse.py memory          what its memory holds when it needs most
 
 Tensors are fake: they have shapes and types and no values, so models of any size fit. Operators
@@ -35,12 +37,13 @@ from trainer.data.config import DataConfig
 from trainer.model import loss
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.linear import product_for
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule
 from trainer.training.rehearsal import PARTS as MEMORY_PARTS
-from trainer.training.rehearsal import memory_of, pretended, rank_of, update
+from trainer.training.rehearsal import fake_tensors, simulated_rank, step_memory, train_step
 
 Rows = Iterator[tuple[str, ...]]
 """A header, and the rows below it."""
@@ -81,7 +84,10 @@ class Launches(TorchDispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if operator.is_view or any(part in name for part in NO_LAUNCH):
             return out
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        tensors = [x for x in tree_leaves((args, read, out)) if isinstance(x, torch.Tensor)]
+        if name == "replace_by_gradient":  # reads the logits twice and writes them
+            tensors += 2 * [args[0]]
         self.operators[name] += 1
         self.traffic[name] += sum(x.numel() * x.itemsize for x in tensors)
         return out
@@ -89,7 +95,7 @@ class Launches(TorchDispatchMode):
 
 def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) -> Launches:
     """Forward and backward of our decoder; ``chunks``: of the loss, None: a GPU's."""
-    with pretended(weights):
+    with fake_tensors(weights):
         if chunks is not None:
             loss.CHUNKS["cpu"] = chunks
         c = shape.model
@@ -121,7 +127,7 @@ def theirs(shape: Shape, weights: torch.dtype) -> Launches:
         tie_word_embeddings=c.tie_word_embeddings,
         attn_implementation="sdpa",
     )
-    with pretended(weights):
+    with fake_tensors(weights):
         model: nn.Module = LlamaForCausalLM(config)
 
         def step(ids: torch.Tensor) -> torch.Tensor:
@@ -164,6 +170,42 @@ def _figures(one: Launches, other: Launches) -> tuple[str, str, str, str]:
     )
 
 
+PRODUCTS = ("mm", "add_product")
+
+
+def loss_traffic() -> Rows:
+    """Of the loss alone: in the passes of a CPU, and fused."""
+    yield "shape", "head", "", "chunks", "operators", "bytes a logit outside products"
+    fused = loss.CHUNKS["cuda"]
+    for name, shape in SHAPES.items():
+        for head in (torch.bfloat16, torch.float32):
+            for title, chunks in (("passes", replace(fused, fused=False)), ("fused", fused)):
+                counted, count = of_loss(shape, head, chunks)
+                traffic = sum(v for k, v in counted.traffic.items() if k not in PRODUCTS)
+                logits = shape.rows * shape.length * shape.model.vocab_size
+                figures = str(count), str(counted.operators.total()), f"{traffic / logits:.1f}"
+                yield name, str(head)[6:], title, *figures
+
+
+def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launches, int]:
+    """Forward and backward of the loss of bfloat16 states; and how many chunks it has."""
+    width, vocab, tokens = (
+        shape.model.hidden_size,
+        shape.model.vocab_size,
+        shape.rows * shape.length,
+    )
+    with fake_tensors():
+        loss.CHUNKS["cpu"] = chunks
+        states = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab, width, dtype=head, requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.long)
+        product = product_for("cuda", head, torch.bfloat16)
+        with Launches() as counted:
+            loss.linear_cross_entropy(states, weight, targets, product=product).backward()
+        most = loss.chunk_size(vocab, states.device)
+    return counted, -(-tokens // (loss.equal_chunk_size(tokens, most) if chunks.fused else most))
+
+
 class Collectives(TorchDispatchMode):
     """Their names and the bytes that one rank holds of the larger side, in order."""
 
@@ -193,38 +235,100 @@ def sent(
 ) -> list[tuple[str, int]]:
     """The collectives of one update with micro-batches of ``shape``; ``factor``: on gradients."""
     with Collectives() as seen:
-        update(module, optimizer, shape, factor)
+        train_step(module, optimizer, shape, factor)
     return seen.calls
 
 
 def collectives() -> Rows:
-    """Of a step of two micro-batches; the size is what a rank holds of the larger side."""
-    yield "shape", "ranks", "strategy", "optimizer", "collective", "number", "GB"
-    for name, shape in SHAPES.items():
-        for ranks, strategy, optimizer in (
-            (32, "fsdp2", "adamw"),
-            (32, "hsdp", "adamw"),
-            (32, "fsdp2", "muon"),
-        ):
-            found: dict[str, list[int]] = {}
-            for collective, size in _of_a_step(shape, ranks, strategy, optimizer):
-                found.setdefault(collective, []).append(size)
-            for collective, sizes in found.items():
-                size = f"{sum(sizes) / 1e9:,.3f}"
-                yield name, str(ranks), strategy, optimizer, collective, str(len(sizes)), size
+    """Of a step of 32 ranks; the size is what a rank holds of the larger side."""
+    cases = [(name, case, 2) for name in SHAPES for case in REDUCED]
+    # 16 sequences a rank, of the recipe drope_llama2_7b.
+    seven = ("fsdp2", "adamw", "micro_batch"), ("hsdp", "adamw", "micro_batch")
+    cases += [("Llama-2-7B", seven[0], 16), *(("Llama-2-7B", case, 4) for case in seven)]
+    yield "shape", "strategy", "optimizer", "reduced", "micro-batches", "collective", "number", "GB"
+    for name, case, times in cases:
+        found: dict[str, list[int]] = {}
+        for collective, size in _of_a_step(SHAPES[name], *case, times):
+            found.setdefault(collective, []).append(size)
+        for collective, sizes in found.items():
+            size = f"{sum(sizes) / 1e9:,.3f}"
+            yield name, *case, str(times), collective, str(len(sizes)), size
 
 
-def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[tuple[str, int]]:
-    rows = 1  # what is sent depends on parameters alone
+REDUCED = (
+    ("fsdp2", "adamw", "step"),
+    ("hsdp", "adamw", "step"),
+    ("fsdp2", "muon", "step"),
+)
+"""Strategy, optimizer, and whether gradients are reduced once a step or after a micro-batch."""
+
+
+def _of_a_step(
+    shape: Shape, strategy: Any, optimizer: Any, reduced: Any, times: int
+) -> list[tuple[str, int]]:
+    rows, ranks = 1, 32  # what is sent depends on parameters alone
     config = RunConfig(
         model=shape.model,
-        strategy=StrategyConfig(name=strategy, shard_size=8 if strategy == "hsdp" else None),
+        strategy=StrategyConfig(
+            name=strategy,
+            shard_size=8 if strategy == "hsdp" else None,
+            reduce_gradients=reduced,
+        ),
         optimizer=OptimizerConfig(name=optimizer),
-        trainer=TrainerConfig(batch_size=2 * rows * ranks, micro_batch_size=rows, precision="bf16"),
+        trainer=TrainerConfig(
+            batch_size=times * rows * ranks, micro_batch_size=rows, precision="bf16"
+        ),
     )
-    with rank_of(config, Ranks(0, ranks, 0, 8)) as module, pretended():
+    with simulated_rank(config, Ranks(0, ranks, 0, 8)) as module, fake_tensors():
         module.configure_model()
         return sent(module, module.configure_optimizers(), (rows, 128))
+
+
+class HostOperations(TorchDispatchMode):
+    """Counts what the host calls: operators on plain tensors, and those on sharded ones above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = self.sharded = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operator and run it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.sharded += 1
+            return NotImplemented
+        self.plain += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def muon() -> Rows:
+    """Host operations of a step of an optimizer with Muon, of small matrices in 32 layers: their
+    size changes nothing. Tensors are real, or torch would take its fused operators apart."""
+    yield "ranks", "strategy", "matrices", "operators", "of them on sharded tensors"
+    for ranks, strategy in ((1, "single"), (2, "fsdp2"), (8, "fsdp2"), (8, "hsdp")):
+        matrices, counted = host_operations(ranks, strategy)
+        count = f"{counted.plain + counted.sharded:,}"
+        yield str(ranks), strategy, str(matrices), count, f"{counted.sharded:,}"
+
+
+def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
+    """Count the second step of a rank, and Muon's matrices."""
+    config = RunConfig(
+        model=ModelConfig(64, 96, 32, 4, 2, None, 256),
+        strategy=StrategyConfig(name=strategy, shard_size=2 if strategy == "hsdp" else None),
+        optimizer=OptimizerConfig(name="muon"),
+        trainer=TrainerConfig(batch_size=ranks, micro_batch_size=1),
+    )
+    with simulated_rank(config, Ranks(0, ranks, 0, ranks)) as module:
+        module.configure_model()
+        optimizer = module.configure_optimizers()
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with HostOperations() as counted:
+            optimizer.step()
+    return len(optimizer.param_groups[0]["params"]), counted
 
 
 def memory() -> Rows:
@@ -254,12 +358,14 @@ def _memory_of(shape: Shape, ranks: int, strategy: Any, recomputed: Any) -> dict
         ),
         data=DataConfig(sequence_length=shape.length),
     )
-    return memory_of(config, Ranks(0, ranks, 0, 8))
+    return step_memory(config, Ranks(0, ranks, 0, 8))
 
 
 PARTS: dict[str, Callable[[], Rows]] = {
     "launches": launches,
+    "loss": loss_traffic,
     "collectives": collectives,
+    "muon": muon,
     "memory": memory,
 }
 

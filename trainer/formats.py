@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, first_line
 from trainer.common.validation import adapter
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def read_plain(path: Path, largest: int = LARGEST) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"it is not JSON: {first_line(error)}") from None
 
 
 def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analysis.positional_bias import prefix_spreads
+from trainer.analysis.positional_bias.measure import prefix_spreads
 
 ROUNDING = 1 + 1e-9
 D_K = 3

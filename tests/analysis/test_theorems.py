@@ -12,10 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.attention_rows import attention_rows
+from trainer.analysis.arrays import Averages
+from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.clusters import Clusters
-from trainer.analysis.positional_bias import PositionalBias, bias_gradients, prefix_spreads
+from trainer.analysis.clusters.measure import Clusters
+from trainer.analysis.positional_bias.measure import (
+    bias_gradients,
+    positional_biases,
+    prefix_spreads,
+)
 from trainer.analysis.synthetic import synthetic_decay
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding
@@ -97,26 +102,26 @@ def test_lemma_1_partial_rotation_keeps_the_rest():
     assert ratio[0, 0, -1] == pytest.approx(math.sqrt(0.5), abs=1e-3)
 
 
-def biases(model, ids):
-    """A^c ``[layers, heads]`` of both kinds, and the rows of every layer."""
-    bias, rows = PositionalBias(), []
+def biases_of(model, ids):
+    """A^c ``[layers, heads]`` by kind, and the rows of every layer."""
+    bias, rows = Averages(), []
 
     def on_layer(heads):
         rows.append(attention_rows(heads))
-        bias.update(heads.layer, rows[-1])
+        bias.add(heads.layer, **positional_biases(rows[-1]))
 
     capture(model, ids, on_layer)
-    return bias.result(), rows
+    return {kind: bias.stacked(kind) for kind in ("diagonal", "previous")}, rows
 
 
 def test_proposition_3_2_nope_on_a_constant_sequence(tiny_decoder):
     """Uniform attention, no bias, no gradient, constant states, in every layer."""
     model = tiny_decoder(layers=["nope"], model={"num_hidden_layers": 3})
-    found, rows = biases(model, CONSTANT)
+    found, rows = biases_of(model, CONSTANT)
     for row in rows:
         logs = row.visible.log().expand_as(row.entropy)
         torch.testing.assert_close(row.entropy, logs, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose([found.diagonal, found.previous], 0, atol=1e-6)
+    np.testing.assert_allclose([found["diagonal"], found["previous"]], 0, atol=1e-6)
     for shift in (0, 1):
         gradients = bias_gradients(model, CONSTANT, shift)
         np.testing.assert_allclose([gradients.query, gradients.key], 0, atol=1e-6)
@@ -126,8 +131,8 @@ def test_proposition_3_2_nope_on_a_constant_sequence(tiny_decoder):
 def test_proposition_3_3_rope_on_a_constant_sequence(tiny_decoder):
     """Bias and gradients where NoPE has none; the states are constant all the same (Remark B.1)."""
     model = tiny_decoder(layers=["rope"], model={"num_hidden_layers": 3})
-    found, rows = biases(model, CONSTANT)
-    assert (np.abs(found.diagonal) > 1e-4).all()
+    found, rows = biases_of(model, CONSTANT)
+    assert (np.abs(found["diagonal"]) > 1e-4).all()
     assert all((row.entropy < row.visible.log() - 1e-3).any(dim=-1).all() for row in rows)
     gradients = bias_gradients(model, CONSTANT, 0)
     assert gradients.query.min() > 1e-5

@@ -12,7 +12,7 @@ import torch
 
 from trainer.__main__ import main
 from trainer.analysis.capture import capture
-from trainer.analysis.names import kinds
+from trainer.analysis.settings import kinds
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus

@@ -21,7 +21,7 @@ from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
-from trainer.runs.saved_state import STATE, check_resumable
+from trainer.runs.saved_state import STATE, read_run_state
 from trainer.training.run import train
 
 NUMBERS = st.one_of(
@@ -85,7 +85,7 @@ def test_any_value_in_a_description(checkpoint, copied, data):
     def read():
         found = read_state(copied)
         load_decoder(copied, found)
-        check_resumable(copied, found)
+        read_run_state(copied, found)
         return find_candidate(str(copied))
 
     sound_or_said(read)

@@ -242,7 +242,7 @@ def test_a_group_with_a_default_may_be_chosen_with_a_plus(plus):
 
 
 def test_every_evaluation_and_analysis_has_a_kind_that_exists():
-    from trainer.analysis.names import kinds
+    from trainer.analysis.settings import kinds
     from trainer.commands.evaluate import KINDS
 
     for group, root, known in (

@@ -27,7 +27,7 @@ from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import continue_metrics
-from trainer.runs.saved_state import check_resumable
+from trainer.runs.saved_state import read_run_state
 from trainer.training.run import train
 
 MEMORY, SECONDS = 2 << 30, 20
@@ -275,7 +275,7 @@ def test_the_same_state_as_it_was_written_goes_on(damaged):
     """What is refused here is the harm that is done to it."""
     assert re.match("checkpoint: .*step: 5", damaged(runs.state_with("step", 5), RESUME))
     state = json.loads((runs.newest(Path("hurt")) / "state.json").read_text())
-    check_resumable(Path("step-000009"), {**state, "step": 9})
+    read_run_state(Path("step-000009"), {**state, "step": 9})
 
 
 @pytest.mark.parametrize("kind", IN_RUN)

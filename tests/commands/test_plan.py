@@ -63,7 +63,7 @@ def test_operations_of_phases_are_those_of_their_lengths_and_batches():
 def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plans, "memory_of", lambda *_: {"parameters": 1})  # seconds each
+    monkeypatch.setattr(plans, "step_memory", lambda *_: {"parameters": 1})  # seconds each
     out = said(capsys, *f"+experiment={name}".split(), f"data.cache_dir={tmp_path}")
     for title in (
         "Parameters",

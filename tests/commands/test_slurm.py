@@ -26,7 +26,7 @@ SLURM = Path(__file__).parents[2] / "slurm"
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """Where plans need no rehearsal of a step, which takes seconds."""
-    monkeypatch.setattr(plan, "memory_of", lambda *_: {"parameters": 1 << 30})
+    monkeypatch.setattr(plan, "step_memory", lambda *_: {"parameters": 1 << 30})
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -37,7 +37,8 @@ RUN = {
         phases.a.log_every phases.a.until.every phases.a.until.patience
         monitor.lengths_every monitor.windows monitor.probe_every monitor.probe_sequences
         monitor.benchmarks.every monitor.benchmarks.every_tokens monitor.benchmarks.limit
-        evaluation.windows evaluation.last evaluation.batch_tokens evaluation.fit_windows
+        evaluation.windows evaluation.last evaluation.batch_tokens evaluation.prefill_chunk
+        evaluation.fit_windows
         evaluation.longrope.evaluations evaluation.longrope.windows evaluation.choice.texts
         evaluation.dope.r evaluation.needles.needles evaluation.needles.sinks
         evaluation.longbench.limit evaluation.many_shot.new_tokens""",
@@ -46,7 +47,9 @@ RUN = {
         drop.schedule.warmup_steps evaluation.longrope.seed evaluation.dope.heads
         evaluation.dope.seed evaluation.needles.seed evaluation.ruler.seed
         evaluation.longbench.seed evaluation.many_shot.seed""",
-    "-62 62": "drop.layers[] drop.heads[] tokenizer.vocab_size",
+    "-62 62": """
+        drop.layers[] drop.heads[] tokenizer.vocab_size evaluation.layers[]
+        phases.a.rescale.layers[]""",
     "1 1024": "trainer.threads model.num_attention_heads model.num_key_value_heads",
     "1 1048576": "model.hidden_size",
     "1 16777216": "model.intermediate_size model.vocab_size",
@@ -93,6 +96,7 @@ ANALYSIS = {
         analysis.texts analysis.frequency_entropy.hop analysis.attenuation.tokens[]
         analysis.attenuation.texts""",
     NATURAL: "analysis.seed analysis.pairs[]",
+    "-62 62": "analysis.layers[]",
     SHARE: "analysis.attenuation.alphas[] analysis.needle.depth",
     "1 1024": "threads",
 }

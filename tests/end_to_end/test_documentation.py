@@ -35,6 +35,7 @@ BUDGETS = {
             *("qk_norm_rates", "qk_norm_stability", "rope_id_extension", "trunk_and_branches"),
         )
     },
+    **{f"+experiment=ladder{rung}": ONLY_READ for rung in ("", "_1m", "_4m", "_no_norm")},
     **{
         f"checkpoint=runs/{name}": ONLY_READ
         for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
@@ -69,6 +70,7 @@ SCRIPTS = {
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/first_hour.py": ["--only", "attention"],
     "scripts/rehearse.py": ["--layers=1"],
+    "scripts/summarize_ladder.py": ["--help"],  # draws what docs/ holds
     "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
     "scripts/check_versions.py": ["--help"],  # takes half an hour
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller

@@ -13,7 +13,7 @@ import pytest
 
 from tests.program import ROOT, run
 from trainer.__main__ import main
-from trainer.analysis.names import ANALYSES
+from trainer.analysis.settings import ANALYSES
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS

@@ -116,10 +116,10 @@ def test_standard_error_of_a_fraction():
 
 def test_missing_data_names_the_script_or_the_nearest_task(tmp_path):
     config = MultipleChoiceConfig(["piqua", "none"], directory=str(tmp_path))
-    (sentence,) = missing_tasks(config)
+    (sentence,) = map(str, missing_tasks(config))
     assert "python scripts/fetch_benchmarks.py" in sentence
     write(tmp_path / "piqa.jsonl.gz", [0, 0])
-    first, second = missing_tasks(config)
+    first, second = map(str, missing_tasks(config))
     assert "Did you mean 'piqa'?" in first
     assert "Choose from: piqa." in second
 

@@ -13,12 +13,11 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.interchange.families import FAMILIES, YARN, made
 from tests.reference import turned
-from trainer.analysis.attention_rows import attention_rows, head_attention
+from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import OffsetFeatureSearch
-from trainer.analysis.positional_bias import prefix_spreads
-from trainer.analysis.probe import probe
-from trainer.analysis.sinks import Sinks
+from trainer.analysis.offset_features.measure import OffsetFeatureSearch
+from trainer.analysis.positional_bias.measure import prefix_spreads
+from trainer.analysis.sinks.measure import Sinks
 from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
@@ -82,7 +81,7 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         sink = expected[:, :, 1:, 0].mean().item()
         assert measured["sink_mass"][heads.layer] == pytest.approx(sink, abs=2e-5)
         rows, i = attention_rows(heads), torch.arange(T)
-        torch.testing.assert_close(rows.own, expected[..., i, i], rtol=0, atol=2e-5)
+        torch.testing.assert_close(rows.diagonal, expected[..., i, i], rtol=0, atol=2e-5)
         distance = (expected * (i[:, None] - i)).sum(dim=-1) / expected.sum(dim=-1)
         torch.testing.assert_close(rows.distance, distance, rtol=0, atol=2e-3)
 

@@ -1,5 +1,8 @@
 """The chunked cross-entropy is the plain one, and never holds all logits."""
 
+import logging
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,13 +54,16 @@ def assert_same(actual, expected, tolerance=1e-5):
     st.integers(0, 99),
     st.sampled_from([0.0, 1e-2, 1]),
     st.sampled_from([None, 1.5, 30.0]),
+    st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_value_and_gradients_are_the_plain_ones_for_any_chunk(
-    monkeypatch, tokens, chunk, rows, seed, z_loss, softcap
+    monkeypatch, tokens, chunk, rows, seed, z_loss, softcap, fused
 ):
     """Chunks of tokens, and of rows of the head's gradient, with remainders and without."""
-    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=chunk, rows=rows))
+    monkeypatch.setattr(loss, "TILE", 3)
+    chunks = Chunks(logits=0, tokens=chunk, rows=rows, fused=fused)
+    monkeypatch.setitem(loss.CHUNKS, "cpu", chunks)
     case = problem(tokens, seed)
     options = {"z_loss": z_loss, "softcap": softcap}
     assert_same(ours(*case, **options), plain(*case, **options))
@@ -138,6 +144,81 @@ def test_token_losses_are_those_of_the_logits(monkeypatch, chunk):
     torch.testing.assert_close(losses, expected)
 
 
+def by_hand(logits, targets, weights, z_loss, softcap):
+    """Gradient, log-partition and logit of the target, token by token in Python's floats."""
+    gradient, log_zs, picked = [], [], []
+    for row, target, weight in zip(
+        logits.tolist(), targets.tolist(), weights.tolist(), strict=True
+    ):
+        x = [softcap * math.tanh(v / softcap) if softcap else v for v in row]
+        log_z = math.log(math.fsum(math.exp(v) for v in x))
+        slopes = [1 - (v / softcap) ** 2 if softcap else 1.0 for v in x]
+        gradient.append(
+            [
+                weight * s * (math.exp(v - log_z) * (1 + 2 * z_loss * log_z) - (i == target))
+                for i, (v, s) in enumerate(zip(x, slopes, strict=True))
+            ]
+        )
+        log_zs.append(log_z)
+        picked.append(x[target])
+    return torch.tensor(gradient).double(), torch.tensor(log_zs), torch.tensor(picked)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, 5.0)])
+def test_the_gradient_over_the_logits_is_the_one_by_hand(monkeypatch, z_loss, softcap, compiled):
+    monkeypatch.setattr(loss, "COMPILED_ON", {"cpu"} if compiled else set())
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(300, 70, generator=generator)).bfloat16()
+    targets = torch.randint(70, (300,), generator=generator)
+    weights = torch.rand(300, generator=generator)
+    gradient, log_z, picked = by_hand(logits, targets, weights, z_loss, softcap)
+    found = loss.replace_by_gradient(logits, targets, weights, z_loss, softcap)
+    torch.testing.assert_close(found, (log_z, picked), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), gradient, rtol=2**-8, atol=1e-6)
+    assert len(loss.COMPILED_ON) == compiled  # it has not failed
+
+
+def test_a_loss_that_cannot_be_compiled_is_computed_and_logged_once(monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    compiled = torch.compile(loss._replace_by_gradient, backend=broken)
+    monkeypatch.setattr(loss, "_compiled", lambda: compiled)
+    monkeypatch.setattr(loss, "COMPILED_ON", {"cpu"})
+    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=128, rows=99, fused=True))
+    case = problem(300)
+    with caplog.at_level(logging.WARNING):
+        assert_same(ours(*case), plain(*case))
+    assert len(caplog.records) == 1
+    assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_in_float32(dtype):
+    """Ones to a large number: sums in bfloat16 would stay as they are."""
+    total = torch.full((3, 2), float("nan"))
+    a, b = torch.ones(3, 5, dtype=dtype), torch.ones(5, 2, dtype=dtype)
+    loss.add_product(total, 1000 * a, b, 0)
+    for _ in range(4):
+        loss.add_product(total, a, b, 1)
+    assert (total == 5020).all()
+
+
+@given(st.integers(1, 10**6), st.integers(1, 20_000))
+def test_chunks_on_a_gpu_are_equal_tiles(tokens, most):
+    size = loss.equal_chunk_size(tokens, most)
+    assert size % loss.TILE == 0
+    assert size < most + loss.TILE
+    assert -(-tokens // size) < 2 * -(-tokens // most) + 1
+
+
+def test_the_chunks_of_usual_batches_have_no_remainder():
+    assert loss.equal_chunk_size(16 * 2048, 5461) == 4096
+    assert loss.equal_chunk_size(4 * 4096, 8388) == 8192
+    assert loss.equal_chunk_size(1000, 8388) == 1024
+
+
 class LargestTensor(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation returns."""
 
@@ -151,8 +232,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_the_logits_of_all_tokens_never_exist(monkeypatch):
-    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=16, rows=99))
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_logits_of_all_tokens_never_exist(monkeypatch, fused):
+    monkeypatch.setattr(loss, "TILE", 16)
+    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=16, rows=99, fused=fused))
     hidden, weight, targets, weights = problem(1000, vocab=500, width=8)
     allowed = max(16 * 500, 1000 * 8)
     with LargestTensor() as chunked:

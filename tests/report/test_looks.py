@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.examples import EXPERIMENT, example, report, statements
-from trainer.analysis.studies.drop_figures import indicator_figure
+from trainer.analysis.drop import indicator_figure
 from trainer.plotting import lines
 from trainer.plotting.style import STYLE_NUMBERS, style_numbers
 from trainer.report import files

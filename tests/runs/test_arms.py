@@ -117,7 +117,8 @@ def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
         f"trainer.batch_size: {batch} sequences do not divide into micro-batches of {micro or 1} "
         f"on {processes} ranks; the nearest that does is {near}."
     )
-    assert spread_problems(config, processes, processes) == ([said] if near else [])
+    problems = spread_problems(config, processes, processes)
+    assert [*map(str, problems)] == ([said] if near else [])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_shards_that_do_not_divide_the_ranks_are_named(name, size, problems):
     config = RunConfig(
         trainer=TrainerConfig(batch_size=12), strategy=StrategyConfig(name, shard_size=size)
     )
-    assert spread_problems(config, 6, 6) == problems * [
+    assert [*map(str, spread_problems(config, 6, 6))] == problems * [
         "strategy.shard_size: 4 does not divide the 6 ranks; by default it is the number of ranks "
         "on a node."
     ]

@@ -41,7 +41,7 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import TrainerConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.saved_state import read_saved
-from trainer.training.callbacks import checkpointing
+from trainer.training.callbacks import saving
 
 
 def truncate(path):
@@ -216,7 +216,7 @@ def test_evaluation_refuses_a_damaged_checkpoint_and_names_others(run):
 
 def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch, caplog):
     whole, _ = run("whole")
-    original = checkpointing.save
+    original = saving.save
 
     def full(tensors, directory, group):
         if "000006" in directory.name or "000009" in directory.name:
@@ -225,7 +225,7 @@ def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, directory, group)
 
-    monkeypatch.setattr(checkpointing, "save", full)
+    monkeypatch.setattr(saving, "save", full)
     with caplog.at_level(logging.WARNING):
         config, _ = run("full")
     warnings = [r.getMessage() for r in caplog.records if "No space left" in r.getMessage()]
@@ -241,7 +241,7 @@ def test_the_last_checkpoint_must_be_written(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpointing, "save", full)
+    monkeypatch.setattr(saving, "save", full)
     with pytest.raises(UserError, match=r"step 12 could not be written .*No space left"):
         run()
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_says_what_made_it(run):
     assert state["versions"]["torch"] == torch.__version__
     assert set(state["data"]) == {"corpus", "order", "texts"}
     assert state["config"]["drop"]["at"] == 6
-    assert state["callbacks"]["Transitions"]["effects"]["recalibrate"]["step"] == 6
+    assert state["effects"]["recalibrate"]["step"] == 6
 
 
 def test_versions_of_packages_that_are_not_installed_are_left_out(monkeypatch):
@@ -479,7 +479,7 @@ def test_a_description_holds_all_that_evaluation_needs(finished):
     assert found.keys() == {
         "format", "step", "tokens", "model", "layout", "tokenizer", "config", "versions",
     }  # fmt: skip
-    assert (found["format"], found["step"]) == (1, 12)
+    assert (found["format"], found["step"]) == (2, 12)
     assert found["versions"].keys() == {
         "unrope", "python", "torch", "lightning", "numpy", "datasets", "tokenizers",
     }  # fmt: skip

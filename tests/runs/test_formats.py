@@ -49,7 +49,7 @@ def test_a_run_that_began_before_there_were_formats_resumes_bit_for_bit(run, tmp
 def newer(run):
     """A run whose last checkpoint is of a format that is not known yet."""
     config, _ = run()
-    change_state(checkpoint_of(config), lambda state: state.update(format=2))
+    change_state(checkpoint_of(config), lambda state: state.update(format=3))
     return config
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(newer, run, reade
         READERS[reader](newer, run)
     (problem,) = map(str, error.value.problems)
     assert problem.startswith("checkpoint: ")
-    assert f"{step_name(12)}' has format 2, this version of unrope reads up to 1;" in problem
+    assert f"{step_name(12)}' has format 3, this version of unrope reads up to 2;" in problem
     assert "install a newer one, or give a checkpoint that an older one wrote." in problem
     assert "\n" not in problem
 

@@ -13,7 +13,7 @@ def test_an_encoding_beside_a_trained_temperature_is_dropped_at_once():
     (problem,) = layout_problems(
         TEMPERED, ModelConfig(), 64, {"drop": ChangeConfig(anneal_steps=5)}
     )
-    assert problem == (
+    assert str(problem) == (
         "drop.anneal_steps: with positional.temperature an encoding is dropped at once; expected 0."
     )
     assert (

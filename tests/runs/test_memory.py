@@ -129,19 +129,19 @@ def test_sizes_are_said_in_the_unit_that_fits():
 def test_what_does_not_fit_is_said_with_what_there_is(monkeypatch):
     config = replace(PLAIN, data=LONG)
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE)
-    assert memory_problems(config, 1) == [
+    assert [*map(str, memory_problems(config, 1))] == [
         "trainer.micro_batch_size: 4 sequences of 512 tokens need at least 0.1 GiB of activations, "
         f"and {STATE / GIB:.1f} GiB are free; choose fewer or shorter ones."
     ]
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE - 1)
-    assert memory_problems(config, 1) == [
+    assert [*map(str, memory_problems(config, 1))] == [
         f"model: {WEIGHTS:,} weights with gradients and optimizer need at least "
         f"{STATE / GIB:.1f} GiB, and {STATE / GIB:.1f} GiB are free; choose a smaller model, or "
         "more devices."
     ]
     unknown = replace(config, model=replace(SHAPE, vocab_size=None))  # as the tokenizer's
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
-    assert memory_problems(unknown, 1)[0].startswith(
+    assert str(memory_problems(unknown, 1)[0]).startswith(
         f"model: {WEIGHTS + (unknown.tokenizer.vocab_size - 4096) * 1024:,} weights"
     )
 
@@ -150,7 +150,7 @@ def test_weights_on_the_cpu_are_not_held_against_the_device(monkeypatch):
     offloaded = replace(PLAIN, strategy=StrategyConfig("fsdp2", cpu_offload=True))
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE // 100)
     (problem,) = memory_problems(offloaded, 1)
-    assert problem.startswith("trainer.micro_batch_size")
+    assert problem.key == "trainer.micro_batch_size"
 
 
 TINY = replace(SHAPE, hidden_size=2, intermediate_size=1, num_attention_heads=1,
@@ -175,7 +175,7 @@ def test_held_out_text_that_is_held_at_once_has_to_fit(changes, key, tokens):
     least, problems = needs(config)
     size = f"{least / 2**20:,.1f} MiB"
     assert least == 8 * tokens
-    assert problems == [
+    assert [*map(str, problems)] == [
         f"{key}: held-out text of {size} at once, and {size} are free; choose less."
     ]
 
@@ -259,7 +259,7 @@ def test_an_evaluation_that_does_not_fit_names_what_would(free, changes, availab
     asked = EvaluationConfig(**changes)
     free(available)
     (problem,) = evaluation_problems({"a": SMOLLM2_360M}, MILLION, asked, "cuda")
-    beginning, _, said = problem.partition("; ")
+    beginning, _, said = str(problem).partition("; ")
     assert said == f"{remedy}."
     assert beginning.startswith("evaluation.lengths: 1,048,576 tokens of a need at least ")
     assert beginning.endswith(f" GiB), and {memory.gib(available)} are free")
@@ -287,5 +287,7 @@ def test_a_run_whose_evaluation_will_not_fit_is_not_started(free):
     run = replace(PLAIN, data=LONG, evaluation=asked)
     free(STATE + activations(4) + 2**24)
     (problem,) = memory_problems(run, 1)
-    assert problem.startswith("evaluation.lengths: 2,048,000 tokens of the model need at least ")
+    assert str(problem).startswith(
+        "evaluation.lengths: 2,048,000 tokens of the model need at least "
+    )
     assert memory_problems(replace(run, evaluation=replace(asked, enabled=False)), 1) == []

@@ -10,7 +10,7 @@ import pytest
 from trainer.common.errors import UserError
 from trainer.runs import metrics_file
 from trainer.runs.metrics_file import COLUMNS, append_metrics, continue_metrics, read_metrics
-from trainer.training.metrics_logger import MetricsFile
+from trainer.training.loggers import MetricsFile
 
 
 def written(path, steps):

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from trainer.runs import ranks as ranks_module
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import (
     Ranks,
+    Vote,
     all_gather,
     current_ranks,
     device_index,
@@ -308,3 +310,37 @@ def test_cores_are_divided_and_one_is_left_at_least():
     assert fair_share(frozenset({1, 2, 3}), [frozenset({1, 2, 3}), frozenset({3})]) == 2
     assert fair_share(frozenset({1}), [frozenset({1})] * 3) == 1
     assert share_of_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Votes of another rank, added to one's own once they are waited for."""
+    cast = []
+
+    def all_reduce(mine, group, async_op):
+        assert async_op
+        assert group == "waiting"
+        own = cast.pop(0)
+        return SimpleNamespace(wait=lambda: mine.add_(own))
+
+    monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(ranks_module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(ranks_module, "waiting_group", lambda: "waiting")
+    return cast
+
+
+def test_a_vote_is_known_one_step_later_on_all_ranks(others):
+    others[:] = [0, 1, 0, 1, 0]
+    vote = Vote()
+    assert [vote.agreed(mine) for mine in (False, False, True, True, False)] == [
+        *(False, False, True, True, True),
+    ]
+
+
+@pytest.mark.parametrize(("there", "size"), [(False, 2), (True, 1)])
+def test_alone_it_is_known_at_once(monkeypatch, there, size):
+    monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: there)
+    monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda: size)
+    vote = Vote()
+    assert [vote.agreed(mine) for mine in (False, True, False)] == [False, True, False]

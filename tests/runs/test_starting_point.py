@@ -88,14 +88,20 @@ def test_a_state_that_training_cannot_go_on_from_is_refused_but_not_one_of_befor
 ):
     """Which its own sentence refuses, once its text is known."""
     asked = []
-    monkeypatch.setattr(
-        "trainer.runs.starting_point.check_resumable", lambda *given: asked.append(given)
-    )
-    state = starting_point(copied, None).state
+
+    def read_run_state(*given):
+        asked.append(given)
+        return "what training resumes from"
+
+    monkeypatch.setattr("trainer.runs.starting_point.read_run_state", read_run_state)
+    start = starting_point(copied, None)
+    state = start.state
     assert asked == [(checkpoint_of(copied), state)]
+    assert start.run_state == "what training resumes from"
     older = {key: value for key, value in state.items() if key != "certificate"}
     monkeypatch.setattr("trainer.runs.starting_point.read_state", lambda path: older)
-    assert starting_point(copied, None).state == older
+    start = starting_point(copied, None)
+    assert (start.state, start.run_state) == (older, None)
     assert len(asked) == 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts.rehearse import SHAPES, ours, theirs
+from scripts.rehearse import PRODUCTS, SHAPES, of_loss, ours, theirs
 from trainer.model import loss
 
 
@@ -41,6 +41,23 @@ def test_the_chunks_of_a_gpus_loss_are_few(name):
     more = chunked.operators.total() - at_once.operators.total()
     assert more <= 0.3 * at_once.operators.total() * layers / 2
     assert chunked.traffic.total() <= 1.5 * at_once.traffic.total()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_loss_moves_what_its_two_passes_and_gradients_take(name):
+    """Two readings and one writing of 2 bytes a logit; in backward both gradients are scaled, the
+    head's from float32 to bfloat16. Some 20 bytes a token are left for losses and weights."""
+    shape = SHAPES[name]
+    counted, _ = of_loss(shape, torch.bfloat16, loss.CHUNKS["cuda"])
+    vocab, width, tokens = (
+        shape.model.vocab_size,
+        shape.model.hidden_size,
+        shape.rows * shape.length,
+    )
+    found = sum(size for name, size in counted.traffic.items() if name not in PRODUCTS)
+    expected = 6 * tokens * vocab + 4 * tokens * width + 6 * vocab * width
+    assert expected <= found <= 1.01 * expected
+    assert counted.traffic["add_product"] > 0
 
 
 def test_what_computes_nothing_is_not_counted():

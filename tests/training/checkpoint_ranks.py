@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 
-from tests.training.test_checkpoint_callbacks import steps_saved
+from tests.training.test_saving import steps_saved
 from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, shutdown_distributed
-from trainer.training.callbacks import checkpointing
+from trainer.training.callbacks import saving
 
-config = RunConfig(strategy=StrategyConfig("ddp"))
+config = RunConfig(run_dir=str(Path.cwd()), strategy=StrategyConfig("ddp"))
 ranks = init_distributed(config)
 print("timed:", steps_saved(5, 12, ranks, clock=1.0 if ranks.is_rank_zero else 9.0))
 
@@ -31,9 +31,9 @@ def stale(*_):
     return {}
 
 
-def saving():
+def written():
     """What comes of it."""
-    callback = checkpointing.Checkpointing(config, Path.cwd(), lambda _: {})
+    callback = saving.Saving(config, ranks, lambda _: {})
     try:
         callback.save_now(trainer)
     except UserError as error:
@@ -52,8 +52,8 @@ trainer = SimpleNamespace(
     optimizers=[None],
     strategy=SimpleNamespace(root_device=torch.device("cpu")),
 )
-with mock.patch.multiple(checkpointing, **names):
-    print("written:", saving())
-    with mock.patch.object(checkpointing, "digests", stale):
-        print("hashed:", saving())
+with mock.patch.multiple(saving, **names):
+    print("written:", written())
+    with mock.patch.object(saving, "digests", stale):
+        print("hashed:", written())
 shutdown_distributed()

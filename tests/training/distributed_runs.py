@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,7 +22,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import init_distributed, shutdown_distributed
-from trainer.training.optimizers import newton_schulz, orthogonal, ranks_of
+from trainer.training.optimizers import MuonWithAdamW, newton_schulz
 from trainer.training.run import train
 
 
@@ -35,17 +36,21 @@ class TellRank1(L.Callback):
 
 
 def orthogonal_alike(sharded):
-    """Whether the ranks, each with a part of the work, get what one alone does, bitwise."""
-    matrices = [torch.randn(6 + i, 4 + 3 * i) for i in range(3)]
-    own = matrices
+    """Whether the ranks, each with a part of the work, get what one alone does, bitwise: without
+    momentum, decay and size, a step takes the orthogonalized gradient from the weights."""
+    gradients = [torch.randn(4 + 2 * (i // 3), 4 + 3 * (i // 3)) for i in range(9)]
+    own = gradients
     if sharded:
         mesh = init_device_mesh("cpu", (ranks.world_size,))
-        own = [distribute_tensor(x, mesh, [Shard(0)]) for x in matrices]
-    done, size = [], ranks.world_size
-    for first in range(0, len(own), size):
-        done += orthogonal(own[first : first + size], ranks_of(own[0]))
-    whole = [x.full_tensor() if sharded else x for x in done]
-    expected = [newton_schulz(x.bfloat16()) for x in matrices]
+        own = [distribute_tensor(x, mesh, [Shard(0)]) for x in gradients]
+    weights = [nn.Parameter(torch.zeros_like(x)) for x in own]
+    for weight, gradient in zip(weights, own, strict=True):
+        weight.grad = gradient
+    group = {"params": weights, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
+    rest = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    MuonWithAdamW(group, rest).step()
+    whole = [w.full_tensor() if sharded else w for w in weights]
+    expected = [-newton_schulz(x[None])[0].float() for x in gradients]
     return all(map(torch.equal, whole, expected))
 
 

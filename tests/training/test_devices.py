@@ -17,8 +17,10 @@ from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import devices
+from trainer.training.callbacks.guards import Guard
 from trainer.training.devices import (
     cpu_seconds,
+    dense_peak,
     device_problems,
     device_type,
     in_words,
@@ -160,11 +162,11 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     seen = []
 
-    class Look(L.Callback):
-        def on_train_batch_end(self, *_):
+    class Look(Guard):
+        def end_step(self, *_):
             seen.append(torch.are_deterministic_algorithms_enabled())
 
-    monkeypatch.setattr("trainer.training.stretch.Watchdog", lambda *_: Look())
+    monkeypatch.setattr("trainer.training.callbacks.guards.Watchdog", lambda *_: Look())
     run(trainer={"deterministic": True})
     assert seen == [True] * 12
     assert not torch.are_deterministic_algorithms_enabled()
@@ -202,8 +204,8 @@ def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
     )
     assert cpu_seconds(long) == pytest.approx(6 * 362e6 * 30_000 * 512 * 2048 / 2e11, rel=0.01)
     (problem,) = device_problems(long)
-    assert problem.startswith("trainer.accelerator: torch sees no GPU")
-    assert "about 11 years" in problem
+    assert str(problem).startswith("trainer.accelerator: torch sees no GPU")
+    assert "about 11 years" in problem.message
     asked = replace(long, trainer=replace(long.trainer, accelerator="cpu"))
     assert device_problems(asked) == device_problems(RunConfig()) == []
 
@@ -220,7 +222,7 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
     (problem,) = device_problems(half)
-    assert "'bf16' is not supported by this GPU (NVIDIA A100)" in problem
+    assert "'bf16' is not supported by this GPU (NVIDIA A100)" in problem.message
     assert asked == [False]
     assert device_problems(replace(half, trainer=TrainerConfig(precision="fp32"))) == []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
@@ -230,7 +232,7 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (problem,) = device_problems(RunConfig(trainer=TrainerConfig(accelerator="gpu")))
-    assert problem.startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
+    assert str(problem).startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(3600.0, False), (3 * 3600.0, True)])
@@ -246,3 +248,93 @@ def test_a_long_run_on_a_cpu_is_said_to_be_one(monkeypatch, caplog, seconds, sai
 def test_more_threads_take_less_time():
     one, four = (RunConfig(trainer=TrainerConfig(threads=threads)) for threads in (1, 4))
     assert cpu_seconds(one) == pytest.approx(4 * cpu_seconds(four))
+
+
+# Name, multiprocessors or compute units, boost clock (GHz), and a unit's operations a clock in
+# bf16 and fp32 by its architecture's whitepaper: 2 for each multiply-add, without sparsity.
+UNITS = [
+    ("NVIDIA A100-SXM4-80GB", 108, 1.410, 2048, 128),
+    ("NVIDIA A10", 72, 1.695, 1024, 256),
+    ("NVIDIA RTX A6000", 84, 1.800, 1024, 256),
+    ("NVIDIA GeForce RTX 4090", 128, 2.520, 512, 256),
+    ("NVIDIA L4", 60, 2.040, 1024, 256),
+    ("NVIDIA L40S", 142, 2.520, 1024, 256),
+    ("NVIDIA H100 80GB HBM3", 132, 1.980, 4096, 256),
+    ("NVIDIA H100 PCIe", 114, 1.755, 4096, 256),
+    ("NVIDIA H100 NVL", 132, 1.785, 4096, 256),
+    ("NVIDIA B200", 148, 1.965, 8192, 256),
+    ("AMD Instinct MI300X", 304, 2.100, 2048, 256),
+]
+
+
+@pytest.mark.parametrize(("name", "units", "clock", "bf16", "fp32"), UNITS)
+def test_peaks_are_units_times_rate_times_clock(name, units, clock, bf16, fp32):
+    """Under tensor load some clocks are lower, by less than a fifth; sparsity would be twofold."""
+    assert dense_peak(name, "fp32") == pytest.approx(units * clock * fp32 * 1e9, rel=0.04)
+    assert 0.8 < dense_peak(name, "bf16") / (units * clock * bf16 * 1e9) < 1.01
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12),
+        ("A100-SXM4-40GB", 312e12, 19.5e12),  # drivers before 2021 leave the vendor out
+        ("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
+        ("NVIDIA A10", 125e12, 31.2e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362.05e12, 91.6e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 66.9e12),
+        ("NVIDIA H100 PCIe", 756e12, 51.2e12),
+        ("NVIDIA H200", 989.4e12, 66.9e12),
+        ("NVIDIA H200 NVL", 835.5e12, 60e12),
+        ("NVIDIA GH200 480GB", 989.4e12, 66.9e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA GB200", 2500e12, 80e12),
+        ("NVIDIA RTX A6000", 154.8e12, 38.7e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("NVIDIA H100 NVL", 835.5e12, 60e12),
+        ("AMD Instinct MI300X VF", 1307.4e12, 163.4e12),
+    ],
+)
+def test_a_name_within_another_is_another_device(name, bf16, fp32):
+    assert dense_peak(name, "bf16") == pytest.approx(bf16)
+    assert dense_peak(name, "fp32") == pytest.approx(fp32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "",
+        "NVIDIA A10G",
+        "NVIDIA A16",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA H100",
+        "NVIDIA L40",
+        "NVIDIA T400 4GB",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "AMD Instinct MI300A",
+        "AMD Instinct MI325X",
+    ],
+)
+def test_a_device_that_is_not_known_has_no_peak(name):
+    assert dense_peak(name, "bf16") is None
+    assert dense_peak(name, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32"),
+    [
+        ("Tesla V100-SXM2-32GB", 15.7e12),
+        ("Tesla V100-PCIE-16GB", 14.0e12),
+        ("Tesla V100S-PCIE-32GB", 16.4e12),
+        ("Tesla T4", 8.1e12),
+    ],
+)
+def test_devices_without_bf16_units_have_no_peak_in_it(name, fp32):
+    assert dense_peak(name, "bf16") is None
+    assert dense_peak(name, "fp32") == pytest.approx(fp32)

@@ -55,7 +55,12 @@ VARIANTS = {
     ),
     "hsdp": variant(
         "hsdp",
-        strategy={"shard_size": 1, "activation_checkpointing": "selective"},
+        strategy={
+            "shard_size": 1,
+            "activation_checkpointing": "selective",
+            "reduce_gradients": "micro_batch",
+        },
+        trainer={"micro_batch_size": 1},
         model={"softmax": SOFTMAX},
     ),
 }

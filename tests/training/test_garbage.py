@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 
-import lightning as L
 import pytest
 import torch
 
 from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training import run as training
-from trainer.training import stretch
-from trainer.training.callbacks.garbage import GarbageCollection
+from trainer.training.callbacks import guards
+from trainer.training.callbacks.guards import GarbageCollection, Guard
 
 
-class Watching(L.Callback):
+class Watching(Guard):
     """Stands in for the watchdog, just before the collection: what a collection would find."""
 
     def __init__(self, *_):
         pass
 
-    def on_train_start(self, *_):
+    def start(self):
         self.collected = []
         gc.callbacks.append(self.note)
 
@@ -28,18 +27,18 @@ class Watching(L.Callback):
         if phase == "start" and hasattr(self, "trainer"):
             self.collected.append(self.trainer.global_step)
 
-    def on_train_batch_end(self, trainer, *_):
+    def end_step(self, trainer, module):
         self.trainer = trainer
         assert not gc.isenabled()
 
-    def on_train_end(self, *_):
+    def finish(self):
         gc.callbacks.remove(self.note)
 
 
 @pytest.fixture
 def watching(monkeypatch):
     found = Watching()
-    monkeypatch.setattr(stretch, "Watchdog", lambda *_: found)
+    monkeypatch.setattr(guards, "Watchdog", lambda *_: found)
     return found
 
 
@@ -52,7 +51,7 @@ def test_garbage_is_collected_every_so_many_steps_and_never_in_between(run, watc
 def test_a_collection_looks_at_what_training_has_made_only(run, watching, monkeypatch):
     looked_at = []
     note = lambda *_: looked_at.append(len(gc.get_objects()))  # noqa: E731
-    monkeypatch.setattr(watching, "on_train_batch_end", note)
+    monkeypatch.setattr(watching, "end_step", note)
     run()
     assert looked_at[-1] < gc.get_freeze_count() / 10
 
@@ -70,7 +69,7 @@ def test_no_step_leaves_a_tensor_in_a_circle_of_references(run, monkeypatch, str
     left = []
 
     class Look(GarbageCollection):
-        def on_train_batch_end(self, trainer, *_):
+        def end_step(self, trainer, module):
             if trainer.global_step in (4, 12):  # before and after drop and checkpoints
                 gc.set_debug(gc.DEBUG_SAVEALL)
                 gc.collect()
@@ -78,7 +77,7 @@ def test_no_step_leaves_a_tensor_in_a_circle_of_references(run, monkeypatch, str
                 left.extend(x for x in gc.garbage if isinstance(x, torch.Tensor))
                 gc.garbage.clear()
 
-    monkeypatch.setattr(stretch, "GarbageCollection", Look)
+    monkeypatch.setattr(guards, "GarbageCollection", Look)
     if strategy != "single":
         monkeypatch.setattr(training, "starting_point", with_group(training.starting_point))
     try:

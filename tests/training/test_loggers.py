@@ -254,7 +254,7 @@ def test_tensorboard_is_asked_for_where_it_is_installed(tmp_path, monkeypatch):
     asked = configured(tmp_path, tensorboard=True)
     assert logger_problems(configured(tmp_path)) == []
     (problem,) = logger_problems(asked)
-    assert "pip install 'unrope[tensorboard]'" in problem
+    assert "pip install 'unrope[tensorboard]'" in problem.message
     with pytest.raises(UserError, match="TensorBoard is not installed"):
         other_loggers(asked)
     for name in ("tensorboard", "tensorboardX"):

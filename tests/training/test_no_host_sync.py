@@ -19,7 +19,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import lightning_trainer
 from trainer.training import run as runs
-from trainer.training.callbacks.checkpointing import Checkpointing
+from trainer.training.callbacks.saving import Saving
 from trainer.training.callbacks.transitions import Transitions
 
 
@@ -79,7 +79,7 @@ VARIANTS = {
 def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
     monkeypatch.setattr(Transitions, "losses", lambda *_: [0.0])  # waits, three times a run
-    monkeypatch.setattr(Checkpointing, "save", lambda *_: None)  # copies to the CPU
+    monkeypatch.setattr(Saving, "save", lambda *_: None)  # copies to the CPU
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))
     with pytest.raises(EnoughError):

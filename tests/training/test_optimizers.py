@@ -13,6 +13,7 @@ from torch import nn
 from tests.program import run_ranks
 from trainer.model.config import SoftmaxConfig
 from trainer.runs.config import OptimizerConfig
+from trainer.training import optimizers
 from trainer.training.optimizers import (
     global_norm,
     make_optimizer,
@@ -85,7 +86,19 @@ def test_shards_of_any_size_and_copies_give_what_one_process_does(tmp_path):
     """Also where ranks have fewer rows than others, or none, and where nodes have copies."""
     script = Path(__file__).with_name("muon_ranks.py")
     for rank in run_ranks(4, script, cwd=tmp_path):
-        assert rank.stdout.split() == ["True"] * (2 * (4 + 2 + 1) + 2 + 1), rank.stderr[-2000:]
+        assert rank.stdout.split() == ["True"] * (4 * 4 * 3), rank.stderr[-2000:]
+
+
+@pytest.mark.parametrize("most", [1, 3 * 24 * 16, 10**9])
+def test_batches_of_matrices_are_updated_as_each_alone(tiny_decoder, monkeypatch, most):
+    """Whatever their size: one matrix at a time, some, and all of a shape."""
+    config = OptimizerConfig(name="muon")
+    models = [tiny_decoder(), tiny_decoder()]
+    for model, elements in zip(models, (1, most), strict=True):
+        monkeypatch.setattr(optimizers, "BATCH", elements)
+        steps(model, [make_optimizer(model, config)], 3)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def decayed(model, config):
@@ -209,11 +222,13 @@ def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape):
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     wanted = left @ torch.diag(values) @ right
-    found = newton_schulz(left @ torch.diag(sizes) @ right)
+    matrix = left @ torch.diag(sizes) @ right
+    found = newton_schulz(torch.stack([matrix, -3 * matrix, torch.zeros(shape)]))
     assert found.dtype == torch.bfloat16
     assert found.is_contiguous()
-    torch.testing.assert_close(found.float(), wanted, atol=0.03, rtol=0)
-    assert newton_schulz(torch.zeros(2, 2)).tolist() == [[0, 0], [0, 0]]
+    torch.testing.assert_close(found[0].float(), wanted, atol=0.03, rtol=0)
+    torch.testing.assert_close(found[1].float(), -wanted, atol=0.03, rtol=0)
+    assert not found[2].any()
 
 
 def test_a_tall_matrix_moves_by_more():
@@ -225,7 +240,7 @@ def test_a_tall_matrix_moves_by_more():
         config = OptimizerConfig(name="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0)
         before = model.weight.detach().clone()
         model.weight.grad = torch.randn(rows, 4)
-        direction = newton_schulz(model.weight.grad).float()
+        direction = newton_schulz(model.weight.grad[None])[0].float()
         make_optimizer(model, config).step()
         moved[rows] = (before - model.weight.detach(), direction)
     for rows, factor in ((8, math.sqrt(2)), (2, 1.0)):

@@ -26,7 +26,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.training.callbacks.preemption import Preemption
+from trainer.training.callbacks.stopping import Stopping
 from trainer.workflows.prepare import prepare
 from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import open_corpus
@@ -121,9 +121,9 @@ def test_what_a_phase_changed_is_computed_again_at_its_own_length(whole):
     effect = trained.effects["long"]
     slowed = loss(4, lambda layout: layout.rescaled(position_interpolation, 2.0))
     expected = {"loss_before": loss(4), "loss_after": slowed, "loss_end": loss(7)}
-    assert {key: effect[key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert effect["step"] == 4
-    assert trained.effect_of_drop["loss_end"] == pytest.approx(loss(9), rel=1e-5)
+    assert {key: getattr(effect, key) for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert effect.step == 4
+    assert trained.effect_of_drop.loss_end == pytest.approx(loss(9), rel=1e-5)
     logged = [row for row in rows_of(config) if "phase_long/loss_after" in row]
     assert [row["step"] for row in logged] == [6]
 
@@ -142,7 +142,7 @@ def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path
 
 def test_who_asks_in_the_last_step_of_a_stretch_is_heard_before_the_next(run, monkeypatch):
     """It ends before a vote could be held."""
-    usual = Preemption.on_train_batch_end
+    usual = Stopping.on_train_batch_end
 
     def asked(self, trainer, *args):
         if trainer.global_step == 4:
@@ -150,7 +150,7 @@ def test_who_asks_in_the_last_step_of_a_stretch_is_heard_before_the_next(run, mo
         else:
             usual(self, trainer, *args)
 
-    monkeypatch.setattr(Preemption, "on_train_batch_end", asked)
+    monkeypatch.setattr(Stopping, "on_train_batch_end", asked)
     with pytest.raises(PreemptedError, match=r"after step 4 \(SIGTERM\), checkpoint saved"):
         run(**CHANGES)
 
@@ -184,10 +184,8 @@ def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
     state = read_state(trained.checkpoint)
     assert state["ends"] == {"first": 6, "dropped": 3}
     assert state["config"]["trainer"]["max_steps"] == state["step"] == 9
-    assert trained.effects["dropped"]["step"] == 6
-    assert trained.effects["dropped"]["loss_end"] == pytest.approx(
-        state["callbacks"]["Until"]["losses"][-1]
-    )
+    assert trained.effects["dropped"].step == 6
+    assert trained.effects["dropped"].loss_end == pytest.approx(state["held_out_losses"][-1])
     for step in (3, 4, 6, 8):
         target = tmp_path / f"from{step}" / "checkpoints"
         target.mkdir(parents=True)
@@ -211,7 +209,7 @@ def test_what_shrinks_is_gone_before_its_phase_may_end(run):
     state = read_state(trained.checkpoint)
     assert state["ends"] == {"dropped": 6}
     assert state["layout"]["spectra"][0]["inv_freq"] == []
-    assert state["callbacks"]["Transitions"]["before"] is None
+    assert state["layout_before_drop"] is None
 
 
 def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):

@@ -19,8 +19,8 @@ from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
+from trainer.training.callbacks.transitions import effect_batch
 from trainer.training.run import train
-from trainer.training.stretch import effect_batch
 from trainer.workflows.training_text import open_corpus
 
 
@@ -79,8 +79,8 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     logits = published[1](batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     effect = run.effect_of_drop
-    assert effect["loss_before"] == pytest.approx(expected.item(), rel=1e-5)
-    assert effect["step"] == 0
+    assert effect.loss_before == pytest.approx(expected.item(), rel=1e-5)
+    assert effect.step == 0
 
 
 def test_shape_and_positions_are_the_published_ones(begin):
@@ -152,8 +152,7 @@ def test_a_model_that_is_not_there_is_named_with_the_way_out(begin, monkeypatch)
 def test_benchmarks_measure_published_weights_before_the_drop(begin):
     asked = {"every": 5, "tasks": ["perplexity"], "lengths": [1], "limit": 4}
     config, _ = begin(monitor={"benchmarks": asked})
-    states = read_state(checkpoint_of(config))["callbacks"]
-    history = states["Benchmarks"]["history"]
+    history = read_state(checkpoint_of(config))["benchmarks"]
     assert [(one["step"], one["dropped"]) for one in history] == [
         (0, False),
         (0, True),

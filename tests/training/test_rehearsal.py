@@ -14,7 +14,13 @@ from trainer.model import linear
 from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.rehearsal import memory_of, peaks, pretended, rank_of, update
+from trainer.training.rehearsal import (
+    fake_tensors,
+    memory_peaks,
+    simulated_rank,
+    step_memory,
+    train_step,
+)
 
 SHAPE = 4, 128
 RECOMPUTED = {"fp32": "none", "bf16": "full"}
@@ -39,17 +45,18 @@ def test_memory_of_a_rank(monkeypatch, precision, softmax):
     # As on a GPU: oneDNN copies what it multiplies.
     monkeypatch.setattr(linear, "MKL_IS_SLOW", False)
     config = configured(precision, softmax)
-    with rank_of(config, Ranks(0, 2, 0, 2)) as module, pretended(device="cpu"):
+    with simulated_rank(config, Ranks(0, 2, 0, 2)) as module, fake_tensors(device="cpu"):
         module.configure_model()
-        found = peaks(module, module.configure_optimizers(), SHAPE)
-    with rank_of(config, Ranks(0, 2, 0, 2)) as module:
+        found = memory_peaks(module, module.configure_optimizers(), SHAPE)
+    with simulated_rank(config, Ranks(0, 2, 0, 2)) as module:
         real = allocated(module, SHAPE)
     expected = max(sum(parts.values()) for parts in found.values())
     assert expected == pytest.approx(real, rel=0.02), found
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_the_loss_of_a_large_vocabulary_holds_two_gib(softcap):
+def test_the_loss_of_a_large_vocabulary_holds_half_a_gib(softcap):
+    """Logits of a chunk in bfloat16, over which their gradient is written."""
     shape = 16, 2048
     config = replace(
         configured("fp32"),
@@ -59,12 +66,12 @@ def test_the_loss_of_a_large_vocabulary_holds_two_gib(softcap):
         trainer=TrainerConfig(batch_size=16, precision="bf16", accelerator="cpu"),
         strategy=StrategyConfig(name="single"),
     )
-    with rank_of(config, Ranks(0, 1, 0, 1)) as module, pretended():
+    with simulated_rank(config, Ranks(0, 1, 0, 1)) as module, fake_tensors():
         module.configure_model()
-        found = peaks(module, module.configure_optimizers(), shape)
+        found = memory_peaks(module, module.configure_optimizers(), shape)
     logits = 4 * math.prod(shape) * 49_152
     assert logits == 6 << 30
-    assert 1 << 30 < found["loss"]["loss"] < 2 << 30
+    assert 1 << 28 < found["loss"]["loss"] < 1 << 29
 
 
 def allocated(module, shape):
@@ -75,9 +82,9 @@ def allocated(module, shape):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         module.configure_model()
         optimizer = module.configure_optimizers()
-        update(module, optimizer, shape)
+        train_step(module, optimizer, shape)
         with record_function("second update"):
-            update(module, optimizer, shape)
+            train_step(module, optimizer, shape)
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     now, peak, second = 0, 0, False
     for event in events:
@@ -124,25 +131,25 @@ def described(words):
 def test_layers_that_were_left_out_follow_from_the_others(words):
     """``plan`` says within 5% what ``exact=true`` does, which goes through all layers."""
     config, ranks = described(words)
-    whole, estimated = (memory_of(config, ranks, exact=exact) for exact in (True, False))
+    whole, estimated = (step_memory(config, ranks, exact=exact) for exact in (True, False))
     assert sum(estimated.values()) == pytest.approx(sum(whole.values()), rel=0.05)
 
 
 def test_one_micro_batch_that_finds_gradients_needs_what_the_second_does():
     config, ranks = described("fsdp2 x4 full, 2 of 4")
     config = replace(config, model=replace(config.model, num_hidden_layers=2))
-    with rank_of(config, ranks) as module, pretended():
+    with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()
-        two = peaks(module, module.configure_optimizers(), (2, config.data.sequence_length))
+        two = memory_peaks(module, module.configure_optimizers(), (2, config.data.sequence_length))
     assert module.trainer.accumulate_grad_batches == 2
     expected = max(sum(parts.values()) for parts in two.values())
-    assert sum(memory_of(config, ranks).values()) == pytest.approx(expected, rel=1e-4)
+    assert sum(step_memory(config, ranks).values()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_one_micro_batch_finds_no_gradients_where_there_is_no_other():
     """Whole ones of several micro-batches are kept until the last; of one they never are."""
     of_one, of_two = (
-        memory_of(*described(f"fsdp2 x4 full, 2 of {batch} once")) for batch in (2, 4)
+        step_memory(*described(f"fsdp2 x4 full, 2 of {batch} once")) for batch in (2, 4)
     )
     assert sum(of_one.values()) < 0.95 * sum(of_two.values())
 
@@ -151,6 +158,6 @@ def test_what_was_pretended_is_forgotten(tiny_decoder):
     """Tables of rotations are kept from one forward pass to the next."""
     model, ids = tiny_decoder(), torch.arange(8)[None]
     real = model(ids)
-    with pretended():
+    with fake_tensors():
         tiny_decoder()(ids)
     torch.testing.assert_close(tiny_decoder()(ids), real, rtol=0, atol=0)

@@ -20,8 +20,8 @@ from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
-from trainer.training import strategy
-from trainer.training.callbacks.checkpointing import group_of_threads
+from trainer.training import lightning_trainer, strategy
+from trainer.training.callbacks.saving import group_of_threads
 from trainer.training.lightning_trainer import make_trainer
 from trainer.training.module import make_decoder
 from trainer.training.run import train
@@ -50,15 +50,15 @@ def tiny(**more):
 def test_lightning_s_part_of_a_strategy():
     """Each rank holds a shard, and none a part of a product."""
     of = {
-        name: strategy.lightning_strategy(
+        name: lightning_trainer.lightning_strategy(
             tiny(strategy=StrategyConfig(name=name)), Ranks(1, 4, 1, 4)
         )
         for name in ("single", "ddp", "fsdp2", "hsdp")
     }
-    assert type(of["single"]) is strategy.Single
-    assert type(of["ddp"]) is strategy.Replicated
+    assert type(of["single"]) is lightning_trainer.Single
+    assert type(of["ddp"]) is lightning_trainer.Replicated
     for name in ("fsdp2", "hsdp"):
-        assert type(of[name]) is strategy.Sharded
+        assert type(of[name]) is lightning_trainer.Sharded
         assert (of[name]._data_parallel_size, of[name]._tensor_parallel_size) == (4, 1)
 
 
@@ -219,10 +219,10 @@ def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
     monkeypatch.setattr(dist, "reduce_scatter_tensor", counted)
     ids = torch.randint(50, (2, 16))
     for index in range(3):
-        strategy.synchronize_gradients(model, index == 2)
+        strategy.synchronize_gradients(model, index == 2, index == 2)
         model.loss(ids, ids).backward()
     reductions = len(count)
-    strategy.synchronize_gradients(model, True)
+    strategy.synchronize_gradients(model, True, True)
     model.loss(ids, ids).backward()
     assert reductions == len(count) - reductions  # as many as one micro-batch alone needs
     assert all(p.grad is not None for p in model.parameters())
@@ -240,9 +240,9 @@ def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, mo
     """Lightning copies weights and the optimizer's state to the host; with every stretch and
     control that ends, on all ranks of a node at once. The last hooks still see them."""
     ended, seen = [], []
-    teardown = strategy.Uncopied.teardown
+    teardown = lightning_trainer.Uncopied.teardown
     monkeypatch.setattr(
-        strategy.Uncopied,
+        lightning_trainer.Uncopied,
         "teardown",
         lambda self: ended.append((self.lightning_module, self.optimizers[0])) or teardown(self),
     )
@@ -254,7 +254,7 @@ def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, mo
         def teardown(self, trainer, module, stage):
             seen.append(any(p.is_meta for p in module.parameters()))
 
-    monkeypatch.setattr(strategy.Strategy, "teardown", lambda self: pytest.fail("copies"))
+    monkeypatch.setattr(lightning_trainer.Strategy, "teardown", lambda self: pytest.fail("copies"))
     changes = {"strategy": {"name": name}, "trainer": {"max_steps": 8}}
     config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
     (tmp_path / "run").mkdir()
@@ -297,8 +297,8 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-    buckets = partial(strategy.Replicated, bucket_cap_mb=0.01)
-    monkeypatch.setattr(strategy, "Replicated", buckets)
+    buckets = partial(lightning_trainer.Replicated, bucket_cap_mb=0.01)
+    monkeypatch.setattr(lightning_trainer, "Replicated", buckets)
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
     changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
     steps = {"max_steps": 8, "compile": True}

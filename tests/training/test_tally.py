@@ -1,14 +1,25 @@
 """Sums of losses over micro-batches, steps and skipped steps."""
 
+from __future__ import annotations
+
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
+from trainer.data.order import as_text
+from trainer.formats import adapter
+from trainer.runs.saved_state import SavedCertificate, SavedTally
 from trainer.training import tally as tallies
-from trainer.training.tally import Spikes, Tally
+from trainer.training.tally import Certificate, Spikes, StepTimer, Tally
+
+
+def stored(tally):
+    """The state of a tally as a checkpoint's JSON holds it."""
+    return adapter(SavedTally).validate_json(json.dumps(asdict(tally.state())))
 
 
 def test_a_step_is_the_weighted_mean_over_all_its_tokens():
@@ -60,7 +71,7 @@ def test_each_row_is_of_the_steps_since_the_one_before():
     assert found[2][3] == 2
     # What a checkpoint between two rows has is of the row that has begun.
     again = Tally()
-    again.load(json.loads(json.dumps(tally.state())), torch.device("cpu"))
+    again.load(stored(tally), torch.device("cpu"))
     for one in (tally, again):
         one.add(torch.full((1, 4), 4.0), torch.ones(1, 4))
         one.end_update(*one.end_step()[:1], torch.tensor(1.0), torch.tensor(False))
@@ -81,7 +92,7 @@ def test_the_state_goes_on_in_the_middle_of_a_row():
     for index, loss in enumerate((1.1, 2.3, 3.7)):
         parts = (whole, first) if index < 2 else (whole, second)
         if index == 2:
-            second.load(json.loads(json.dumps(first.state())), torch.device("cpu"))
+            second.load(stored(first), torch.device("cpu"))
         for tally in parts:
             tally.add(torch.tensor([[loss, 1.0, 2.0, 3.0]]), torch.ones(1, 4))
             value, _ = tally.end_step()
@@ -164,7 +175,7 @@ def test_a_tally_of_nothing():
     assert math.isnan(row.pop("gradient_norm"))
     assert row == {"skipped_steps": 0, "loss_spikes": 0, "gradient_spikes": 0}
     other = Tally()
-    other.load(json.loads(json.dumps(tally.state())), torch.device("cpu"))
+    other.load(stored(tally), torch.device("cpu"))
     assert other.state() == tally.state()
     assert other.spikes.seen == 0
     assert other.skipped_in_a_row() == 0
@@ -180,3 +191,98 @@ def test_a_mean_over_ranks_is_their_sum_over_their_number(monkeypatch):
     assert x.item() == 3
     for ranks[:] in ([True, 1], [False, 4]):
         assert tallies.mean_over_ranks(torch.tensor([3.0])).item() == 3
+
+
+def of(total, last):
+    return SavedCertificate(as_text(total), as_text(last))
+
+
+def test_hashes_add_up_over_micro_batches_and_steps():
+    found = Certificate()
+    assert found.state() == of(0, 0)
+    for begins, hashes in ((True, [1, 2]), (False, [4]), (True, [8]), (False, [16, 32])):
+        found.add(torch.tensor(hashes), begins_step=begins)
+    assert found.state() == of(63, 56)
+
+
+def test_sums_wrap_round_at_2_to_the_64():
+    found = Certificate()
+    found.add(torch.tensor([2**62, 2**62, 2**62, 2**62 + 5]), begins_step=True)
+    assert found.state() == of(5, 5)
+
+
+def test_a_sum_goes_on_and_the_part_before_is_added_once(monkeypatch):
+    """Of two ranks, which read the same here."""
+    monkeypatch.setattr(tallies.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(tallies.dist, "all_reduce", lambda x: x.mul_(2))
+    found = Certificate()
+    found.load(of(100, 7))
+    assert found.state() == of(100, 7)
+    found.add(torch.tensor([3]), begins_step=True)
+    assert found.state() == of(106, 6)
+    assert found.state() == of(106, 6)
+    monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 1)
+    assert found.state() == of(103, 3)
+
+
+def test_every_second_belongs_to_the_part_that_was_entered_last(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tallies.time, "perf_counter", lambda: now[0])
+    timer = StepTimer()
+    for part, seconds in (("data", 1), ("compute", 5), ("optimizer", 2), ("data", 3)):
+        timer.enter(part)
+        now[0] += seconds
+    timer.enter("compute")
+    expected = {"data": 4, "compute": 5, "optimizer": 2, "checkpoint": 0, "monitor": 0}
+    assert timer.read() == pytest.approx(expected)
+    now[0] += 7
+    timer.enter("checkpoint")
+    assert timer.read()["compute"] == pytest.approx(7)
+
+
+def test_on_a_gpu_the_stream_tells_the_time_and_is_waited_for_once(monkeypatch):
+    """Events, which tell milliseconds between each other; the host's clock is not asked."""
+    now, waited = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def synchronize(self):
+            waited.append(self.at)
+
+        def elapsed_time(self, later):
+            return 1000 * (later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(tallies.time, "perf_counter", pytest.fail)
+    timer = StepTimer()
+    assert set(timer.read().values()) == {0.0}
+    for part, seconds in (("data", 1), ("compute", 5), ("data", 3)):
+        timer.enter(part)
+        now[0] += seconds
+    timer.enter("monitor")
+    assert waited == []
+    expected = {"data": 4, "compute": 5, "optimizer": 0, "checkpoint": 0, "monitor": 0}
+    assert timer.read() == pytest.approx(expected)
+    assert waited == [9]
+    now[0] += 2
+    timer.enter("data")
+    assert timer.read() == pytest.approx(dict.fromkeys(expected, 0) | {"monitor": 2})
+
+
+@pytest.mark.parametrize(("there", "used"), [(False, True), (True, False)])
+def test_a_gpu_that_is_not_used_is_not_asked(monkeypatch, there, used):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("asked"))
+    timer = StepTimer()
+    timer.enter("data")
+    timer.enter("compute")
+    assert timer.read()["data"] > 0

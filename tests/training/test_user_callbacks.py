@@ -77,7 +77,7 @@ class Broken(L.Callback):
 
 class Metrics(L.Callback):
     def state_dict(self):
-        return {}
+        return {"own": 3}
 
 class NotOne:
     pass
@@ -180,7 +180,6 @@ WRONG = {
         {"_target_": "my_callbacks.ModelCheckpoint"},
         "has no place here: checkpoints are written by the run itself",
     ),
-    "a state like the run's": ({"_target_": "my_callbacks.Metrics"}, "key 'Metrics', as .*the run"),
 }  # fmt: skip
 
 
@@ -195,6 +194,11 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
     assert problem.startswith("callbacks.mine")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_class_may_have_the_name_of_one_of_the_runs_callbacks(run):
+    config, _ = run(callbacks={"mine": {"_target_": "my_callbacks.Metrics"}})
+    assert read_state(checkpoint_of(config))["user_callbacks"] == {"Metrics": {"own": 3}}
 
 
 def test_all_that_is_wrong_is_said_together():

@@ -25,10 +25,7 @@ NEEDS = (
         ({"method": "pi", "layers": [0, -1]}, []),
         (
             {"layers": []},
-            [
-                "analysis.layers: expected one layer or more, got none; null leaves the choice to "
-                "windows."
-            ],
+            ["analysis.layers: expected one layer or more, got none; null leaves it to windows."],
         ),
         ({"method": "yarn+window"}, []),
         *(

@@ -34,7 +34,7 @@ def skipping(self, *args, start=0, **options):
 CountingSampler.__init__ = skipping
 """,
     "the optimizer reset once more": """
-from trainer.training.callbacks.resume import Resume
+from trainer.training.step import Resume
 original = Resume.on_fit_start
 def forgetful(self, trainer, module):
     original(self, trainer, module)
@@ -42,16 +42,16 @@ def forgetful(self, trainer, module):
 Resume.on_fit_start = forgetful
 """,
     "the drop forgotten": """
-from trainer.training import stretch
+from trainer.training import run
 class Forgetful:
     from_dict = staticmethod(lambda values: drill.LAYOUT)
-stretch.Layout = Forgetful
-original = stretch.make_decoder
+run.Layout = Forgetful
+original = run.make_decoder
 def remember(*args):
     model = original(*args)
     drill.LAYOUT = model.layout
     return model
-stretch.make_decoder = remember
+run.make_decoder = remember
 """,
 }
 
@@ -205,12 +205,12 @@ def test_the_largest_file_of_the_newest_checkpoint_is_damaged(tmp_path, monkeypa
 
 def test_a_run_is_killed_once_the_tensors_of_that_checkpoint_are_written(tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr(drill.checkpointing, "save", lambda *given: done.append(given))
+    monkeypatch.setattr(drill.saving, "save", lambda *given: done.append(given))
     monkeypatch.setattr(drill.os, "kill", lambda *given: done.append(given))
     drill._die_while_saving("step-000008")
-    drill.checkpointing.save({}, tmp_path / ".step-000004.partial", None)
+    drill.saving.save({}, tmp_path / ".step-000004.partial", None)
     assert len(done) == 1
-    drill.checkpointing.save({}, tmp_path / ".step-000008.partial", None)
+    drill.saving.save({}, tmp_path / ".step-000008.partial", None)
     assert done[1:] == [
         ({}, tmp_path / ".step-000008.partial", None), (os.getpid(), signal.SIGKILL),
     ]  # fmt: skip

@@ -255,11 +255,11 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
     with pytest.raises(UserError) as error:
         evaluate_lengths(request(runs, tmp_path, lengths=[1, 8]))
-    assert [problem.partition(" need")[0] for problem in error.value.problems] == [
+    assert [str(problem).partition(" need")[0] for problem in error.value.problems] == [
         "evaluation.lengths: 256 tokens of RoPE (before-drop)",
         "evaluation.lengths: 256 tokens of DroPE",
     ]
-    assert all("evaluation.dtype=bf16 needs" in problem for problem in error.value.problems)
+    assert all("evaluation.dtype=bf16 needs" in problem.message for problem in error.value.problems)
 
 
 def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):

@@ -17,6 +17,7 @@ from trainer.runs.metrics_file import write_metrics
 from trainer.runs.models import Candidate
 from trainer.runs.parsing import parse
 from trainer.runs.phases import phases_of
+from trainer.runs.saved_state import Effect
 from trainer.training.run import TrainedRun
 from trainer.workflows import experiment_report
 from trainer.workflows.experiment_report import (
@@ -60,8 +61,8 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         tmp_path,
         rows,
         {
-            "long": {"what": "as it was kept", "loss_before": 2.5, "loss_after": 2.75},
-            "dropped": {"loss_before": 2.0, "loss_after": 5.0},
+            "long": Effect(what="as it was kept", loss_before=2.5, loss_after=2.75),
+            "dropped": Effect(loss_before=2.0, loss_after=5.0),
         },
         {"skips": [[3, 8], [5, 8]]},
         phases=phases,
@@ -97,20 +98,19 @@ def test_a_run_that_kept_nothing_and_one_that_diverged(tmp_path):
 
 def test_what_was_measured_while_training_is_in_its_state():
     for read in (_reach, _milestones):
-        assert read(SimpleNamespace(state={"callbacks": {}})) == ()
+        assert read(SimpleNamespace(state={})) == ()
     reach = {
         "step": 3, "dropped": False, "training_length": 32, "lengths": [32], "loss": [2.0],
         "retrieval": [], "edges": [0, 32], "losses": [2.0],
     }  # fmt: skip
     milestone = {"step": 4, "dropped": True, "tokens": 9, "scores": {}}
-    state = {"Lengths": {"history": [reach]}, "Benchmarks": {"history": [milestone]}}
-    candidate = SimpleNamespace(state={"callbacks": state})
+    candidate = SimpleNamespace(state={"lengths": [reach], "benchmarks": [milestone]})
     assert [one.step for one in _reach(candidate)] == [3]
     assert [one.step for one in _milestones(candidate)] == [4]
 
 
 NOPE = {"positional": {"layers": ["nope"]}}
-EFFECT = {"step": 10, "loss_before": 2.0, "loss_after": 5.0, "loss_end": 2.1}
+EFFECT = Effect(step=10, loss_before=2.0, loss_after=5.0, loss_end=2.1)
 MILESTONE = {"step": 4, "dropped": False, "tokens": 9, "scores": {"a": 1.0}}
 SHARE = Share(0, 2)
 
@@ -129,7 +129,7 @@ def told(tmp_path, monkeypatch, tiny_decoder):
             path.mkdir(parents=True)
             row = {"step": 20, "tokens_per_second": 10.0 * i, "skipped_steps": i // 2 * 2}
             write_metrics(tmp_path / name / "metrics.csv", [row])
-            state = {"step": 20, "callbacks": {"Benchmarks": {"history": [MILESTONE] * i}}}
+            state = {"step": 20, "benchmarks": [MILESTONE] * i}
             shape = tiny_decoder()
             found[str(path)] = Candidate(
                 *(str(path), "x", path, None, shape.config, shape.layout, "0", config, None),

@@ -83,6 +83,8 @@ def _few(controls):
         changed = dict(control)
         if isinstance(changed.get("branch"), int):
             changed["branch"] = 2
+        if "from_run" in changed.get("model", {}):  # and its steps are of that run
+            changed |= {"model": {"from_run": None}, "trainer": {}}
         if "at" in changed.get("drop", {}):
             changed["drop"] = {**changed["drop"], "at": 2}
         if "anneal_steps" in changed.get("drop", {}):

@@ -24,7 +24,7 @@ def planned(monkeypatch, tmp_path):
     every sequence of a micro-batch 30 GiB, or a third or an eighth of that where it is recomputed;
     a checkpoint takes a million times what it does."""
 
-    def memory_of(config, ranks, exact):
+    def step_memory(config, ranks, exact):
         run, kept = config.trainer, {"none": 30, "selective": 10, "full": 3.75}
         rows = run.micro_batch_size or run.batch_size // ranks.world_size
         assert config.strategy.name in ("single", "fsdp2", "hsdp")
@@ -33,7 +33,7 @@ def planned(monkeypatch, tmp_path):
         sizes["activations"] = rows * kept[config.strategy.activation_checkpointing]
         return {name: int(size * GIB) for name, size in sizes.items()}
 
-    monkeypatch.setattr(plans, "memory_of", memory_of)
+    monkeypatch.setattr(plans, "step_memory", step_memory)
     monkeypatch.setattr(plans, "STATE", 12 * 10**6)
 
     def made(values, ranks=1, local=1, **options):

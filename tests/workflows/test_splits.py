@@ -24,9 +24,8 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.lengths import measurements
-from trainer.training.callbacks.probe import Probe
-from trainer.training.stretch import effect_batch
+from trainer.training.callbacks.monitors import Probe, measurements
+from trainer.training.callbacks.transitions import effect_batch
 from trainer.workflows import measuring
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.measuring import Text, measure_models
@@ -98,8 +97,7 @@ def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}
-    drop = SimpleNamespace(phases=())
-    assert seen(Probe(config, corpus, drop, print).ids.numpy()) == {"validation"}
+    assert seen(Probe(config, corpus).ids.numpy()) == {"validation"}
 
 
 def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(

@@ -65,7 +65,7 @@ def test_layers_are_checked_in_every_model_and_named(models, tiny_decoder):
     ]
     with pytest.raises(UserError) as error:
         applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         "evaluation.layers: layer 5 does not exist in a model of 2 layers; expected 0 to 1, the "
         "nearest is 1.",
     )

@@ -18,13 +18,14 @@ from trainer.positional.layout import LayerEncoding
 class Heads:
     """Queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]`` of one layer, float32.
 
-    ``q``, ``k``: before the encoding, after QK-norm where the layer has it; ``rotated_q``,
-    ``rotated_k``: as they meet in the scores, temperature and gains included. ``encoding``: what
-    happened between, in a model of ``training_length`` C. Query head h reads key-value head
-    h // (Hq / Hkv); in a layer with a spectrum for every query head Hkv is Hq.
+    ``q``, ``k``: before the encoding, after QK-norm if the layer has it; ``rotated_q``,
+    ``rotated_k``: as the scores use them, temperature and gains included. ``encoding``: the layer's
+    encoding, in a model of ``training_length`` C. Query head h reads key-value head h // (Hq /
+    Hkv); in a layer with a spectrum for every query head, Hkv equals Hq.
 
-    A score is ``scaling`` q k (None: q k / sqrt(D)), and with a ``softcap`` c (Gemma 2) it is
-    c tanh(score / c). ``sinks`` ``[Hq]``, where there are, are logits beside them in the softmax.
+    A score is ``scaling`` q k (None: q k / sqrt(D)); with a ``softcap`` c (Gemma 2) it is c
+    tanh(score / c). ``sinks`` ``[Hq]``: logits of learned sinks, which the softmax adds to the
+    scores; None without them.
     """
 
     layer: int
@@ -40,25 +41,36 @@ class Heads:
 
     @property
     def softmax(self) -> Softmax:
-        """What the softmax has beside scores."""
+        """The softmax's learned sinks and soft-cap."""
         return Softmax(self.sinks, self.softcap)
 
     @property
     def scale(self) -> float:
-        """What the dot product of a query and a key is multiplied by."""
+        """Factor on the dot product of a query and a key."""
         return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that read one key-value head."""
+        """Number of query heads that read one key-value head."""
         return self.q.shape[1] // self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """Prompts ``ids`` ``[B, T]`` that state a fact at ``needle`` and end with a question of
+    ``question`` tokens about it."""
+
+    ids: Tensor
+    needle: slice
+    question: int = 1
 
 
 @contextmanager
 def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterator[None]:
-    """Within it, every forward pass calls ``on_layer`` for each layer, before its attention.
+    """Call ``on_layer`` for each layer, before its attention, in every forward pass inside the
+    context.
 
-    What ``on_layer`` does not keep is freed before the next layer.
+    Tensors that ``on_layer`` does not keep are freed before the next layer.
     """
 
     def observe(
@@ -79,6 +91,6 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
 
 @torch.no_grad()
 def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
-    """Read ``ids`` ``[B, T]``, and return the normalised states ``[B, T, hidden_size]``."""
+    """Read ``ids`` ``[B, T]`` and return the normalised states ``[B, T, hidden_size]``."""
     with observing(model, on_layer):
         return model.hidden_states(ids.to(model.device))

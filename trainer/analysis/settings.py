@@ -1,5 +1,5 @@
-"""Settings of single analyses; imports no torch, so that a mistake in a configuration is reported
-at once."""
+"""Names and settings of analyses. Imports no torch, so that ``--help`` and configuration errors
+come fast."""
 
 from __future__ import annotations
 
@@ -12,25 +12,74 @@ from pydantic import Field
 from trainer.common.errors import Problem
 from trainer.common.fields import Count, Share, configuration
 
+ALL, DROP, OFFSETS = "all", "drop", "offset_features"
+COMPARING = (DROP, OFFSETS, ALL)
+"""Those that show another model beside the one that is analysed."""
+ANALYSES = [
+    "clusters",
+    "sinks",
+    "synthetic",
+    "frequency_entropy",
+    OFFSETS,
+    "matrix_entropy",
+    "positional_bias",
+]
+"""Of one model, in the order of a page; plugins add theirs."""
+
+
+def kinds() -> tuple[str, ...]:
+    """Return all values of ``analysis.kind``: one analysis, ``all``, or ``drop``, which compares
+    two models."""
+    return (ALL, *ANALYSES, DROP)
+
+
+WINDOWS = ("hann", "hamming", "blackman", "rectangular")
+
+
+@configuration
+class ShortTime:
+    """Frames of a short-time Fourier transform, as in the paper on frequency entropy."""
+
+    window: Literal["hann", "hamming", "blackman", "rectangular"] = "hann"
+    """Window of each frame: hann, hamming, blackman, rectangular."""
+    frame: Annotated[Count, Field(ge=2)] = 1024
+    """Tokens of a frame; SpectrumFE is left out of shorter texts."""
+    hop: Count | None = None
+    """Tokens from one frame to the next; null: half a frame."""
+
+    @property
+    def step(self) -> int:
+        """Tokens from one frame to the next."""
+        return self.hop or self.frame // 2
+
+    def problems(self) -> list[Problem]:
+        """Return a hop that is longer than a frame as a problem, with its key relative to the
+        frames'."""
+        if self.hop is None or self.hop <= self.frame:
+            return []
+        return [Problem("hop", f"expected 1 to {self.frame} tokens, a frame, got {self.hop}.")]
+
+
+USUAL = ShortTime()
+
 Rule = tuple[str, Literal["below", "above"], float]
 """Which entropy, on which side of which threshold."""
 GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
 
 
 def rules(gate: str) -> tuple[Rule, ...]:
-    """Those of a gate such as ``spectrum>0.4+sequence<0.6``, whose pairs are all that any of them
-    names.
+    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the gate is malformed.
     """
-    found: list[Rule] = []
+    parsed: list[Rule] = []
     for part in gate.split("+"):
-        if not (known := GATE.fullmatch(part.strip())):
+        if not (match := GATE.fullmatch(part.strip())):
             raise ValueError(gate)
-        measure, sign, tau = known.groups()
-        found.append((measure, "below" if sign == "<" else "above", float(tau)))
-    return tuple(found)
+        measure, sign, tau = match.groups()
+        parsed.append((measure, "below" if sign == "<" else "above", float(tau)))
+    return tuple(parsed)
 
 
 @configuration
@@ -54,13 +103,13 @@ class AttenuationSettings:
     """Texts to measure, the first of the page."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        found = []
+        """Return the problems that no single field's type can express."""
+        problems = []
         for gate in self.gates:
             try:
                 rules(gate)
             except ValueError:
-                found.append(
+                problems.append(
                     Problem(
                         "analysis.attenuation.gates",
                         "expected an entropy and its threshold, as in 'spectrum<0.2' or "
@@ -68,10 +117,10 @@ class AttenuationSettings:
                     )
                 )
         if self.tokens == []:
-            found.append(
+            problems.append(
                 Problem("analysis.attenuation.tokens", "expected one or more, or null, got none.")
             )
-        return found
+        return problems
 
 
 @configuration

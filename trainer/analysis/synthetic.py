@@ -1,24 +1,37 @@
-"""The effect of a spectrum on a cluster of vectors, without a model (RoPE-ID Fig. 7).
+"""The effect of spectra on a cluster of vectors, without weights or text: the model's spectra and
+standard ones side by side (RoPE-ID Sec. 4, Fig. 7).
 
-The cluster is one repeated vector, the tightest possible; all is in closed form, at any length.
+The cluster is one repeated vector, the tightest possible. All curves are in closed form, at any
+length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
-from trainer.analysis.averages import Array
+from trainer.analysis.arrays import Array, to_json
+from trainer.analysis.studies.section import Grid, Picture, Section
+from trainer.analysis.studies.study import Study
+from trainer.plotting.lines import Frame, Panel, Series, by_length
+from trainer.plotting.style import style_numbers
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
 
 @dataclass(frozen=True)
 class SyntheticDecay:
-    """``fsv_ratio``: first singular value of n rotated copies of a vector over that of n copies, by
-    ``lengths`` n. ``dot``: dot product of the vector with itself so many tokens away over that at
-    distance 0, by ``distances``."""
+    """Curves of one spectrum.
+
+    ``fsv_ratio``: first singular value of n rotated copies of a vector, divided by that of n
+    unrotated copies, by ``lengths`` n. ``dot``: dot product of the vector with itself that many
+    tokens away, divided by its value at distance 0, by ``distances``.
+    """
 
     lengths: list[int]
     fsv_ratio: Array
@@ -35,15 +48,15 @@ def synthetic_decay(
     training_length: int,
     vector: Array | None = None,
 ) -> SyntheticDecay:
-    """Both curves of Fig. 7 for one spectrum.
+    """Compute both curves of Fig. 7 for one spectrum.
 
     Args:
-        spectrum: the encoding; for every length or distance as it is in a sequence so long, without
-            a factor on the rotated channels.
+        spectrum: the encoding; each length or distance uses the frequencies of a sequence of that
+            length, without temperature or gains.
         head_dim: channels of the vector.
         lengths: n, at least 1.
         distances: in tokens, at least 0.
-        training_length: C, for encodings that follow the length.
+        training_length: C, for encodings whose frequencies follow the length.
         vector: ``[head_dim]``; the paper's is all ones.
     """
     v = np.ones(head_dim) if vector is None else np.asarray(vector, dtype=np.float64)
@@ -56,7 +69,8 @@ def synthetic_decay(
 
 
 def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
-    """Length of the vector in every plane and its frequency; all that stands still is one plane."""
+    """Return the vector's length in every plane and the plane's frequency; all channels that do not
+    rotate share one plane."""
     pairs = len(spectrum.inv_freq)
     size = np.hypot(vector[:pairs], vector[pairs : 2 * pairs])
     rest = np.linalg.norm(vector[2 * pairs :])
@@ -64,9 +78,11 @@ def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
 
 
 def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
-    """From the Gram matrix of App. A.1, whose sums over positions are geometric series.
+    """Compute the ratio from the Gram matrix of App. A.1, whose sums over positions are geometric
+    series.
 
-    Turning a plane changes no singular value, so the vector lies on the first axis of each.
+    Rotating a plane changes no singular value, so the vector is put on the first axis of each
+    plane.
     """
     plus = _series(frequency[:, None] + frequency, n)
     minus = _series(frequency[:, None] - frequency, n)
@@ -79,8 +95,194 @@ def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
 
 
 def _series(frequency: Array, n: int) -> Array:
-    """Sum of exp(i j frequency) over j = 0 .. n - 1."""
+    """Sum exp(i j frequency) over j = 0 .. n - 1."""
     half = frequency / 2
     still = np.sin(half) == 0
     quotient = np.sin(n * half) / np.where(still, 1.0, np.sin(half))
     return np.exp(1j * (n - 1) * half) * np.where(still, float(n), quotient)
+
+
+FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
+SETTLED = 0.03
+"""How near a ratio must be to its limit to count as having reached it."""
+
+
+class SyntheticStudy(Study):
+    """The two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial, reached
+    within the training length."""
+
+    key: ClassVar[str] = "synthetic"
+    title: ClassVar[str] = "Spectra in principle"
+
+    def section(self) -> Section:
+        """Write the section; reads neither the weights nor the text."""
+        return synthetic_section(self.target.model.layout, self.target.model.config.head_size)
+
+
+def synthetic_section(layout: Layout, head_dim: int) -> Section:
+    """Write the section of a model with this layout and head dimension."""
+    C = layout.training_length
+    spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
+    lengths = sorted({round(2 ** (i / 4)) for i in range(4 * round(np.log2(FURTHEST * C)) + 1)})
+    lengths = sorted({*lengths, C, FURTHEST * C})
+    distances = _distances_between(lengths)
+    decays = {
+        name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)
+        for name, one in spectra.items()
+    }
+    at_training_length = lengths.index(C)
+    return Section(
+        SyntheticStudy.key,
+        SyntheticStudy.title,
+        "The tightest cloud there is: one vector of ones, repeated at every position. What the "
+        "rotation leaves of its first singular value says how far any tight cloud of keys is "
+        "dispersed in a text of that length, whatever the weights. RoPE-ID asks for two things: a "
+        "lower bound that is not trivial, so that clusters stay apart, and that it is reached "
+        "within the training length, so that a longer text is nothing new.",
+        (
+            "FSV ratio(n) = σ₁(R X) / σ₁(X),  X: n copies of v = (1, …, 1)",
+            "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
+        ),
+        "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
+        tuple(_finding(name, spectra[name], one, C, head_dim) for name, one in decays.items()),
+        (_picture(spectra, decays, C),),
+        (_table(decays, at_training_length),),
+        {
+            "training_length": C,
+            "head_dim": head_dim,
+            "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
+            "lengths": lengths,
+            "distances": distances,
+            "fsv_ratio": {name: to_json(one.fsv_ratio) for name, one in decays.items()},
+            "decay": {name: to_json(one.dot) for name, one in decays.items()},
+        },
+    )
+
+
+def _distances_between(lengths: Sequence[int]) -> list[int]:
+    """Return distances between all neighbouring lengths, dense enough that means do not depend on
+    phase."""
+    inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
+    return [0, *np.unique(np.concatenate(inside).astype(int)).tolist()]
+
+
+def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]:
+    """Return the four spectra of Fig. 7 for a model of this shape, without those that it is too
+    small for."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "RoPE": ("rope", {}),
+        "HalfRoPE": ("half_rope", {}),
+        "high frequency": ("high_frequency", {}),
+        # 32 tokens, or an eighth of a short training length: the slowest pair has half of it.
+        "RoPE-ID": ("rope_id", {"fastest_wavelength": min(32.0, max(2.0, training_length / 8))}),
+    }
+    if head_dim % 4:
+        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "high frequency")}
+    if training_length <= 8:
+        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "HalfRoPE")}
+    return {
+        name: make_spectrum(kind, head_dim, training_length, arguments)
+        for name, (kind, arguments) in kinds.items()
+    }
+
+
+def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
+    """Return the spectra that most heads of the model have, by name."""
+    heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
+    # Spectra that differ only in temperature or bias give the same curves.
+    ordered = sorted(layout.spectra, key=lambda spectrum: -heads.count(spectrum))
+    distinct = list({spectrum.inv_freq: spectrum for spectrum in reversed(ordered)}.values())[::-1]
+    names = ["this model", *(f"this model, {i}" for i in range(2, OWN_SHOWN + 1))]
+    return dict(zip(names, distinct, strict=False))
+
+
+def limit(spectrum: Spectrum, head_dim: int) -> float:
+    """Return the ratio in the limit of long texts (Lemma 1).
+
+    Channels that do not rotate keep their share; of the others, which rotate at different speeds,
+    no direction holds more than half a pair.
+    """
+    still = 1 - 2 * np.count_nonzero(spectrum.inv_freq) / head_dim
+    return float(np.sqrt(max(still, 1 / head_dim)))
+
+
+def _finding(
+    name: str, spectrum: Spectrum, one: SyntheticDecay, training_length: int, head_dim: int
+) -> str:
+    if not spectrum.rotates:
+        return f"{name}: nothing rotates, and nothing is dispersed at any length."
+    within = float(one.fsv_ratio[one.lengths.index(training_length)])
+    bound = limit(spectrum, head_dim)
+    still = 2 * np.count_nonzero(spectrum.inv_freq) < head_dim
+    attained = within <= bound + SETTLED
+    return (
+        f"{name}: {within:.2f} of the first singular value is left at {training_length:,} tokens "
+        f"and {one.fsv_ratio[-1]:.2f} at {FURTHEST * training_length:,}. "
+        + ("Channels that stand still keep" if still else "Every channel rotates, which leaves")
+        + f" {bound:.2f} in the limit, "
+        + ("reached within" if attained else "not reached within")
+        + " the training length."
+    )
+
+
+def _picture(
+    spectra: dict[str, Spectrum], decays: dict[str, SyntheticDecay], trained: int
+) -> Picture:
+    styles = style_numbers(spectra)
+    ratio = [
+        Series(name, styles[name], one.lengths, one.fsv_ratio.tolist(), marked=False)
+        for name, one in reversed(decays.items())
+    ]
+    decay = [
+        Series(name, styles[name], *_means(one), marked=False)
+        for name, one in reversed(decays.items())
+    ]
+    panels = [
+        Panel("first singular value", ratio, Frame("", "after / before the rotation")),
+        Panel("dot product with itself", decay, Frame("", "relative to distance 0")),
+    ]
+    return Picture(
+        "synthetic",
+        by_length(
+            panels, x_label="length; distance (tokens)", trained=trained, columns=2, height=2.6
+        ),
+        "Left: what is left of the first singular value of a repeated vector in a text of so many "
+        "tokens. Right: its dot product with itself so many tokens away, means over quarters of an "
+        "octave. A curve that is flat to "
+        "the right of the training length brings nothing new there; one that is high there keeps "
+        "clusters apart.",
+        ("spectrum", "measure", "tokens", "value"),
+        [
+            (name, measure, n, float(value))
+            for name, one in decays.items()
+            for measure, xs, ys in (
+                ("fsv_ratio", one.lengths, one.fsv_ratio),
+                ("decay", one.distances, one.dot),
+            )
+            for n, value in zip(xs, ys, strict=True)
+        ],
+    )
+
+
+def _means(one: SyntheticDecay) -> tuple[list[float], list[float]]:
+    """Average distances and dot products between neighbouring lengths."""
+    distances, edges = np.array(one.distances), np.array(one.lengths)
+    bucket = np.searchsorted(edges, distances, side="right")
+    # The logarithmic axis has no 0.
+    used = [i for i in np.unique(bucket) if i > 0]
+    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (distances, one.dot))
+    return x, y
+
+
+def _table(decays: dict[str, SyntheticDecay], at_training_length: int) -> Grid:
+    lengths = next(iter(decays.values())).lengths
+    C = lengths[at_training_length]
+    places = [
+        at_training_length,
+        *(lengths.index(C * f) for f in (4, FURTHEST) if C * f in lengths),
+    ]
+    return Grid(
+        "What is left of the first singular value.",
+        ("spectrum", *(f"{lengths[at]:,} tokens" for at in places)),
+        [(name, *(f"{one.fsv_ratio[at]:.3f}" for at in places)) for name, one in decays.items()],
+    )

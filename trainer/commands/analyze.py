@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def read(composed: Composed) -> Named[AnalysisRequest]:
     """Return the checked request."""
-    from trainer.analysis.names import kinds
+    from trainer.analysis.settings import kinds
     from trainer.runs.parsing import parse
     from trainer.workflows.requests import AnalysisRequest
 

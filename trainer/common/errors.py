@@ -116,6 +116,11 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.6)), None)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, or its type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the nearest right spelling as a hint (``Did you mean 'rope'?``), or all choices."""
     names = sorted(set(choices))

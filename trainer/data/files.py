@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, first_line
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -44,8 +44,7 @@ def one_line(error: BaseException) -> str:
     """Return the first line of an error's message; for a missing address, its cause's message."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
-    said = str(error).strip().splitlines()
-    return (said[0] if said else type(error).__name__).rstrip(".")
+    return first_line(error).rstrip(".")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, first_line
 from trainer.data.config import TokenizerConfig
 from trainer.interchange.hub import cached_or_downloaded
 from trainer.interchange.tokenizer_file import tokenizer_from_file
@@ -69,7 +69,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             raise UserError.at(
                 "tokenizer.path",
                 f"there is no file {path!r}, and no such model could be had from the hub: "
-                f"{str(error).splitlines()[0]}",
+                f"{first_line(error)}",
             ) from error
     end_of_text(tokenizer)
     return tokenizer

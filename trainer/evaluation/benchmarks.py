@@ -37,6 +37,8 @@ class BenchmarkConfig(MethodsConfig):
     batch_tokens: Count = 4096
     """Tokens in a forward pass."""
     add_bos: bool | None = None
+    """Begin every text with end-of-text, as training sequences do; null: yes for runs of this
+    program, as the tokenizer says for published weights."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
     multiplies in TF32."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
-from trainer.analysis.pairs import Side, pair_counts
+from trainer.analysis.matrix_entropy.measure import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.analysis.short_time import USUAL
+from trainer.analysis.settings import USUAL
 from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import (
     Count,

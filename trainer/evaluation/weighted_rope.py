@@ -12,8 +12,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trainer.analysis.attenuation import Gate, channel_factors, weights
-from trainer.analysis.frequency_entropy import frequency_entropies
+from trainer.analysis.frequency_entropy.measure import (
+    Gate,
+    channel_factors,
+    frequency_entropies,
+    weights,
+)
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel

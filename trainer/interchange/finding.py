@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean, first_line
 from trainer.interchange.hub import MissingWeights, no_hub
 from trainer.interchange.tensor_files import INDEX, weights_problem
 
@@ -61,7 +61,7 @@ def _from_hub(model_id: str) -> Path:
         try:
             found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
         except HfHubHTTPError as error:
-            reason = f" (the hub says: {str(error).strip().splitlines()[0]})"
+            reason = f" (the hub says: {first_line(error)})"
         except (OSError, ValueError):  # not cached, no network, or an invalid id
             continue
         else:

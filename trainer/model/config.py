@@ -111,7 +111,7 @@ class ModelConfig:
         return self.num_hidden_layers * block
 
     def problems(self) -> list[Problem]:
-        """What is impossible about this shape, one sentence each."""
+        """Check rules between fields; return a problem for each that is broken."""
         found = []
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             found.append(

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Integer
 from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
@@ -46,7 +47,7 @@ class Intervention:
 Group = tuple[Spectrum, int]
 """A spectrum, and the number of neighbouring key-value heads that have it."""
 LAYER_WORDS = ("all", "full_attention")
-LayerChoice = str | list[int] | None
+LayerChoice = str | list[Integer] | None
 """Layers that an extension changes: ``all``; ``full_attention``, the layers without a window; or
 indices, where negative ones count from the last. None: the layers that see more than C keys, since
 a window within C meets no distance that was not trained."""
@@ -171,7 +172,7 @@ class Layout:
             ValueError: there is no such layer.
         """
         count, C = len(self.layers), self.training_length
-        if problems := layer_problems("layers", layers, count):
+        if layers != [] and (problems := layer_problems("layers", layers, count)):
             raise ValueError(problems[0])
         if isinstance(layers, list):
             return sorted({index % count for index in layers})

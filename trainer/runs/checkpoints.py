@@ -35,7 +35,7 @@ from trainer.runs.directory import check_mark
 from trainer.runs.index import read_index
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import on_rank_zero
-from trainer.runs.saved_state import STATE, read_saved
+from trainer.runs.saved_state import FORMAT, STATE, read_saved
 from trainer.runs.state import Tensors, check_shapes, load, tensors_in
 from trainer.runs.training_config import TrainerConfig
 
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 BEFORE_DROP = "before-drop"
 NOT_OF_THE_MODEL = "attention_backend", "from_pretrained", "from_run"
 """Keys of the model's configuration that say nothing of its shape."""
-FORMAT = 1
-"""Of a checkpoint: what ``state.json`` holds, and the names of the tensors."""
 
 
 def description(

@@ -201,6 +201,32 @@ def limit_collectives(seconds: float) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+class Vote:
+    """Vote on whether any rank wants something, without a host sync.
+
+    The result is known one step later on all ranks, so that communication overlaps with
+    computation; immediately with a single rank.
+    """
+
+    def __init__(self) -> None:
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def agreed(self, mine: bool) -> bool:
+        """Cast this step's vote and return the previous step's result; all ranks call this every
+        step."""
+        if self._alone:
+            return mine
+        agreed = False
+        if self._pending is not None:
+            votes, work = self._pending
+            work.wait()
+            agreed = bool(votes.item())
+        votes = torch.tensor([float(mine)])
+        self._pending = votes, dist.all_reduce(votes, group=waiting_group(), async_op=True)
+        return agreed
+
+
 def shutdown_distributed() -> None:
     """Destroy the process group, if there is one."""
     _waiting.clear()

@@ -7,29 +7,46 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
 from trainer.common.validation import adapter
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
-from trainer.evaluation.results import Reach
-from trainer.formats import Count, first_problem, read_plain
+from trainer.evaluation.results import Milestone, Reach
+from trainer.formats import FIRST, Count, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
 from trainer.runs.metrics_file import BUCKETS
 
 STATE = "state.json"
+FORMAT = 2
+"""Number of the format of a checkpoint: fields of ``state.json``, and names of tensors.
+
+Format 1 named fields after classes; it is read as well.
+"""
 RECALIBRATION = "recalibrate"
 """The phase after the drop of a run that names no phases."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+def _checked_layout(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        adapter(StoredLayout).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+    return values
+
+
+LayoutValues = Annotated[dict[str, Any], AfterValidator(_checked_layout)]
+"""A layout as :meth:`Layout.to_dict` writes it."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +59,15 @@ class SavedData:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """State that evaluation, generation and export need."""
+class Description:
+    """Fields of ``state.json`` that evaluation, generation and export need."""
 
     step: Count
     model: ModelConfig
     layout: StoredLayout
     tokenizer: str
     config: dict[str, Any]
-    format: int = 1
+    format: int = FIRST
     tokens: Count = 0
     loss: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -58,12 +75,13 @@ class Saved:
     skips: list[tuple[Count, Count]] = field(default_factory=list)
     ends: dict[str, Count] = field(default_factory=dict)
     numerics: str = ""
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lengths: list[dict[str, Any]] = field(default_factory=list)
+    benchmarks: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SavedSpikes:
-    """State of the spike counter in ``training/tally.py``."""
+    """Counter of spikes: steps seen, spikes since the last logged row, and the last values."""
 
     seen: Count
     count: float | Pair
@@ -75,35 +93,35 @@ Sums = Annotated[list[Pair], Field(min_length=1 + BUCKETS, max_length=1 + BUCKET
 
 @dataclass(frozen=True)
 class SavedTally:
-    """Running sums between two logged rows."""
+    """Running statistics between two logged rows.
 
-    loss: Annotated[float, Field(alias="_loss")]
-    steps: Annotated[float, Field(alias="_steps")]
-    skipped: Annotated[float, Field(alias="_skipped")]
-    in_a_row: Annotated[float, Field(alias="_in_a_row")]
-    sums: Annotated[Sums | None, Field(alias="_sums")]
+    ``loss`` is the sum over ``steps`` finite steps. ``sums`` holds (loss, weight), in total and by
+    position in the sequence. ``skipped`` counts updates since the start of the run.
+    """
+
+    loss: float
+    steps: float
+    skipped: float
+    skipped_in_a_row: float
+    sums: Sums | None
     spikes: SavedSpikes
 
 
 @dataclass(frozen=True)
-class SavedMetrics:
-    """Metrics not logged yet."""
-
-    pending: dict[str, float]
-    last_loss: float | None
-
-
-@dataclass(frozen=True)
 class SavedCertificate:
-    """Sums of hashes of samples."""
+    """Sums of hashes of samples, over all steps and over the last one."""
 
     samples: Hash
     last_step: Hash
 
 
 @dataclass(frozen=True)
-class SavedDrop:
-    """Effects of the drops and other changes between phases so far."""
+class Effect:
+    """Effect of a change at the start of a phase on the held-out loss.
+
+    ``sequences``: the losses ``before``, ``after`` and at the ``end``, of each sequence. Earlier
+    versions kept neither ``what`` nor ``sequences``.
+    """
 
     step: Count | None = None
     what: str | None = None
@@ -114,88 +132,137 @@ class SavedDrop:
 
 
 @dataclass(frozen=True)
-class SavedTransitions:
-    """Results of the changes between phases, and the layout of a drop in progress."""
+class RunState:
+    """Fields of ``state.json`` from which training resumes, besides the model's description.
 
-    effects: dict[str, SavedDrop]
-    before: StoredLayout | None = None
-
-
-@dataclass(frozen=True)
-class SavedUntil:
-    """Held-out losses of the current phase."""
-
-    phase: str
-    losses: list[float]
-
-
-@dataclass(frozen=True)
-class SavedLengths:
-    """Length measurements during training."""
-
-    history: list[Reach] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SavedCallbacks:
-    """States of the program's own callbacks."""
-
-    Metrics: SavedMetrics
-    Drop: SavedDrop | None = None
-    Transitions: SavedTransitions | None = None
-    Until: SavedUntil | None = None
-    Lengths: SavedLengths = field(default_factory=SavedLengths)
-
-
-@dataclass(frozen=True)
-class Resumable:
-    """State that training needs in addition to :class:`Saved`."""
+    ``training/step.py`` collects and restores them.
+    """
 
     data: SavedData
+    """Fingerprints of the text that was read."""
     tally: SavedTally
+    """Running statistics that the next row of metrics will contain."""
     certificate: SavedCertificate
-    callbacks: SavedCallbacks
+    """Certificate of the samples that were read."""
+    pending_metrics: dict[str, float]
+    """Other values for the next row of metrics."""
+    effects: dict[str, Effect]
+    """Effects of the changes so far, by phase."""
+    layout_before_drop: LayoutValues | None
+    """Layout before a drop in several steps that is not complete."""
+    held_out_losses: list[float]
+    """Losses measured in the present phase for its ``until``."""
+    lengths: list[Reach]
+    """Measurements at several lengths so far."""
+    benchmarks: list[Milestone]
+    """Scores of benchmarks so far."""
+    numerics: str = ""
+    """What was computed in which dtype, for people."""
+    loss: float | None = None
+    """Training loss in the last row of metrics."""
+    skips: list[tuple[Count, Count]] = field(default_factory=list)
+    """Pairs (step, samples left out from it on)."""
+    ends: dict[str, Count] = field(default_factory=dict)
+    """Steps of the phases that ended early."""
+    world_size: Count = 1
+    """Number of ranks that trained."""
     user_callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """States of the user's callbacks, by their ``state_key``."""
+    wandb_id: str | None = None
+    """The run's id on Weights & Biases."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self) | {
+            "lengths": [reach.to_dict() for reach in self.lengths],
+            "benchmarks": [milestone.to_dict() for milestone in self.benchmarks],
+        }
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:
     """Read a checkpoint's ``state.json`` and validate it; return its plain values.
+
+    Fields of format 1 are renamed.
 
     Raises:
         UserError: the values are damaged or contradict each other.
     """
     try:
         state = read_plain(checkpoint / STATE)
+        if isinstance(state, dict) and state.get("format", FIRST) == FIRST:
+            state = _from_first_format(state)
         _check(state)
     except (OSError, ValueError) as error:
         raise _damaged(checkpoint, error) from error
     return state
 
 
-def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Check that training can resume from a valid state.
+def read_run_state(checkpoint: Path, state: dict[str, Any]) -> RunState:
+    """Return what training resumes from; ``state``: what :func:`read_saved` returned.
 
     Raises:
         UserError: something that training needs is damaged.
     """
     try:
-        _as(Resumable, state)
+        found: RunState = _as(RunState, state)
         if re.fullmatch(r"step-\d+", checkpoint.name) and int(checkpoint.name[5:]) != state["step"]:
             raise ValueError(f"step: {state['step']}")
     except ValueError as error:
         raise _damaged(checkpoint, error) from error
+    return found
 
 
-def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of the program's own callbacks by name.
+def _from_first_format(state: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields that format 1 named after classes and private attributes.
 
-    The single drop of earlier versions is read as that of a phase.
+    Raises:
+        ValueError: a field that is renamed is damaged.
     """
-    states = dict(state["callbacks"])
-    if (drop := states.pop("Drop", None)) is not None:
-        effects = {RECALIBRATION: drop} if drop else {}
-        states.setdefault("Transitions", {"effects": effects})
-    return states
+    state = dict(state)
+    if "callbacks" in state:
+        callbacks = _dictionary("callbacks", state.pop("callbacks"))
+        metrics, transitions, until, lengths, benchmarks = (
+            _dictionary(f"callbacks.{name}", callbacks.get(name, {}))
+            for name in ("Metrics", "Transitions", "Until", "Lengths", "Benchmarks")
+        )
+        if "Transitions" not in callbacks:  # the single drop of versions without phases
+            drop = callbacks.get("Drop")
+            transitions = {"effects": {RECALIBRATION: drop} if drop else {}}
+        state |= {
+            "effects": transitions.get("effects"),
+            "layout_before_drop": transitions.get("before"),
+            "held_out_losses": until.get("losses", []),
+            "lengths": lengths.get("history", []),
+            "benchmarks": benchmarks.get("history", []),
+        }
+        if "pending" in metrics:
+            state["pending_metrics"] = metrics["pending"]
+    if isinstance(tally := state.get("tally"), dict):
+        state["tally"] = {FIRST_TALLY.get(key, key): value for key, value in tally.items()}
+    if "loggers" in state:
+        state["wandb_id"] = _dictionary("loggers", state.pop("loggers")).get("WandbLogger")
+    return state
+
+
+FIRST_TALLY = {
+    "_loss": "loss",
+    "_steps": "steps",
+    "_skipped": "skipped",
+    "_in_a_row": "skipped_in_a_row",
+    "_sums": "sums",
+}
+"""Names of the tally's fields, by those of format 1."""
+
+
+def _dictionary(name: str, value: Any) -> dict[str, Any]:
+    """Return ``value`` if it is a dictionary.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a dictionary")
+    return value
 
 
 def _damaged(checkpoint: Path, error: Exception) -> UserError:
@@ -219,7 +286,7 @@ def _check(state: Any) -> None:
     if not isinstance(state, dict):
         raise ValueError("layout: expected the encodings of all layers")
     layout = in_todays_form(state.get("layout"))
-    saved: Saved = _as(Saved, {**state, "layout": layout})
+    saved: Description = _as(Description, {**state, "layout": layout})
     model = saved.model
     if problems := model.problems():
         raise ValueError(f"{problems[0].key}: {problems[0].message}")

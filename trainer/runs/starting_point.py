@@ -28,17 +28,22 @@ from trainer.runs.descriptions import without_home
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of, samples_between
 from trainer.runs.ranks import on_rank_zero
-from trainer.runs.saved_state import check_resumable
+from trainer.runs.saved_state import RunState, read_run_state
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a run: a checkpoint with its ``state``, or none."""
+    """Starting point of a run: a checkpoint, or none.
+
+    ``state`` is its ``state.json`` as plain values, ``run_state`` the part that training resumes
+    from; None without a checkpoint, and for a checkpoint that training does not resume from.
+    """
 
     checkpoint: Path | None
     state: dict[str, Any]
+    run_state: RunState | None = None
 
     @property
     def step(self) -> int:
@@ -78,9 +83,10 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
         )
     start = found or branch
     state = read_state(start) if start is not None else {}
+    run_state = None
     if start is not None:
         if "certificate" in state:  # missing from earlier versions, which are refused with a reason
-            check_resumable(start, state)
+            run_state = read_run_state(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     source = branch.parent.parent / "metrics.csv" if branch is not None else None
     left_out = continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
@@ -90,7 +96,7 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
             "until step %d",
             *(without_home(str(run_dir)), left_out[-1]["step"]),
         )
-    return Start(start, state)
+    return Start(start, state, run_state)
 
 
 def rewind_run(

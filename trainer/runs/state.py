@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, first_line
 from trainer.model.decoder import Decoder
 from trainer.runs.index import read_index
 
@@ -129,7 +129,7 @@ def load(
             dcp.load(dict(tensors), storage_reader=SafeReader(directory, index), no_dist=alone)
         # Damaged files may raise anything; DCP wraps several ranks' errors in a BaseException.
         except (Exception, CheckpointException) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             message = f"{directory.name!r} cannot be read: {reason}"
             raise UserError.at("checkpoint", message, transient=True) from error
 

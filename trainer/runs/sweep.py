@@ -91,9 +91,8 @@ def noting_failure(place: Path, run_dir: str) -> Iterator[None]:
     except PreemptedError:  # not a failure: it will resume
         raise
     except Exception as error:
-        lines = str(error).splitlines() or [""]
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        write_atomically(note, f"{kind}{lines[0]}\n")
+        write_atomically(note, f"{kind}{next(iter(str(error).splitlines()), '')}\n")
         raise
 
 

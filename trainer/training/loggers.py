@@ -1,4 +1,4 @@
-"""Dashboards in addition to ``metrics.csv``: Weights & Biases and TensorBoard."""
+"""Loggers: ``metrics.csv``, and the dashboards Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,19 +14,68 @@ from typing import Any
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, first_line
 from trainer.common.files import write_atomically
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
 from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import append_metrics
 from trainer.runs.ranks import current_ranks, on_rank_zero
 
 log = logging.getLogger(__name__)
 
-
 WAIT = 30.0
 """Seconds for the first connection; wandb's own 90 are long where a job waits for them."""
+
+
+class MetricsFile(Logger):
+    """Logger that appends rows to a CSV file and flushes each of them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.waiting: list[dict[str, Any]] = []  # rows not written yet because the disk was full
+
+    @property
+    def name(self) -> str:
+        """Name that Lightning shows for the logger."""
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        """Version that Lightning shows; there is only one, since the run directory is stable."""
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: hyperparameters are in ``config.yaml``."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Append a row; keep it in memory if the disk is full, which stops no run."""
+        self.waiting.append(metrics | {"step": step})
+        try:
+            self._write()
+        except OSError as error:
+            if len(self.waiting) == 1:
+                log.warning("%s: %s; the run goes on", self.path.name, error.strerror)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows kept in memory.
+
+        Raises:
+            OSError: the disk is still full.
+        """
+        if status == "success":
+            self._write()
+
+    def _write(self) -> None:
+        while self.waiting:
+            append_metrics(self.path, self.waiting[0])
+            del self.waiting[0]
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:
@@ -87,7 +136,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
         try:
             _ = logger.experiment  # which connects; Lightning would not before fit
         except Exception as error:  # whatever it is, it need not stop a run
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            why = first_line(error)
             log.warning(
                 "Weights & Biases cannot be reached (%s): this command logs offline; later "
                 "`wandb sync %s/wandb/offline-run-*` sends it",

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backend_choice import Choice
+from trainer.model.backends import cudnn_attention, flex, flex_flash, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
-from trainer.training.certificate import Certificate
 from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.training.strategy import (
     parallelize,
     reduces_once_a_step,
+    reshard,
     synchronize_gradients,
 )
-from trainer.training.tally import Tally
-from trainer.training.timers import StepTimer
+from trainer.training.tally import Certificate, StepTimer, Tally
 
 
 def make_decoder(
@@ -119,7 +122,7 @@ class LanguageModule(L.LightningModule):
         parts = self.trainer.accumulate_grad_batches
         last = (index + 1) % parts == 0
         self.certificate.add(batch["hashes"], begins_step=index % parts == 0)
-        synchronize_gradients(self.model, last or not self.reduces_once)
+        synchronize_gradients(self.model, last or not self.reduces_once, last)
         weights = batch["weights"]
         losses = torch.empty_like(weights)
         loss = weights.mean() * self.model.loss(
@@ -162,3 +165,48 @@ class LanguageModule(L.LightningModule):
         skip = ~(norm.isfinite() & loss.isfinite())
         scale_or_skip_next_step(optimizer, torch.where(skip, 1.0, factor), skip)
         self.tally.end_update(loss, norm, skip)
+
+
+def begins_step(trainer: L.Trainer, index: int) -> bool:
+    """Whether micro-batch ``index`` of the loader is the first of its step."""
+    return index % trainer.accumulate_grad_batches == 0
+
+
+def ends_step(trainer: L.Trainer, index: int) -> bool:
+    """Whether micro-batch ``index`` of the loader is the last of its step."""
+    return (index + 1) % trainer.accumulate_grad_batches == 0
+
+
+@contextmanager
+def evaluating(module: LanguageModule) -> Iterator[Decoder]:
+    """Provide the decoder in training for forward passes in the run's precision, without gradients.
+
+    Afterwards modes, random states, backends and shards are restored. Everything runs uncompiled:
+    new shapes would recompile the blocks, and training would continue with other kernels. The time
+    counts as ``monitor``. Ranks that share parameters must do the same forward passes.
+    """
+    model, device = module.model, module.device
+    modes = {part: part.training for part in model.modules()}
+    backends = [block.self_attn.attend for block in model.layers]
+    module.timer.enter("monitor")
+    try:
+        model.eval()
+        for block in model.layers:
+            # Uncompiled FlexAttention materializes all scores.
+            if block.self_attn.attend in (flex, flex_flash):
+                block.self_attn.attend = sdpa
+        with (
+            torch.no_grad(),
+            cudnn_attention(False),  # it would make a plan for every new length
+            isolate_rng(include_cuda=False),  # it creates a context on every GPU
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield model
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for block, backend in zip(model.layers, backends, strict=True):
+            block.self_attn.attend = backend
+        reshard(model)
+        module.timer.enter("data")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.runs.training_config import OptimizerConfig
+
+BATCH = 2**26
+"""Elements of a rank's matrices that are orthogonalized together; one matrix at least."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -50,29 +53,47 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        # Matrices of equal size in a row, so that no rank waits for a larger one.
-        matrices = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel)
-        ranks = ranks_of(matrices[0]) if matrices else None
-        size = dist.get_world_size(ranks) if ranks else 1
-        for first in range(0, len(matrices), size):
-            some = matrices[first : first + size]
-            updates = orthogonal([self._moving(p, group["momentum"]) for p in some], ranks)
-            for p, update in zip(some, updates, strict=True):
-                # Larger updates for tall matrices (Jordan et al. 2024).
-                lr = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
-                new = torch.add(p * (1 - group["lr"] * group["weight_decay"]), update, alpha=-lr)
-                p.copy_(self._unless_skipped(new, p))
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape.setdefault(p.shape, []).append(p)
+        for shape, matrices in by_shape.items():
+            ranks = ranks_of(matrices[0])
+            size = dist.get_world_size(ranks) if ranks else 1
+            most = size * max(1, BATCH // shape.numel())
+            for first in range(0, len(matrices), most):
+                self._step_batch(matrices[first : first + most], group, ranks)
 
-    def _moving(self, p: Tensor, momentum: float) -> Tensor:
-        """Update and return the gradient's moving average, with Nesterov's lookahead."""
-        assert p.grad is not None  # the caller omits parameters without gradients
-        grad = p.grad if self.grad_scale is None else p.grad / self.grad_scale
+    def _step_batch(
+        self, matrices: list[Tensor], group: dict[str, Any], ranks: dist.ProcessGroup | None
+    ) -> None:
+        """Update matrices of one shape together: on the host a step costs as much as one matrix."""
+        averages = [self._average(p) for p in matrices]
+        old = torch.stack([_local(p) for p in matrices])  # [matrices, rows of this rank, columns]
+        average = torch.stack(averages)
+        grad = torch.stack([_local(p.grad) for p in matrices])
+        if self.grad_scale is not None:
+            grad = grad / self.grad_scale
+        new = average.lerp(grad, 1 - group["momentum"])
+        torch._foreach_copy_(averages, list(self._unless_skipped(new, average)))
+        del average
+        rows, columns = matrices[0].shape
+        update = grad.lerp(new, group["momentum"])  # Nesterov's lookahead
+        if isinstance(matrices[0], DTensor):
+            update = of_shards(update, ranks, rows, matrices[0].device_mesh.device_type)
+        else:
+            update = of_copies(update, ranks)
+        # Larger updates for tall matrices (Jordan et al. 2024).
+        lr = group["lr"] * math.sqrt(max(1, rows / columns))
+        new = torch.add(old * (1 - group["lr"] * group["weight_decay"]), update, alpha=-lr)
+        torch._foreach_copy_([_local(p) for p in matrices], list(self._unless_skipped(new, old)))
+
+    def _average(self, p: Tensor) -> Tensor:
+        """Return this rank's part of the gradient's moving average."""
         state = self.state[p]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        average = state["momentum_buffer"].lerp(grad, 1 - momentum)
-        state["momentum_buffer"].copy_(self._unless_skipped(average, state["momentum_buffer"]))
-        return grad.lerp(average, momentum)
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return _local(state["momentum_buffer"])
 
     def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
@@ -90,60 +111,77 @@ def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterable[Tensor]:
-    """Make all singular values of each matrix nearly 1; return bfloat16 in the original layout.
+def _local(x: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
-    For every group of at most as many matrices as ranks, each rank computes one whole matrix, on
-    its GPU even if it is offloaded.
-    """
+
+def of_copies(updates: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
+    """Orthogonalize matrices ``[N, rows, columns]`` that every rank has: each computes some, and
+    all gather them. Returns bfloat16."""
     if ranks is None:
-        return map(newton_schulz, updates)
-    return (_of_shards if isinstance(updates[0], DTensor) else _of_copies)(updates, ranks)
+        return newton_schulz(updates)
+    each = -(-len(updates) // dist.get_world_size(ranks))
+    mine = updates[each * dist.get_rank(ranks) :][:each]
+    done = updates.new_zeros((each, *updates.shape[1:]), dtype=torch.bfloat16)
+    if len(mine):
+        done[: len(mine)] = newton_schulz(mine)
+    whole = done.new_empty((each * dist.get_world_size(ranks), *updates.shape[1:]))
+    # torch 2.13 renamed it, and warns of the former name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, done, group=ranks)
+    return whole[: len(updates)]
 
 
-def _of_shards(updates: Sequence[Any], ranks: dist.ProcessGroup) -> Iterator[DTensor]:
-    """Orthogonalize sharded matrices in two exchanges: gather shards, return new shards."""
+def of_shards(
+    updates: Tensor, ranks: dist.ProcessGroup | None, rows: int, device_type: str
+) -> Tensor:
+    """Orthogonalize matrices of which each rank has some rows, in two exchanges.
+
+    The first gives every rank whole matrices, a part of them; the second returns their shards.
+
+    Args:
+        updates: ``[N, rows of this rank, columns]``.
+        ranks: among which rows are sharded as by ``torch.chunk``.
+        rows: of a whole matrix.
+        device_type: where to compute, also if ``updates`` are offloaded.
+
+    Returns:
+        bfloat16, shaped as ``updates``.
+    """
     size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-    mesh = updates[0].device_mesh
-    shards = [update.to_local().to(mesh.device_type, torch.bfloat16) for update in updates]
-    mine = updates[rank].shape if rank < len(updates) else torch.Size((0, 0))
-    rows = math.ceil(mine[0] / size)  # torch.chunk: the last shards are smaller
-    parts = [len(range(mine[0])[r * rows : (r + 1) * rows]) * mine[1] for r in range(size)]
-    given = [shard.numel() for shard in shards] + [0] * (size - len(shards))
-    flat = torch.cat([shard.flatten() for shard in shards])
-    whole = flat.new_empty(mine)
-    dist.all_to_all_single(whole.view(-1), flat, parts, given, group=ranks)
-    done = newton_schulz(whole) if whole.numel() else whole
-    dist.all_to_all_single(flat, done.view(-1), given, parts, group=ranks)
-    for update, shard, new in zip(updates, shards, flat.split(given), strict=False):
-        local = new.view_as(shard).to(update.device)
-        yield DTensor.from_local(
-            local, mesh, update.placements, shape=update.shape, stride=update.stride()
-        )
+    shards = updates.to(device_type, torch.bfloat16)
+    count, _, columns = shards.shape
+    each, chunk = -(-count // size), -(-rows // size)
+    counts = [len(range(count)[r * each : (r + 1) * each]) for r in range(size)]
+    heights = [len(range(rows)[r * chunk : (r + 1) * chunk]) for r in range(size)]
+    sent = [n * shards[0].numel() for n in counts]
+    received = [counts[rank] * height * columns for height in heights]
+    gathered = shards.new_empty(sum(received))
+    dist.all_to_all_single(gathered, shards.view(-1), received, sent, group=ranks)
+    parts = zip(gathered.split(received), heights, strict=True)
+    whole = torch.cat([x.view(counts[rank], height, columns) for x, height in parts], dim=1)
+    if counts[rank]:
+        whole = newton_schulz(whole)
+    back = torch.cat([x.flatten() for x in whole.split(heights, dim=1)])
+    done = torch.empty_like(shards)
+    dist.all_to_all_single(done.view(-1), back, sent, received, group=ranks)
+    return done.to(updates.device)
 
 
-def _of_copies(updates: Sequence[Tensor], ranks: dist.ProcessGroup) -> Iterator[Tensor]:
-    """Orthogonalize replicated matrices: each rank computes some and broadcasts them."""
-    rank = dist.get_rank(ranks)
-    mine = newton_schulz(updates[rank]) if rank < len(updates) else None
-    for owner, update in enumerate(updates):
-        done = mine
-        if owner != rank or done is None:
-            done = torch.empty_like(update, dtype=torch.bfloat16)
-        dist.broadcast(done, group=ranks, group_src=owner)
-        yield done
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Make all singular values of matrices ``[N, rows, columns]`` nearly 1, in bfloat16.
 
-
-def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Run the iteration of Jordan et al. 2024, with their coefficients, in bfloat16."""
+    The iteration of Jordan et al. 2024, with their coefficients.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix).bfloat16()
-    x = x / x.norm().clamp(min=1e-7)  # singular values of at most 1
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if tall else matrices).bfloat16()
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).contiguous()
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()
 
 
 def global_norm(

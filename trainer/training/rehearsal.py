@@ -1,8 +1,8 @@
-"""A step of one rank among many, without the others, without GPUs and without memory.
+"""Simulation of a training step of one rank, and its memory, without GPUs or other ranks.
 
-Tensors are fake: they have shapes and types and no values, so a model of any size fits; the other
-ranks are torch's process group that only pretends. What runs is the program's own: its module,
-strategy, optimizer and loss, uncompiled.
+Tensors are fake: they have shapes and dtypes but no values, so a model of any size fits. The other
+ranks are torch's fake process group. Module, strategy, optimizer and loss are the real ones,
+uncompiled.
 """
 
 from __future__ import annotations
@@ -34,37 +34,39 @@ from trainer.training.module import LanguageModule, make_decoder
 
 
 @contextmanager
-def pretended(weights: torch.dtype = torch.float32, device: str = "cuda") -> Iterator[None]:
-    """Within it tensors are fake, new weights of this type, and the loss goes in the chunks of a
-    device."""
-    usual = loss.CHUNKS["cpu"]
+def fake_tensors(weights: torch.dtype = torch.float32, device: str = "cuda") -> Iterator[None]:
+    """Create only fake tensors within the block.
+
+    New weights have dtype ``weights``, and the loss is computed in the chunks of ``device``.
+    """
+    cpu_chunks = loss.CHUNKS["cpu"]
     loss.CHUNKS["cpu"] = loss.CHUNKS[device]
     torch.set_default_dtype(weights)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
-        for kept in (frequencies, slopes_of):
-            kept.cache_clear()  # of fake tensors, which computations with real ones would not write
+        for cached in (frequencies, slopes_of):
+            cached.cache_clear()  # it holds fake tensors, of no use with real ones
         torch.set_default_dtype(torch.float32)
-        loss.CHUNKS["cpu"] = usual
+        loss.CHUNKS["cpu"] = cpu_chunks
 
 
 @contextmanager
-def rank_of(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
-    """The module of one rank, without weights yet, among others that only pretend to be there.
+def simulated_rank(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
+    """Provide the module of one rank, without weights yet, among simulated ranks.
 
-    Where a process group is there already, among its ranks.
+    If there is a process group already, it is used.
     """
-    own = not dist.is_initialized()
-    if own:
+    makes_group = not dist.is_initialized()
+    if makes_group:
         store = FakeStore()
         dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size, store=store)
-    made = strategies.device_mesh
+    make_mesh = strategies.device_mesh
     try:
         if config.strategy.name in strategies.SHARDED:
-            mesh = made(config.strategy, ranks, torch.device("cpu"))
-            strategies.device_mesh = lambda *_: mesh  # to make it reads values
+            mesh = make_mesh(config.strategy, ranks, torch.device("cpu"))
+            strategies.device_mesh = lambda *_: mesh  # making one reads values
         module = LanguageModule(config, make_decoder(config, config.model.vocab_size or 0), ranks)
         module._trainer = SimpleNamespace(  # type: ignore[assignment]  # no trainer is needed here
             accumulate_grad_batches=config.trainer.accumulation(ranks.world_size),
@@ -73,25 +75,24 @@ def rank_of(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
         )
         yield module
     finally:
-        strategies.device_mesh = made
-        if own:
+        strategies.device_mesh = make_mesh
+        if makes_group:
             dist.destroy_process_group()
 
 
-def update(
+def train_step(
     module: LanguageModule,
     optimizer: torch.optim.Optimizer,
     shape: tuple[int, int],
     factor: float = 1.0,
-    begin: Callable[[], None] = lambda: None,
+    before_micro_batch: Callable[[], None] = lambda: None,
 ) -> None:
-    """One update from micro-batches of ``shape`` ``[B, T]``; ``factor``: on gradients; ``begin``:
-    before each of them."""
+    """Run one step on micro-batches of ``shape`` ``[B, T]``; gradients are scaled by ``factor``."""
     ids = torch.zeros(shape, dtype=torch.long)
     weights = torch.ones(shape, dtype=torch.float32)
     batch: Batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
     for index in range(module.trainer.accumulate_grad_batches):
-        begin()
+        before_micro_batch()
         (factor * module.training_step(batch, index)).backward()
     module.configure_gradient_clipping(optimizer)
     optimizer.step()
@@ -111,13 +112,18 @@ PARTS = {
     "loss": (LOSS,),
     "backward": ("Temp",),
 }
-"""What memory holds, and torch's names for it. ``gathered``: whole parameters; ``loss``: logits and
-the gradients that the loss takes with them; ``backward``: what backward makes in passing."""
+"""Parts of memory, and torch's names for them.
+
+``gathered``: unsharded parameters. ``loss``: logits, and the gradients that the loss computes with
+them. ``backward``: temporary tensors of the backward pass.
+"""
 
 
 class _Tracker(MemTracker):
-    """Torch's, of the step alone: to keep the peak of every module takes it minutes. What is made
-    in the loss is a part of its own."""
+    """Torch's memory tracker, without peaks of every module, which take minutes.
+
+    Tensors created in the loss are a separate part. ``stages`` holds the peak of each stage.
+    """
 
     in_loss = False
 
@@ -127,7 +133,7 @@ class _Tracker(MemTracker):
         self.stages: dict[str, dict[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of all calls, and none takes memory
+        if func is torch.ops.prim.device.default:  # most calls; none allocates
             return args[0].fake_device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -148,49 +154,50 @@ class _Tracker(MemTracker):
 
 
 class _ShardedTracker(_Tracker, FSDPMemTracker):
-    """The same for a sharded model."""
+    """Memory tracker of a sharded model."""
 
 
 @contextmanager
 def _in_loss(tracker: _Tracker) -> Iterator[None]:
-    """Within it the tracker knows when the loss computes."""
+    """Set ``tracker.in_loss`` while the loss is computed."""
     patched: Any = decoder
-    usual = patched.linear_cross_entropy
+    original = patched.linear_cross_entropy
 
-    def noted(*args: Any, **options: Any) -> torch.Tensor:
+    def tracked(*args: Any, **options: Any) -> torch.Tensor:
         tracker.in_loss = True
         try:
-            return usual(*args, **options)
+            return original(*args, **options)
         finally:
             tracker.in_loss = False
 
-    patched.linear_cross_entropy = noted
+    patched.linear_cross_entropy = tracked
     try:
         yield
     finally:
-        patched.linear_cross_entropy = usual
+        patched.linear_cross_entropy = original
 
 
-def _lose_by_call(model: Decoder) -> None:
-    """Have a sharded decoder's loss go through its hooks, by which alone the tracker knows it."""
+def _call_loss_through_hooks(model: Decoder) -> None:
+    """Route a sharded decoder's loss through its forward hooks, on which the tracker relies."""
     model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]  # of one object
     model.loss = model.__call__  # type: ignore[method-assign]  # of one object
 
 
-def peaks(
+def memory_peaks(
     module: LanguageModule,
     optimizer: torch.optim.Optimizer,
     shape: tuple[int, int],
     has_gradients: bool = False,
 ) -> dict[str, Parts]:
-    """Bytes by part at the peak of each stage of an update, when the optimizer has its state. The
-    module is of no use afterwards.
+    """Return bytes by part at the peak of each stage of a step, with the optimizer's state.
+
+    The module cannot be used afterwards.
 
     Args:
-        module: of a rank, with its weights, see :func:`rank_of`.
+        module: of a rank, with its weights, see :func:`simulated_rank`.
         optimizer: its optimizer.
-        shape: of a micro-batch, ``[B, T]``.
-        has_gradients: whether the first one finds gradients, as those behind it do.
+        shape: shape of a micro-batch, ``[B, T]``.
+        has_gradients: whether gradients exist before the first micro-batch, as before later ones.
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -199,33 +206,33 @@ def peaks(
         optimizer.zero_grad()
     if module.config.strategy.name in strategies.SHARDED:
         tracker: _Tracker = _ShardedTracker(module.model, optimizer)
-        _lose_by_call(module.model)
+        _call_loss_through_hooks(module.model)
     else:
         tracker = _Tracker()
         tracker.track_external(module.model, optimizer)
     with _in_loss(tracker), tracker:
-        update(module, optimizer, shape, begin=tracker.reset_mod_stats)
-    found = {}
+        train_step(module, optimizer, shape, before_micro_batch=tracker.reset_mod_stats)
+    peaks = {}
     for stage, sizes in tracker.stages.items():
         named = {getattr(kind, "value", kind): size for kind, size in sizes.items()}
-        found[stage] = {p: sum(named.get(n, 0) for n in names) for p, names in PARTS.items()}
-    return found
+        peaks[stage] = {p: sum(named.get(n, 0) for n in names) for p, names in PARTS.items()}
+    return peaks
 
 
-def memory_of(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
-    """Bytes by part when a step needs most, of a rank of a run whose vocabulary is known.
+def step_memory(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
+    """Return bytes by part at the peak of a step of one rank; the vocabulary must be known.
 
     Args:
-        config: the run; its encodings are left out, which take next to nothing.
-        ranks: which rank of how many.
-        exact: go through all layers, which takes longer, and not through two and four, from which
-            the peak of each stage follows for any number.
+        config: the run; its encodings are ignored, since they take next to nothing.
+        ranks: the rank.
+        exact: simulate all layers, which takes longer. Otherwise two and four layers are simulated,
+            and the peak of each stage is extrapolated.
     """
     depth = config.model.num_hidden_layers
-    if exact or depth <= FEW[1]:
+    if exact or depth <= FEW_LAYERS[1]:
         return max(_peaks_of(config, ranks, depth).values(), key=_total)
-    few, more = (_peaks_of(config, ranks, layers) for layers in FEW)
-    per_layer = (depth - FEW[1]) / (FEW[1] - FEW[0])
+    few, more = (_peaks_of(config, ranks, layers) for layers in FEW_LAYERS)
+    per_layer = (depth - FEW_LAYERS[1]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
     stages = [
         {part: round(size + per_layer * (size - few[stage][part])) for part, size in parts.items()}
         for stage, parts in more.items()
@@ -233,8 +240,8 @@ def memory_of(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     return max(stages, key=_total)
 
 
-FEW = 2, 4
-"""Layers from which others follow."""
+FEW_LAYERS = 2, 4
+"""Numbers of layers from which the memory of others is extrapolated."""
 
 
 def _total(parts: Parts) -> int:
@@ -244,8 +251,8 @@ def _total(parts: Parts) -> int:
 def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
     run, length = config.trainer, config.data.sequence_length
     rows = run.micro_batch_size or run.batch_size // ranks.world_size
-    # Of several micro-batches the second finds the gradients of the first. Where these are whole
-    # until the last one, only a micro-batch makes them.
+    # The second of several micro-batches needs more, since gradients exist. Unsharded gradients
+    # that stay until the last micro-batch can only be made by a first one.
     several = run.accumulation(ranks.world_size) > 1
     whole = config.strategy.name in strategies.SHARDED
     whole = whole and config.strategy.reduce_gradients != "micro_batch"
@@ -258,7 +265,7 @@ def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
         phases={},
         trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False),
     )
-    with rank_of(config, ranks) as module, pretended():
+    with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()
         optimizer = module.configure_optimizers()
-        return peaks(module, optimizer, (rows, length), several and not whole)
+        return memory_peaks(module, optimizer, (rows, length), several and not whole)

@@ -1,29 +1,54 @@
-"""One training run from start or checkpoint to its last step."""
+"""One training run from start or checkpoint to its last step, stretch by stretch."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers.logger import Logger
 
 from trainer.common.errors import PreemptedError, UserError
+from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
-from trainer.runs.checkpoints import step_name
+from trainer.data.tokenizer import vocabulary_size
+from trainer.interchange.pretrained import Pretrained
+from trainer.model.backends import cudnn_attention
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.runs.checkpoint_files import damage_together
+from trainer.runs.checkpoints import check_same_model, step_name
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
 from trainer.runs.job_files import ask_for_requeue
-from trainer.runs.phases import phases_of, with_ends
-from trainer.runs.ranks import all_gather, on_rank_zero
-from trainer.runs.starting_point import rewind_run, starting_point
-from trainer.training.callbacks.garbage import set_modules_aside
+from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
+from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
+from trainer.runs.saved_state import Effect
+from trainer.runs.starting_point import (
+    Start,
+    check_same_data,
+    rewind_run,
+    samples_of,
+    say_other_numerics,
+    starting_point,
+)
+from trainer.runs.starting_weights import starting_weights
+from trainer.training.callbacks.guards import freeze_modules
 from trainer.training.devices import numerics
-from trainer.training.stretch import Around, Trained, train_stretch
+from trainer.training.lightning_trainer import TrainingData, make_trainer, releasing
+from trainer.training.loggers import MetricsFile, close, other_loggers
+from trainer.training.module import LanguageModule, make_decoder
+from trainer.training.step import Resume, Step, Stretch
 from trainer.training.user_callbacks import make_callbacks
+
+log = logging.getLogger(__name__)
+
 
 MAX_REWINDS = 10
 """In one process; a run that diverges more often needs a person."""
@@ -39,11 +64,11 @@ class TrainedRun:
 
     config: RunConfig
     checkpoint: Path
-    effects: dict[str, dict[str, Any]]
+    effects: dict[str, Effect]
     seconds: float
 
     @property
-    def effect_of_drop(self) -> dict[str, Any] | None:
+    def effect_of_drop(self) -> Effect | None:
         """Effect of the first drop; None without a drop."""
         dropped = (phase.name for phase in phases_of(self.config) if phase.drop)
         return next((self.effects[name] for name in dropped if name in self.effects), None)
@@ -71,21 +96,22 @@ def train(
             written, or the backend cannot run here.
         PreemptedError: the run was asked to stop, and has.
     """
-    began, clock, rewinds = time.time(), time.perf_counter(), 0
-    skips, given = None, config
-    own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
+    start_time, clock, rewinds = time.time(), time.perf_counter(), 0
+    skips, planned = None, config
+    if user_callbacks is None:
+        user_callbacks = make_callbacks(config.callbacks)
     if config.trainer.compile:
         torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
-    set_modules_aside()  # including the compiler's
+    freeze_modules()  # including the compiler's
     while True:
         # A finished trainer is a reference cycle: collect it now to free its memory.
         gc.collect()
-        start = starting_point(given, branch)
-        config = with_ends(given, start.state.get("ends", {}))
+        start = starting_point(planned, branch)
+        config = with_ends(planned, start.state.get("ends", {}))
         with numerics(config):
-            around = Around(began, own, callbacks)
-            trained = train_stretch(config, corpus, start, skips, around)
-        if trained.broken is not None:
+            context = Context(start_time, user_callbacks, callbacks)
+            trained = train_stretch(config, corpus, start, skips, context)
+        if trained.diverged is not None:
             rewinds += 1
             if rewinds == MAX_REWINDS:
                 raise UserError.at(
@@ -94,19 +120,19 @@ def train(
                     "learning rate, or look at the text.",
                 )
             left_out = start.state.get("skips", []) if skips is None else skips
-            skips = rewind_run(config, *trained.broken, left_out)
+            skips = rewind_run(config, *trained.diverged, left_out)
         else:
-            config = with_ends(given, trained.ends)
+            config = with_ends(planned, trained.ends)
             if trained.step == config.trainer.max_steps:
                 path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
                 return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
             skips = None
             _stop_if_asked(trained)
             torch.compiler.reset()  # compile for the next length, not for dynamic ones
-        own = make_callbacks(config.callbacks)
+        user_callbacks = make_callbacks(config.callbacks)
 
 
-def _stop_if_asked(trained: Trained) -> None:
+def _stop_if_asked(trained: TrainedStretch) -> None:
     """Stop between two stretches if any rank was asked to during the last step.
 
     The checkpoint exists, and the next stretch would take long to start.
@@ -114,6 +140,174 @@ def _stop_if_asked(trained: Trained) -> None:
     Raises:
         PreemptedError: a rank was asked to stop.
     """
-    if asked := next(filter(None, all_gather(trained.asked)), None):
+    if request := next(filter(None, all_gather(trained.stop_request)), None):
         on_rank_zero(ask_for_requeue)
-        raise PreemptedError(f"Stopped after step {trained.step} ({asked}), checkpoint saved.")
+        raise PreemptedError(f"Stopped after step {trained.step} ({request}), checkpoint saved.")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Context that a stretch gets from its process.
+
+    Holds its start time (seconds since the epoch), the user's callbacks, and further ones that
+    follow all others.
+    """
+
+    start_time: float
+    user_callbacks: Sequence[L.Callback]
+    callbacks: Sequence[L.Callback]
+
+
+@dataclass(frozen=True)
+class TrainedStretch:
+    """Result of a stretch.
+
+    Holds its last ``step``, the steps of phases that ended early, the effects of changes so far,
+    the steps between which the run diverged, and the signal or limit that asked it to stop in its
+    last step.
+    """
+
+    step: int
+    ends: dict[str, int]
+    effects: dict[str, Effect]
+    diverged: tuple[int, int] | None
+    stop_request: str | None
+
+
+def train_stretch(
+    config: RunConfig,
+    corpus: Corpus,
+    start: Start,
+    skips: list[list[int]] | None,
+    context: Context,
+) -> TrainedStretch:
+    """Train from ``start`` to the end of the stretch that its next step belongs to.
+
+    Args:
+        config: the run.
+        corpus: its texts.
+        start: its beginning, or a checkpoint.
+        skips: pairs (step, samples) skipped from that step on; None: those of the checkpoint.
+        context: context from the process.
+
+    Raises:
+        UserError: the checkpoint does not fit the run, the last one cannot be written, or the
+            backend cannot run here.
+        PreemptedError: the run was asked to stop, and has.
+    """
+    ranks = current_ranks()
+    stretch = _stretch(config, corpus, start, skips)
+    end = stretch.config.trainer.max_steps
+    torch.manual_seed(config.seed + ranks.rank)
+    model, weights = _decoder(config, corpus, start, ranks)
+    module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
+    title, tokens = _title(stretch), stretch.config.tokens_per_step
+    with Progress(title, end, tokens, silent=not ranks.is_rank_zero) as progress:
+        step = Step(stretch, module, ranks, progress, context.user_callbacks, context.start_time)
+        loggers = [MetricsFile(Path(config.run_dir) / "metrics.csv"), *other_loggers(config)]
+        callbacks = [*step.callbacks(), *context.callbacks]
+        if start.checkpoint is not None and start.run_state is not None:
+            callbacks.insert(0, Resume(step, start.checkpoint, start.run_state, start.step))
+        trainer = make_trainer(stretch.config, ranks, loggers, callbacks)
+        backend = module.choose_attention(stretch.config, trainer.strategy.root_device.type)
+        count = sum(p.numel() for p in model.parameters())
+        kind = f"attention backend {backend.name} ({backend.why})"
+        log.info("%s: %s parameters, %s", title, f"{count:,}", kind)
+        if start.step < end:
+            first_sample = partial(_first_sample, stretch)
+            samples = samples_of(corpus, stretch.phase)
+            data = TrainingData(samples, stretch.config, ranks, start.step, first_sample)
+            with releasing(module, trainer.strategy), cudnn_attention(backend.cudnn):
+                trainer.fit(module, datamodule=data)
+            certificate = module.certificate.state().samples
+            log.info("%s: what was read has the certificate %s", title, certificate)
+            _raise_if_stopped(trainer, step, loggers)
+            last_step = end if step.transitions.ended_after is None else trainer.global_step
+        else:  # the checkpoint is the last one of the run
+            assert start.run_state is not None
+            step.transitions.restore(start.run_state)
+            on_rank_zero(partial(close, loggers))
+            last_step = end
+    diverged, request = step.guards.rewind.diverged, step.stopping.request
+    return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
+
+
+def _stretch(
+    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]] | None
+) -> Stretch:
+    """Return the stretch that a run's next step belongs to."""
+    phases = phases_of(config)
+    phase, end = phase_at(phases, start.step), stretch_end(phases, start.step)
+    left_out = start.state.get("skips", []) if skips is None else skips
+    return Stretch(
+        run=config,
+        config=replace(phase.config, trainer=replace(phase.config.trainer, max_steps=end)),
+        corpus=corpus,
+        phases=phases,
+        phase=phase,
+        skips=[(step, samples) for step, samples in left_out],
+        ends=dict(start.state.get("ends", {})),
+    )
+
+
+def _title(stretch: Stretch) -> str:
+    """Return the stretch's title in logs and on the progress bar."""
+    title, end = f"Training {label(stretch.run)}", stretch.config.trainer.max_steps
+    names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]
+    return f"{title}, {' and '.join(names)}" if stretch.run.phases else title
+
+
+def _decoder(
+    config: RunConfig, corpus: Corpus, start: Start, ranks: Ranks
+) -> tuple[Decoder, Pretrained | None]:
+    """Create the decoder with its layout at the start, without weights.
+
+    Also returns the source of trained weights, if the run begins with them.
+    """
+    weights = starting_weights(config.model) if start.checkpoint is None else None
+    if weights is not None and len(names := set(all_gather(weights.name))) > 1:
+        raise UserError.at(
+            "model.from_run",
+            f"ranks found different checkpoints ({', '.join(sorted(names))}); name "
+            "one, since the run still trains.",
+        )
+    if weights is not None and config.model.from_run is not None:
+        path = Path(weights.name)
+        if (damage := damage_together(path)) is not None:
+            raise UserError.at("model.from_run", f"{path.name!r} is damaged: {damage}.")
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
+    if start.checkpoint is not None:
+        check_same_model(start.state, model, start.checkpoint.name)
+        if ranks.is_rank_zero:
+            say_other_numerics(start.state, config)
+        on_rank_zero(lambda: check_same_data(start.state, corpus, config))
+        model.layout = Layout.from_dict(start.state["layout"])
+    return model, weights
+
+
+def _first_sample(stretch: Stretch, step: int) -> int:
+    """Return the number of the first sample that ``step`` reads."""
+    return phase_at(stretch.phases, step).first_sample(step, stretch.skips)
+
+
+def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:
+    """Close the loggers; check that the stretch ended by itself or diverged.
+
+    Raises:
+        PreemptedError: a signal or a time limit stopped it.
+        UserError: a user's callback stopped it.
+    """
+    on_rank_zero(partial(close, loggers))  # no other rank exits before rank 0
+    if (reason := step.stopping.reason) is not None:
+        raise PreemptedError(
+            f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved."
+        )
+    has_ended = step.transitions.ended_after is not None
+    is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps
+    if not has_ended and not is_complete and not step.guards.rewind.diverged:
+        raise UserError.at(
+            "callbacks",
+            f"one of them stopped the run after step {trainer.global_step} of "
+            f"{step.stretch.run.trainer.max_steps}; leave it out, and the same command goes on "
+            "from the newest checkpoint.",
+        )

@@ -13,12 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -41,73 +35,10 @@ from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
 from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, device_of, limit_collectives
+from trainer.runs.ranks import Ranks, limit_collectives
 from trainer.runs.training_config import StrategyConfig
-from trainer.training.lightning_internals import join_process_group
 
 SHARDED = ("fsdp2", "hsdp")
-
-
-class Uncopied(Strategy):
-    """Mixin that leaves weights and optimizer state in place at the end of training.
-
-    Lightning would copy them to the host, for all ranks of a node simultaneously.
-    """
-
-    def teardown(self) -> None:
-        """Tear down as Lightning does, without the copies; see :func:`releasing`."""
-        self.model = self.lightning_module
-        for part in (
-            getattr(self, "cluster_environment", None),  # with several processes
-            self.precision_plugin,
-            self.accelerator,
-            self.checkpoint_io,
-        ):
-            if part is not None:
-                part.teardown()
-
-
-class Single(Uncopied, SingleDeviceStrategy):
-    """One process on one device."""
-
-
-class Replicated(Uncopied, DDPStrategy):
-    """DDP."""
-
-
-class Sharded(Uncopied, ModelParallelStrategy):
-    """FSDP2; the model is already distributed when Lightning sees it."""
-
-    def setup_environment(self) -> None:
-        """Join the process group without Lightning's mesh, whose groups nothing destroys."""
-        join_process_group(self)
-
-    def model_to_device(self) -> None:
-        """Do nothing: offloaded parameters stay on the CPU."""
-
-
-@contextmanager
-def releasing(module: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """Free the memory of training at the end of the block; the checkpoint has its contents.
-
-    The trainer and all it refers to are a reference cycle, which would otherwise keep the memory
-    until the next collection.
-    """
-    try:
-        yield
-    finally:
-        for optimizer in strategy.optimizers:
-            optimizer.state.clear()
-        module.to("meta")
-
-
-def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy:
-    """Create Lightning's strategy for the configured one."""
-    if config.strategy.name == "single":
-        return Single(device_of(config, ranks))
-    if config.strategy.name == "ddp":
-        return Replicated(gradient_as_bucket_view=True, broadcast_buffers=False)
-    return Sharded(data_parallel_size=ranks.world_size, tensor_parallel_size=1)
 
 
 def parallelize(
@@ -224,10 +155,17 @@ def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool
     return memory is None or 4 * sum(p.numel() for p in model.parameters()) <= memory / 10
 
 
-def synchronize_gradients(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients."""
+def synchronize_gradients(model: nn.Module, scatter: bool, last: bool) -> None:
+    """Set whether the next backward pass of a sharded model reduces gradients.
+
+    Args:
+        model: unsharded ones are left alone.
+        scatter: whether to reduce gradients to their shards.
+        last: whether it is the last of the step, after which ``hsdp`` adds up shards of all groups.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+        model.set_requires_gradient_sync(scatter)
+        model.set_requires_all_reduce(last)
 
 
 def reshard(model: nn.Module) -> None:

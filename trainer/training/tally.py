@@ -1,14 +1,21 @@
-"""Running statistics of training steps, kept on the device until they are logged."""
+"""What training steps leave on the device until it is logged or saved, without a host sync.
+
+:class:`Tally` sums losses, :class:`StepTimer` times the parts of a step, and :class:`Certificate`
+sums the hashes of the samples that were read.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.runs.metrics_file import BUCKETS
+from trainer.data.order import as_text
+from trainer.runs.metrics_file import BUCKETS, PARTS
+from trainer.runs.saved_state import SavedCertificate, SavedSpikes, SavedTally
 
 WINDOW = 128
 """Previous steps whose mean and standard deviation define a spike."""
@@ -40,17 +47,17 @@ class Spikes:
         self._last[self.seen % WINDOW] = torch.where(finite, values, mean)
         self.seen += 1
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedSpikes:
         """Return plain numbers for a checkpoint."""
         last = None if self._last is None else self._last.tolist()
         count = self.count.tolist() if isinstance(self.count, Tensor) else self.count
-        return {"seen": self.seen, "count": count, "last": last}
+        return SavedSpikes(self.seen, count, last)
 
-    def load(self, state: dict[str, Any], device: torch.device) -> None:
+    def load(self, state: SavedSpikes, device: torch.device) -> None:
         """Resume from :meth:`state`."""
-        self.seen = state["seen"]
-        self._last = None if state["last"] is None else torch.tensor(state["last"], device=device)
-        self.count = torch.tensor(state["count"], device=device)
+        self.seen = state.seen
+        self._last = None if state.last is None else torch.tensor(state.last, device=device)
+        self.count = torch.tensor(state.count, device=device)
 
 
 class Tally:
@@ -125,24 +132,28 @@ class Tally:
         """Return the number of consecutive skipped updates, up to the last one."""
         return int(self._in_a_row)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SavedTally:
         """Return plain numbers for a checkpoint between two logged rows."""
-        keys = ("_loss", "_steps", "_skipped", "_in_a_row")
-        values = _numbers(*(getattr(self, key) for key in keys))
-        sums = None if self._sums is None else self._sums.tolist()
-        return {
-            **dict(zip(keys, values, strict=True)),
-            "_sums": sums,
-            "spikes": self.spikes.state(),
-        }
+        loss, steps, skipped, in_a_row = _numbers(
+            self._loss, self._steps, self._skipped, self._in_a_row
+        )
+        return SavedTally(
+            loss=loss,
+            steps=steps,
+            skipped=skipped,
+            skipped_in_a_row=in_a_row,
+            sums=None if self._sums is None else self._sums.tolist(),
+            spikes=self.spikes.state(),
+        )
 
-    def load(self, state: dict[str, Any], device: torch.device) -> None:
+    def load(self, state: SavedTally, device: torch.device) -> None:
         """Resume from :meth:`state`."""
-        for key, value in state.items():
-            if key == "spikes":
-                self.spikes.load(value, device)
-            else:
-                setattr(self, key, None if value is None else torch.tensor(value, device=device))
+        self._loss, self._steps, self._skipped, self._in_a_row = (
+            torch.tensor(value, device=device)
+            for value in (state.loss, state.steps, state.skipped, state.skipped_in_a_row)
+        )
+        self._sums = None if state.sums is None else torch.tensor(state.sums, device=device)
+        self.spikes.load(state.spikes, device)
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
@@ -160,3 +171,80 @@ def _numbers(*values: Tensor | float) -> list[float]:
         found = iter(torch.stack([t.double() for t in tensors]).tolist())
         return [next(found) if isinstance(v, Tensor) else float(v) for v in values]
     return [float(v) for v in values]
+
+
+class StepTimer:
+    """Timer of seconds spent in each of :data:`PARTS` since the last reading.
+
+    :meth:`enter` ends the previous part and begins the named one. On a GPU it records events in the
+    stream, which are read later, since the host runs ahead.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._totals = dict.fromkeys(PARTS, 0.0)
+        self._gpu = False
+
+    def enter(self, part: str) -> None:
+        """Begin ``part``."""
+        if not self._marks:  # the device is known only now
+            self._gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if self._gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+            return
+        self._marks.append((part, time.perf_counter()))
+        if len(self._marks) > 1:
+            self._add()
+
+    def _add(self) -> None:
+        for (part, start), (_, end) in pairwise(self._marks):
+            if isinstance(start, float) and isinstance(end, float):
+                self._totals[part] += end - start
+            elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                self._totals[part] += start.elapsed_time(end) / 1000
+        self._marks = self._marks[-1:]
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each part since the last reading."""
+        if self._gpu and self._marks:
+            last = self._marks[-1][1]
+            assert isinstance(last, torch.cuda.Event)
+            last.synchronize()
+        self._add()
+        totals, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
+        return totals
+
+
+class Certificate:
+    """Sums of sample hashes on the device, modulo 2^64: over all steps, and over the last one.
+
+    Only :meth:`state` causes a host sync.
+    """
+
+    def __init__(self) -> None:
+        self._before, self._last = 0, 0
+        self._sums: Tensor | None = None
+
+    def add(self, hashes: Tensor, begins_step: bool) -> None:
+        """Add a micro-batch's sample hashes ``[B]``, int64."""
+        mine = hashes.sum()
+        if self._sums is None:
+            self._sums = mine.new_zeros(2)
+        last = mine if begins_step else self._sums[1] + mine
+        self._sums = torch.stack([self._sums[0] + mine, last])
+
+    def state(self) -> SavedCertificate:
+        """Return both sums over all ranks, for a checkpoint; all ranks call this together."""
+        total, last = 0, self._last
+        if self._sums is not None:
+            sums = self._sums.clone()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(sums)
+            total, last = sums.tolist()
+        return SavedCertificate(as_text(self._before + total), as_text(last))
+
+    def load(self, state: SavedCertificate) -> None:
+        """Resume from :meth:`state`; the stored sum is known to every rank and added once."""
+        self._before, self._last = int(state.samples, 16), int(state.last_step, 16)

@@ -21,8 +21,6 @@ from trainer.common.errors import Problem, UserError, collecting, did_you_mean
 
 TARGET = "_target_"
 """The key that names the class, as Hydra has it."""
-OWN_STATES = frozenset({"Drop", "Lengths", "Metrics", "Transitions", "Until"})
-"""State keys of the run's own callbacks."""
 REPLACED: Mapping[type, str] = {
     Checkpoint: "checkpoints are written by the run itself (trainer.checkpoint_every)",
     ProgressBar: "the run has its own progress bar",
@@ -53,7 +51,7 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
     for name, values in given.items():
         with collecting(problems):
             made[name] = _make(f"callbacks.{name}", values)
-    seen = dict.fromkeys(OWN_STATES, "the run itself")
+    seen: dict[str, str] = {}
     for name, callback in made.items():
         if not _has_state(callback):
             continue

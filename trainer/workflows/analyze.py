@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
-from trainer.analysis.names import ALL, COMPARING, DROP, OFFSETS
+from trainer.analysis.drop import DropStudy
+from trainer.analysis.offset_features.study import OffsetChanges
+from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
-from trainer.analysis.studies.drop import DropStudy
-from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
 from trainer.common.errors import Problem, UserError, renaming

@@ -28,7 +28,7 @@ from trainer.runs.checkpoints import regular_checkpoints, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import process_group
 from trainer.runs.same_run import compare
-from trainer.training.callbacks import checkpointing
+from trainer.training.callbacks import saving
 from trainer.training.run import train
 from trainer.workflows.small_copy import DROP, shrink
 
@@ -222,7 +222,7 @@ class SendSignal(L.Callback):
 
 
 def _die_while_saving(name: str) -> None:
-    patched: Any = checkpointing
+    patched: Any = saving
     original = patched.save
 
     def save(tensors: dict[str, torch.Tensor], directory: Path, group: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trainer.data.corpus import Corpus
@@ -78,7 +78,7 @@ def make_report(
         result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
     }
     effect = runs["main"].effect_of_drop
-    drop = Drop.from_dict(effect) if effect else None
+    drop = Drop.from_dict(asdict(effect)) if effect else None
     milestones = {arm.name: _milestones(arm) for arm in arms.values()}
     report = replace(
         report,
@@ -110,9 +110,9 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     changes = tuple(
         Change(
             phase.start,
-            effect.get("what") or describe(phase),  # missing from earlier versions
+            effect.what or describe(phase),  # which earlier versions did not keep
             phase.config.data.sequence_length,
-            *(effect.get(f"loss_{when}") for when in ("before", "after", "end")),
+            *(effect.loss_before, effect.loss_after, effect.loss_end),
         )
         for phase in phases_of(config)
         if (effect := run.effects.get(phase.name)) is not None
@@ -134,15 +134,13 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
 
 
 def _reach(candidate: Candidate) -> tuple[Reach, ...]:
-    """Return the length measurements made during training."""
-    history = candidate.state["callbacks"].get("Lengths", {"history": []})
-    return tuple(Reach.from_dict(reach) for reach in history["history"])
+    """What was measured of lengths while it trained."""
+    return tuple(Reach.from_dict(reach) for reach in candidate.state.get("lengths", ()))
 
 
 def _milestones(candidate: Candidate) -> tuple[Milestone, ...]:
-    """Return the benchmark scores measured during training."""
-    history = candidate.state["callbacks"].get("Benchmarks", {"history": []})
-    return tuple(Milestone.from_dict(one) for one in history["history"])
+    """What it scored while it trained."""
+    return tuple(Milestone.from_dict(one) for one in candidate.state.get("benchmarks", ()))
 
 
 def _median_rate(run_dir: Path) -> float | None:

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.analysis.capture import NeedlePrompt
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import one_of_many
 

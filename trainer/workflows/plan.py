@@ -22,9 +22,9 @@ from trainer.runs.phases import kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.transitions import describe
+from trainer.training.devices import dense_peak
 from trainer.training.module import make_decoder
-from trainer.training.peaks import dense_peak
-from trainer.training.rehearsal import Parts, memory_of
+from trainer.training.rehearsal import Parts, step_memory
 from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.requests import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
@@ -34,7 +34,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: ``name`` as in :mod:`trainer.training.peaks`, ``memory`` in bytes."""
+    """``name`` as :mod:`trainer.training.devices` has it; ``memory`` in bytes."""
 
     name: str
     memory: float
@@ -204,7 +204,7 @@ def _parts(
         run = replace(run, batch_size=run.batch_size // ranks)
         ranks = local = 1
     config = replace(config, strategy=strategy, trainer=run)
-    return memory_of(config, Ranks(0, ranks, 0, local), exact)
+    return step_memory(config, Ranks(0, ranks, 0, local), exact)
 
 
 def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:

@@ -9,9 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.analysis.names import ALL, kinds
-from trainer.analysis.settings import AttenuationSettings, NeedleSettings
-from trainer.analysis.short_time import ShortTime
+from trainer.analysis.settings import ALL, AttenuationSettings, NeedleSettings, ShortTime, kinds
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import (
     Count,

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.analysis.studies.wholes import check_whole
-from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.settings import AttenuationSettings, NeedleSettings
-from trainer.analysis.short_time import ShortTime
+from trainer.analysis.capture import NeedlePrompt
+from trainer.analysis.drop import DropStudy
+from trainer.analysis.offset_features.study import OffsetChanges
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings, ShortTime
 from trainer.analysis.studies.catalogue import STUDIES
-from trainer.analysis.studies.drop import DropStudy
-from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Target, run
 
 C, T = 32, 80

@@ -45,7 +45,7 @@ model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected 0.001
 model.initializer_range=nan | model.initializer_range
 model.softmax.softcap=None | Use null for 'not set'
 model.attention_backend=sdp | Did you mean 'sdpa'
-model.attention_backend=flash trainer.precision=bf16 | needs the package flash-attn
+model.attention_backend=flash trainer.precision=bf16 | needs a GPU, but this run is on the CPU
 model.attention_backend=flex | needs a GPU
 model.qk_norm=always | model.qk_norm
 model.qk_norm.when=after | model.qk_norm.when

@@ -1,1 +1,1 @@
-"""The analyses by name: what each reads of a model, and the section that it writes about it."""
+"""The interface of studies, and the catalogue of their names."""

@@ -1,19 +1,19 @@
-"""The studies of one model by the names that ``+analysis=`` takes, in the order of a page.
+"""The studies of one model by the names that ``+analysis=`` takes, in the order of the page.
 
-``drop`` compares two models and is no study of one: :mod:`trainer.analysis.studies.drop`.
+``drop`` compares two models and is not among them: see :mod:`trainer.analysis.drop`.
 """
 
 from __future__ import annotations
 
-from trainer.analysis.names import ANALYSES
-from trainer.analysis.studies.clusters import ClustersStudy
-from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
-from trainer.analysis.studies.matrix_entropy import MatrixEntropyStudy
-from trainer.analysis.studies.offset_features import OffsetFeaturesStudy
-from trainer.analysis.studies.positional_bias import PositionalBiasStudy
-from trainer.analysis.studies.sinks import SinksStudy
+from trainer.analysis.clusters.study import ClustersStudy
+from trainer.analysis.frequency_entropy.study import FrequencyEntropyStudy
+from trainer.analysis.matrix_entropy.study import MatrixEntropyStudy
+from trainer.analysis.offset_features.study import OffsetFeaturesStudy
+from trainer.analysis.positional_bias.study import PositionalBiasStudy
+from trainer.analysis.settings import ANALYSES
+from trainer.analysis.sinks.study import SinksStudy
 from trainer.analysis.studies.study import Study
-from trainer.analysis.studies.synthetic import SyntheticStudy
+from trainer.analysis.synthetic import SyntheticStudy
 
 STUDIES: dict[str, type[Study]] = {
     study.key: study
@@ -30,7 +30,7 @@ STUDIES: dict[str, type[Study]] = {
 
 
 def analysis(study: type[Study]) -> type[Study]:
-    """Register a study of the user's own under its key, from a file that ``plugins`` names."""
+    """Register a user's study under its key; used in a file that ``plugins`` names."""
     STUDIES[study.key] = study
     if study.key not in ANALYSES:
         ANALYSES.append(study.key)

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its numbers: ``rows`` under ``header`` go into a CSV file beside it.
+    """A figure with its numbers: ``rows`` under ``header`` are written to a CSV file beside it.
 
-    ``name``: of the files, unique in a page. ``caption``: what is plotted, axes and units in words,
-    and what to look for.
+    ``name``: name of the files, unique in a page. ``caption``: what is plotted, axes and units in
+    words, and what to look for.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Grid:
 class Section:
     """One analysis.
 
-    ``text``: a paragraph: what is measured and how to read it. ``formula``: plain text with Unicode
-    signs, a line each, which :mod:`trainer.report.mathml` sets. ``source``: paper, section,
-    figures. ``findings``: what these numbers say about this model, a sentence each, computed from
-    them. ``numbers``: everything, as JSON has it.
+    ``text``: a paragraph that says what is measured and how to read it. ``formula``: plain text
+    with Unicode signs, one formula a line, set by :mod:`trainer.report.mathml`. ``source``: paper,
+    section, figures. ``findings``: sentences about this model, computed from its numbers.
+    ``numbers``: all numbers, for JSON.
     """
 
     key: str
@@ -57,7 +57,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """What the step adds to the section of its study."""
+    """Findings, pictures, tables and numbers that one step adds to its study's section."""
 
     findings: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -66,7 +66,7 @@ class Part:
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """One part with what all of them have, in their order."""
+    """Join parts into one, in their order."""
     return Part(
         tuple(finding for part in parts for finding in part.findings),
         tuple(picture for part in parts for picture in part.pictures),
@@ -86,10 +86,9 @@ _WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
 class Indicator:
     """One measure by length, within the training length and beyond.
 
-    ``lengths``: tokens, ascending, ``values`` there. ``wanted``: which way is better: ``"high"`` or
-    ``"low"``, as it is within the training length. ``least``: what counts as the size of a change
-    for a value near 0. ``percent``: whether it is a share. ``judged``: whether a change means
-    anything.
+    ``lengths``: tokens, ascending; ``values``: the measure at these lengths. ``wanted``: the better
+    direction, ``"high"`` or ``"low"``. ``least``: smallest size of a value that changes are divided
+    by. ``percent``: whether the value is a share. ``judged``: whether a change means anything.
     """
 
     name: str
@@ -127,18 +126,19 @@ class Indicator:
 
     @property
     def usual(self) -> float:
-        """Change of either sign from half the training length to it, relative: what a longer text
-        alone does where the model is at home. 0 where it was not read at half the length."""
+        """Relative change of either sign from half the training length to the training length, an
+        estimate of what a longer text alone changes; 0 if half the length was not read."""
         half = [v for n, v in zip(self.lengths, self.values, strict=True) if 2 * n <= self.trained]
         size = max(abs(self.within), self.least)
         return abs(self.within - half[-1]) / size if half else 0.0
 
     @property
     def verdict(self) -> Verdict | None:
-        """None where nothing beyond the training length was read, or a change means nothing.
+        """Whether the measure holds beyond the training length; None if no longer text was read or
+        a change means nothing.
 
-        The null is that the model meets longer texts as it meets those within its training length:
-        a change that is not larger than :attr:`usual` holds.
+        The null hypothesis is that longer texts change as much as those within the training length:
+        a change no larger than :attr:`usual` holds.
         """
         if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
             return None
@@ -147,12 +147,12 @@ class Indicator:
         return "breaks" if self.change > BREAK else "drifts"
 
     def shown(self, value: float) -> str:
-        """``61%`` or ``0.427``."""
+        """Format a value, as in ``61%`` or ``0.427``."""
         return f"{100 * value:.3g}%" if self.percent else f"{value:.3g}"
 
     @property
     def curve(self) -> str:
-        """Its curve by length (logarithmic) as points of an SVG polyline."""
+        """The curve by length (logarithmic) as points of an SVG polyline."""
         low, high = min(self.values), max(self.values)
         # A small change is not drawn as a large one.
         room = max(high - low, 0.5 * max(abs(low), abs(high)), 1e-9)
@@ -172,7 +172,7 @@ class Indicator:
         return _WIDTH * math.log(max(length, first) / first) / max(math.log(last / first), 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``numbers`` of a section, under the key ``glance``."""
+        """Convert to the entry of a section's ``numbers`` under ``glance``."""
         names = ("name", "trained", "wanted", "meaning", "least", "percent", "judged")
         return {
             "lengths": [float(n) for n in self.lengths],
@@ -182,5 +182,5 @@ class Indicator:
 
 
 def glance(numbers: Sequence[dict[str, Any]]) -> list[Indicator]:
-    """The indicators that sections keep in their numbers, in their order."""
-    return [Indicator(**given) for own in numbers for given in own.get("glance", [])]
+    """Return the indicators in the numbers of sections, in their order."""
+    return [Indicator(**entry) for of_section in numbers for entry in of_section.get("glance", [])]

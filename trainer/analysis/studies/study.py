@@ -11,26 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, capture
-from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.settings import AttenuationSettings, NeedleSettings
-from trainer.analysis.short_time import USUAL, ShortTime
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.settings import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.analysis.studies.section import Section
 from trainer.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model and the text that it is read with.
+    """A model and the text that it reads.
 
-    ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
+    ``ids``: ``[B, T]`` tokens on the model's device, each row after a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
-    ``pairs``: rotary pairs that pictures of single ones show; empty: all, or found. ``seed``: of
-    subsamples. ``prompt``: needle prompts in the model's words; None: there are none. ``frames``:
-    of the short-time transform of frequency entropies. ``prefixes``: shorter texts, their first
-    tokens, at which frequency entropies are shown too. ``attenuation``: of pairs of extreme
-    entropy, and ``choice`` ``[B, T]`` the texts whose entropies decide; None: ``ids``. ``needle``:
-    for heads of extreme matrix entropy, and ``question`` a prompt as long as a text; None: a copy.
+    ``pairs``: rotary pairs that pictures of single pairs show; empty: all, or the study chooses.
+    ``seed``: seed of subsamples. ``prompt``: needle prompts in the model's vocabulary, if there are
+    any. ``frames``: frames of the short-time transform. ``prefixes``: shorter lengths at which
+    frequency entropies are shown too. ``attenuation``: settings of the attenuation of pairs;
+    ``choice`` ``[B, T]``: texts whose entropies select these pairs (None: ``ids``). ``needle``: how
+    heads of extreme matrix entropy are shown; ``question``: a prompt as long as a text (None: copy
+    the end of a text).
     """
 
     name: str
@@ -49,35 +48,35 @@ class Target:
 
     @property
     def length(self) -> int:
-        """Tokens of the text."""
+        """Number of tokens of a text."""
         return self.ids.shape[1]
 
     @property
     def sampled_layers(self) -> list[int]:
-        """At most 8 layers, evenly spread, that a study looks at to choose what it shows."""
+        """Up to 8 layers, evenly spread, from which a study chooses the heads that it shows."""
         layers = len(self.model.layout.layers)
         return np.linspace(0, layers - 1, min(layers, 8)).round().astype(int).tolist()
 
     @property
     def rotates(self) -> bool:
-        """Whether any head has a rotation."""
+        """Whether any head rotates."""
         return any(spectrum.rotates for spectrum in self.model.layout.spectra)
 
     @property
     def pair_axis(self) -> str:
-        """What an axis of channel pairs is called."""
+        """Label of an axis of channel pairs."""
         return "pair index, from the fastest on" if self.rotates else "pair index"
 
     @property
     def training_length(self) -> int:
-        """C of the model."""
+        """The model's training length C."""
         return self.model.layout.training_length
 
 
 class Study(ABC):
     """One analysis of one target. A subclass sees every layer of the shared pass, once.
 
-    ``shortest``: tokens that it needs of a text.
+    ``shortest``: number of tokens that it needs.
     """
 
     key: ClassVar[str]
@@ -89,7 +88,7 @@ class Study(ABC):
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
-        """Why it cannot be made of this target, one sentence each."""
+        """Return a sentence for each reason why the target cannot be analysed."""
         if target.length >= cls.shortest:
             return []
         return [
@@ -102,12 +101,12 @@ class Study(ABC):
 
     @abstractmethod
     def section(self) -> Section:
-        """The section of the page, after the pass; may run the model again."""
+        """Write the section after the pass; may run the model again."""
 
 
 @torch.no_grad()
 def run(studies: Sequence[Study], target: Target) -> list[Section]:
-    """Read the text once for all studies together, then let each write its section."""
+    """Read the text once for all studies, then let each write its section."""
 
     def on_layer(heads: Heads) -> None:
         for study in studies:
@@ -115,3 +114,25 @@ def run(studies: Sequence[Study], target: Target) -> list[Section]:
 
     capture(target.model, target.ids, on_layer)
     return [study.section() for study in studies]
+
+
+Versions = dict[str, tuple[str, int]]
+"""Field of a result: its label and its style in figures."""
+
+
+def before(shown_versions: Versions) -> str:
+    """Describe the queries and keys that no encoding has changed."""
+    return "before the encoding" if "plain" in shown_versions else "as projected"
+
+
+def versions(target: Target, *, scores: bool = False) -> Versions:
+    """Return ``plain`` and ``rotated``, or only ``rotated`` if the encoding changes at most a
+    factor.
+
+    ``scores``: also tell them apart for an ALiBi bias on the scores.
+    """
+    if target.rotates:
+        return {"plain": ("before rotation", 2), "rotated": ("after rotation", 4)}
+    if scores and any(spectrum.alibi for spectrum in target.model.layout.spectra):
+        return {"plain": ("without the bias", 2), "rotated": ("with ALiBi's bias", 4)}
+    return {"rotated": ("as projected, no rotation", 1)}

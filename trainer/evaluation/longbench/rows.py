@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, first_line
 from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME = "THUDM/LongBench"
@@ -89,5 +89,5 @@ def root(directory: str | None) -> Traversable:
         raise UserError.at(
             KEY,
             f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
-            f"({str(error).strip().splitlines()[0]}); give a directory with TASK.jsonl files.",
+            f"({first_line(error)}); give a directory with TASK.jsonl files.",
         ) from error

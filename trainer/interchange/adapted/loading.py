@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean, first_line
 from trainer.interchange.hf_config import named_bos
 from trainer.interchange.own_config import is_own
 from trainer.interchange.pretrained import read_config, read_tokenizer
@@ -130,8 +130,7 @@ def _read(path: Path) -> Any:
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # transformers raises nearly every type
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError.at("", f"transformers cannot compute it: {why[0]}") from error
+        raise UserError.at("", f"transformers cannot compute it: {first_line(error)}") from error
     finally:
         said.set_verbosity(level)
         if progress:

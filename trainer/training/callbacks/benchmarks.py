@@ -34,65 +34,42 @@ from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
-from trainer.training.callbacks.evaluating import evaluating
-from trainer.training.callbacks.monitor import Remembering
-from trainer.training.callbacks.stability import watch
-from trainer.training.callbacks.transitions import Transitions
-from trainer.training.module import LanguageModule
+from trainer.training.callbacks.guards import watch
+from trainer.training.module import LanguageModule, evaluating
 from trainer.training.strategy import gathered
 
 log = logging.getLogger(__name__)
 
 
-class Benchmarks(Remembering):
-    """Scores of tasks, on the same questions every time, divided among the ranks.
-
-    The next row of metrics contains the latest scores. A run that begins with trained weights is
-    also measured before its first step.
-    """
-
-    kind = Milestone
+class Benchmarks:
+    """Scores of tasks, on the same questions every time, divided among the ranks."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        corpus: Corpus,
-        ranks: Ranks,
-        transitions: Transitions,
-        add_metrics: Callable[[dict[str, float]], None],
+        self, config: RunConfig, corpus: Corpus, ranks: Ranks, remember: Callable[[Milestone], None]
     ) -> None:
-        super().__init__(config, 1, transitions)
-        self.asked, self.ranks, self.add_metrics = config.monitor.benchmarks, ranks, add_metrics
+        self.config, self.ranks, self.remember = config, ranks, remember
+        self.settings = config.monitor.benchmarks
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
         self.encoder = Encoder(corpus.tokenizer, config.data.sequence_length, add_bos=True)
-        self.questions = _questions(self.asked, ranks)
+        self.questions = _questions(self.settings, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
         """Whether the step crossed a multiple of the configured steps or tokens."""
         before = phase_before(module.phases, step - 1).tokens_at(step - 1)
-        return self.asked.is_due(before, _tokens(module, step), step)
+        return self.settings.is_due(before, _tokens(module, step), step)
 
-    def on_train_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule
-    ) -> None:
-        """Measure a model with trained weights before its first step."""
-        if trainer.global_step == 0 and self.config.model.is_trained and not self.history:
-            self.measure(trainer, module)
-            module.timer.read()  # exclude this time from the first row
-
-    def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def measure(
+        self, trainer: L.Trainer, module: LanguageModule, has_dropped: bool
+    ) -> dict[str, float]:
         """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
         began, step = time.perf_counter(), trainer.global_step
         scores: dict[str, float] = {}
         with evaluating(module) as model, gathered(module.model):
             for work in (self._of_lengths, self._of_questions, self._of_harness):
                 scores |= work(model)
-        known = {key: value for key, value in scores.items() if math.isfinite(value)}
-        dropped = self.transitions.has_dropped
-        self.history.append(Milestone(step, _tokens(module, step), dropped, dict(scores)))
-        self.add_metrics({f"benchmark/{key}": value for key, value in known.items()})
-        seconds = time.perf_counter() - began
-        log.info("Step %d: benchmarks took %.1f s", step, seconds)
+        self.remember(Milestone(step, _tokens(module, step), has_dropped, dict(scores)))
+        log.info("Step %d: benchmarks took %.1f s", step, time.perf_counter() - began)
+        return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
 
     def _of_lengths(self, model: LanguageModel) -> dict[str, float]:
         found = {}
@@ -122,12 +99,12 @@ class Benchmarks(Remembering):
         return found
 
     def _of_harness(self, model: LanguageModel) -> dict[str, float]:
-        if not self.asked.harness:
+        if not self.settings.harness:
             return {}
         from trainer.evaluation import harness
 
         self._watch()
-        config = _harness_config(self.asked)
+        config = _harness_config(self.settings)
         found = harness.score_tasks(model, self.encoder, config, self._spread, silent=True)
         return {f"harness/{score.task}/{score.metric}": score.value for score in found}
 

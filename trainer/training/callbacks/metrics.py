@@ -17,10 +17,10 @@ from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import COLUMNS
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.steps import ends_step
-from trainer.training.module import LanguageModule
+from trainer.runs.saved_state import RunState
+from trainer.training.devices import dense_peak
+from trainer.training.module import LanguageModule, ends_step
 from trainer.training.optimizers import global_norm
-from trainer.training.peaks import dense_peak
 
 Epochs = Callable[[int], dict[str, float]]
 """How often each text has been read after so many steps."""
@@ -30,7 +30,7 @@ class Metrics(L.Callback):
     """Writes a row to all loggers, and advances the progress bar.
 
     The row also contains what the user's callbacks passed to ``module.log``. Sums over steps stay
-    on the device, in the module's tally; other values for the next row are this callback's state.
+    on the device, in the module's tally; ``pending`` holds other values for the next row.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress, epochs: Epochs) -> None:
@@ -81,28 +81,24 @@ class Metrics(L.Callback):
         # Speed excludes monitors, whose frequency is the user's choice.
         rate = steps * self.config.tokens_per_step / (now - self.last_time - times["monitor"])
         self.last_time, self.last_step = now, step
-        found = {"tokens_per_second": round(rate, 1)}
-        found |= {f"time/{k}": round(v / steps, 6) for k, v in times.items()}
+        speed = {"tokens_per_second": round(rate, 1)}
+        speed |= {f"time/{k}": round(v / steps, 6) for k, v in times.items()}
         if module.device.type == "cuda":
-            found["memory"] = torch.cuda.max_memory_allocated() / 2**30
+            speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
             peak = dense_peak(torch.cuda.get_device_name(), self.config.trainer.precision)
             if peak is not None:
-                found["mfu"] = (
+                speed["mfu"] = (
                     rate * flops_per_token(module.model, batch) / (peak * self.ranks.world_size)
                 )
-        return found
+        return speed
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add ``metrics`` to the next row."""
         self.pending |= metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the values not logged yet."""
-        return {"pending": dict(self.pending), "last_loss": self.last_loss}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def restore(self, state: RunState) -> None:
         """Restore the values not logged yet."""
-        self.pending, self.last_loss = dict(state_dict["pending"]), state_dict["last_loss"]
+        self.pending, self.last_loss = dict(state.pending_metrics), state.loss
 
 
 def flops_per_token(model: Decoder, batch: Batch) -> float:

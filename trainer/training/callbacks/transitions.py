@@ -1,4 +1,4 @@
-"""Changes of the model between two phases: drops, rescalings, QK-norm, a fresh optimizer."""
+"""Begin and end of phases: drops, rescalings, QK-norm, a fresh optimizer, early ends."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from statistics import fmean
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.dataset import Batch
+from trainer.data.corpus import Corpus
+from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.model.attention import RMSNorm
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import dropped_layout, shrunk
 from trainer.recalibration.gain import input_sizes, set_gains
+from trainer.runs.phase_config import UntilConfig
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
-from trainer.training.callbacks.evaluating import evaluating
-from trainer.training.callbacks.steps import begins_step, ends_step
-from trainer.training.module import LanguageModule
+from trainer.runs.saved_state import Effect, RunState
+from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating
 
 log = logging.getLogger(__name__)
 
 
 class Transitions(L.Callback):
-    """Changes the model at the first step of a phase: layout, QK-norm, optimizer state.
+    """Changes the model at the first step of a phase, and ends phases.
 
-    The effect of a change is measured on one fixed held-out batch of the phase's length: just
-    before, just after, and at the end of the phase. ``effects`` by phase are this callback's state.
-    A resumed run keeps them and repeats no change; the layout itself comes with the checkpoint. A
-    drop in several steps also keeps the layout from before it.
+    A change concerns layout, QK-norm and optimizer state. Its effect is measured on one fixed
+    held-out batch of the phase's length: just before, just after, and at the end of the phase. A
+    phase with ``until`` is measured every ``until.every`` steps, and ends early once its loss is
+    flat, or back at its value before the change; ``ended_after`` is then its number of steps.
+
+    ``effects`` by phase, ``layout_before`` of a drop in several steps and ``held_out_losses`` of
+    the present phase are saved. A resumed run repeats no change: the layout is in the checkpoint.
     """
 
     def __init__(
@@ -46,29 +51,26 @@ class Transitions(L.Callback):
     ) -> None:
         self.phases, self.effect_batch = phases, effect_batch
         self.before_drop, self.add_metrics = before_drop, add_metrics
-        self.effects: dict[str, dict[str, Any]] = {}
-        self._before: Layout | None = None
+        self.effects: dict[str, Effect] = {}
+        self.layout_before: Layout | None = None
+        self.held_out_losses: list[float] = []
+        self.ended_after: int | None = None
         self._batch: tuple[str, Batch] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the effects of changes, and the layout of a drop in progress."""
-        before = None if self._before is None else self._before.to_dict()
-        return {"effects": dict(self.effects), "before": before}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the effects of changes."""
-        self.effects = dict(state_dict["effects"])
-        before = state_dict.get("before")
-        self._before = None if before is None else Layout.from_dict(before)
+    def restore(self, state: RunState) -> None:
+        """Restore what was measured, and the layout of a drop in progress."""
+        self.effects, self.held_out_losses = dict(state.effects), list(state.held_out_losses)
+        before = state.layout_before_drop
+        self.layout_before = None if before is None else Layout.from_dict(before)
 
     @property
     def has_dropped(self) -> bool:
         """Whether an encoding was dropped."""
         return any(phase.drop and phase.name in self.effects for phase in self.phases)
 
-    def crossed_at(self, step: int) -> bool:
+    def changed_at(self, step: int) -> bool:
         """Whether the model was changed after ``step`` steps."""
-        return any(effect["step"] == step for effect in self.effects.values())
+        return any(effect.step == step for effect in self.effects.values())
 
     def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
@@ -77,33 +79,74 @@ class Transitions(L.Callback):
         if not begins_step(trainer, index):
             return
         phase = phase_at(self.phases, trainer.global_step)
-        if phase.start == trainer.global_step and phase.name not in self.effects:
-            self._enter(trainer, module, phase)
-        if self._before is not None and phase.drop is not None:
+        if phase.start == trainer.global_step:
+            self.held_out_losses = []
+            if phase.name not in self.effects:
+                self._enter(trainer, module, phase)
+        if self.layout_before is not None and phase.drop is not None:
             self._shrink(module, phase, trainer.global_step + 1 - phase.start)
 
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Measure the effect at the last step of a phase."""
+        """Measure the effect at the last step of a phase, which may come early."""
         if not ends_step(trainer, index):
             return
         phase = phase_at(self.phases, trainer.global_step - 1)
-        if trainer.global_step == phase.end:
-            self.measure_end(module, phase)
+        ends_early = self._ends_early(trainer, module, phase)
+        if ends_early:
+            self.ended_after = trainer.global_step - phase.start
+            module.phase_ended = trainer.should_stop = True
+        if ends_early or trainer.global_step == phase.end:
+            self._measure_end(trainer, module, phase)
 
-    def measure_end(self, module: LanguageModule, phase: Phase) -> None:
+    def _ends_early(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> bool:
+        """Measure the held-out loss if ``until`` is due; return whether the phase is over.
+
+        Rank 0 decides for all.
+        """
+        until, done = phase.until, trainer.global_step - phase.start
+        if until is None or done % until.every:
+            return False
+        if phase.drop is not None and done < phase.drop.anneal_steps:
+            return False  # before the drop is complete the loss does not reflect it
+        self.held_out_losses.append(fmean(self.losses(module, phase)))
+        if trainer.global_step == phase.end:
+            return False
+        if not trainer.strategy.broadcast(self._is_over(phase, until)):
+            return False
+        log.info(
+            "Step %d: phase %r ends after %d of %d steps, with a held-out loss of %.3f",
+            trainer.global_step,
+            phase.name,
+            done,
+            phase.end - phase.start,
+            self.held_out_losses[-1],
+        )
+        return True
+
+    def _is_over(self, phase: Phase, until: UntilConfig) -> bool:
+        losses = self.held_out_losses
+        if until.back_within is not None:
+            before = self.effects[phase.name].loss_before
+            if before is not None and losses[-1] <= before + until.back_within:
+                return True
+        if until.flat is None or len(losses) <= until.patience:
+            return False
+        return losses[-1 - until.patience] - losses[-1] < until.flat
+
+    def _measure_end(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         """Measure the loss at the end of a phase that began with a change."""
         effect = self.effects.get(phase.name)
         if effect is None:
             return
         losses = self.losses(module, phase)
-        effect["loss_end"] = fmean(losses)
-        effect["sequences"] = effect.get("sequences", {}) | {"end": losses}
+        sequences = effect.sequences | {"end": list(losses)}
+        self.effects[phase.name] = replace(effect, loss_end=fmean(losses), sequences=sequences)
         what = "recalibration" if phase.drop else f"phase {phase.name!r}"
-        step, loss = module.trainer.global_step, effect["loss_end"]
+        step, loss = trainer.global_step, fmean(losses)
         log.info("Step %d: held-out loss %.3f at the end of %s", step, loss, what)
-        self.add_metrics({f"{_key(phase)}/loss_end": effect["loss_end"]})
+        self.add_metrics({f"{_key(phase)}/loss_end": loss})
 
     def _enter(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         longer = phase.config.data.sequence_length > module.model.layout.training_length
@@ -117,28 +160,27 @@ class Transitions(L.Callback):
             self._match_gains(module, phase)
         model.layout = layout_of_phase(model.layout, phase, model.config)
         if phase.drop is not None:
-            self._before = model.layout if phase.drop.anneal_steps else None
+            self.layout_before = model.layout if phase.drop.anneal_steps else None
         # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
         choice = module.choose_attention(phase.config, trainer.strategy.root_device.type)
         torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
         after = self.losses(module, phase)
-        effect = self.effects[phase.name] = {
-            "step": trainer.global_step,
-            "what": describe(phase, layout),
-            "loss_before": fmean(before),
-            "loss_after": fmean(after),
-            "sequences": {"before": before, "after": after},
-        }
+        what, loss_before, loss_after = describe(phase, layout), fmean(before), fmean(after)
+        self.effects[phase.name] = Effect(
+            step=trainer.global_step,
+            what=what,
+            loss_before=loss_before,
+            loss_after=loss_after,
+            sequences={"before": list(before), "after": list(after)},
+        )
         self._reset_optimizer(trainer, module, phase)
         log.info(
             "Step %d: %s; held-out loss %.3f before, %.3f after",
-            trainer.global_step,
-            effect["what"],
-            effect["loss_before"],
-            effect["loss_after"],
+            *(trainer.global_step, what, loss_before, loss_after),
         )
-        losses = ("loss_before", "loss_after")
-        self.add_metrics({f"{_key(phase)}/{key}": effect[key] for key in losses})
+        self.add_metrics(
+            {f"{_key(phase)}/loss_before": loss_before, f"{_key(phase)}/loss_after": loss_after}
+        )
 
     def _match_gains(self, module: LanguageModule, phase: Phase) -> None:
         if module.model.config.qk_norm.when != "after_drop":
@@ -149,11 +191,11 @@ class Transitions(L.Callback):
         set_gains(sizes)
 
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
-        assert self._before is not None
+        assert self.layout_before is not None
         assert phase.drop is not None
-        module.model.layout = shrunk(self._before, phase.drop, done)
+        module.model.layout = shrunk(self.layout_before, phase.drop, done)
         if done >= phase.drop.anneal_steps:
-            self._before = None
+            self.layout_before = None
 
     def _reset_optimizer(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         policy, (optimizer,) = phase.optimizer_state, trainer.optimizers
@@ -242,3 +284,10 @@ def describe(phase: Phase, layout: Layout | None = None) -> str:
 def _key(phase: Phase) -> str:
     """Return the prefix of a phase's metrics."""
     return "drop" if phase.drop else f"phase_{phase.name}"
+
+
+def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
+    """Return the fixed batch of validation text on which the effect of a change is measured."""
+    count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
+    windows = held_out_windows(corpus.validation, count, length)
+    return as_batch(windows, corpus.end_of_text, np.ones(windows.shape, dtype=np.float32))

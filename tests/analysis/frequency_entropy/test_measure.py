@@ -1,0 +1,269 @@
+"""Frequency entropies against scipy and numpy, and those of a model's heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.analysis.arrays import pair_norms
+from trainer.analysis.capture import capture
+from trainer.analysis.frequency_entropy.measure import (
+    MEASURES,
+    TAPERS,
+    Gate,
+    attenuated,
+    frequency_entropies,
+    sequence_fe,
+    spectrum_fe,
+    sweep,
+)
+from trainer.analysis.settings import WINDOWS, ShortTime
+from trainer.common.errors import UserError
+from trainer.evaluation.method_config import WeightedRopeSettings
+from trainer.evaluation.weighted_rope import apply, select
+
+IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def spectrum_by_scipy(signal, frame=1024, hop=512, window="hann"):
+    window = "boxcar" if window == "rectangular" else window
+    _, times, stft = scipy.signal.spectrogram(
+        signal, window=window, nperseg=frame, noverlap=frame - hop, detrend=False, mode="complex"
+    )
+    power = (np.abs(stft) ** 2).mean(axis=-1)
+    return scipy.stats.entropy(power, base=2) / np.log2(len(power)), (len(power), len(times))
+
+
+def sequence_by_numpy(signal):
+    power = np.abs(np.fft.fft(signal)[1 : len(signal) // 2]) ** 2
+    return scipy.stats.entropy(power) / np.log(len(power))
+
+
+def test_the_paper_s_frames_have_513_bins_and_there_are_7():
+    signal = np.abs(noise(4096))
+    expected, shape = spectrum_by_scipy(signal)
+    assert shape == (513, 7)
+    assert float(spectrum_fe(torch.tensor(signal))) == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    seeds,
+    st.integers(4, 60),
+    st.integers(1, 40),
+    st.integers(0, 300),
+    st.sampled_from(["hann", "hamming", "blackman", "rectangular"]),
+)
+def test_spectrum_entropy_is_scipy_s(seed, frame, hop, more, window):
+    hop = min(hop, frame)
+    signal = 3 + noise(frame + more, seed=seed)
+    ours = float(spectrum_fe(torch.tensor(signal), ShortTime(window, frame, hop)))
+    assert ours == pytest.approx(spectrum_by_scipy(signal, frame, hop, window)[0], rel=1e-8)
+
+
+@given(seeds, st.integers(6, 500))
+def test_sequence_entropy_is_numpy_s(seed, length):
+    signal = 3 + noise(length, seed=seed)
+    ours = float(sequence_fe(torch.tensor(signal)))
+    assert ours == pytest.approx(sequence_by_numpy(signal), rel=1e-8)
+
+
+def test_a_pure_tone_is_low_and_white_noise_high():
+    tone = torch.sin(2 * torch.pi * 32 * torch.arange(4096) / 1024)
+    white = torch.tensor(noise(4096))
+    assert sequence_fe(tone) < 1e-6
+    assert sequence_fe(white) > 0.9
+    assert spectrum_fe(tone) < 0.2
+    assert spectrum_fe(white) > 0.95
+
+
+def test_a_level_is_a_band_for_one_and_nothing_for_the_other():
+    """The mean of a norm is in the power that SpectrumFE reads, and not in SequenceFE's."""
+    white = torch.tensor(noise(4096))
+    assert spectrum_fe(white + 100) < 0.2
+    assert sequence_fe(white + 100) == pytest.approx(float(sequence_fe(white)), rel=1e-9)
+
+
+def test_an_impulse_has_every_frequency_alike():
+    impulse = torch.zeros(256)
+    impulse[17] = 1.0
+    assert float(sequence_fe(impulse)) == pytest.approx(1.0, abs=1e-12)
+    assert float(sequence_fe(impulse)) <= 1
+
+
+@given(seeds, st.floats(1e-3, 1e3), st.sampled_from(list(MEASURES)))
+def test_entropies_have_no_scale_and_lie_between_0_and_1(seed, scale, name):
+    signal = torch.tensor(noise(2, 3, 1030, seed=seed)).abs()
+    entropy = MEASURES[name](signal)
+    assert entropy.shape == (2, 3)
+    assert entropy.dtype == torch.float64
+    assert ((entropy >= 0) & (entropy <= 1)).all()
+    torch.testing.assert_close(MEASURES[name](scale * signal), entropy)
+    torch.testing.assert_close(MEASURES[name](signal[1, 2]), entropy[1, 2])
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_pair_without_any_power_has_no_entropy(name):
+    assert MEASURES[name](torch.zeros(2, 1024)).tolist() == [0, 0]
+
+
+def test_too_short_a_text_is_one_clear_error(tiny_decoder):
+    model = tiny_decoder()
+    with pytest.raises(UserError, match=r"expected a text of 1024 tokens .* got 1000"):
+        frequency_entropies(model, IDS[:, :1000])
+    assert frequency_entropies(model, IDS[:, :1000], ["sequence"])
+    with pytest.raises(UserError, match="6 tokens or more, got 5"):
+        sequence_fe(torch.ones(5))
+
+
+def test_every_window_that_can_be_named_can_be_computed():
+    assert tuple(TAPERS) == WINDOWS
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        (ShortTime(frame=64, hop=65), "hop: expected 1 to 64 tokens, a frame, got 65."),
+    ],
+)
+def test_impossible_frames_are_said(frames, said):
+    assert [*map(str, frames.problems())] == [said]
+
+
+def test_without_a_hop_frames_overlap_by_half():
+    signal = torch.tensor(noise(300, seed=1))
+    assert spectrum_fe(signal, ShortTime(frame=64)) == spectrum_fe(
+        signal, ShortTime("hann", 64, 32)
+    )
+
+
+@given(seeds, st.integers(1, 4))
+def test_the_norm_of_a_pair_is_that_of_both_its_channels(seed, pairs):
+    x = noise(3, 7, 8, seed=seed)
+    norms = pair_norms(torch.tensor(x), pairs)
+    assert norms.shape == (3, pairs, 7)
+    for m in range(pairs):
+        expected = np.linalg.norm(x[..., [m, m + pairs]], axis=-1)
+        np.testing.assert_allclose(norms[:, m], expected)
+
+
+MODELS = {
+    "rope": ({}, [4, 4]),
+    "nope": ({"layers": ["nope"]}, [4, 4]),
+    "half of the channels": ({"encodings": {"rope": {"rotary_fraction": 0.5}}}, [2, 2]),
+}
+
+
+def expected_entropies(heads, counts, side, name):
+    """From the queries and keys after the encoding, a text, head and pair at a time."""
+    x = (heads.rotated_q if side == "query" else heads.rotated_k).double().numpy()
+    per_key = x.shape[1] // 2
+    measure = {"spectrum": lambda s: spectrum_by_scipy(s)[0], "sequence": sequence_by_numpy}[name]
+    return [
+        [
+            np.mean([measure(np.linalg.norm(text[h][:, [m, m + pairs]], axis=-1)) for text in x])
+            for m in range(pairs)
+        ]
+        for h in range(x.shape[1])
+        for pairs in [counts[h // per_key]]
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_s_heads(tiny_decoder, model):
+    positional, counts = MODELS[model]
+    model, layers = tiny_decoder(**positional), []
+    capture(model, IDS, layers.append)
+    found = frequency_entropies(model, IDS)
+    assert len(found) == len(layers) == 2
+    for entropies, heads in zip(found, layers, strict=True):
+        for side in ("query", "key"):
+            for name, ours in getattr(entropies, side).items():
+                expected = expected_entropies(heads, counts, side, name)
+                np.testing.assert_allclose(ours, expected, rtol=1e-4)
+
+
+def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(tiny_decoder):
+    model = tiny_decoder()
+    layers = list(model.layout.layers)
+    whole = layers[0].spectra[0]
+    half = replace(whole, inv_freq=whole.inv_freq[::2])
+    layers[0] = replace(layers[0], groups=((half, 1), (whole, 1)))
+    model.layout = replace(model.layout, layers=tuple(layers))
+    found = frequency_entropies(model, IDS[:, :64], ["sequence"])[0]
+    assert (
+        found.query["sequence"].isnan().tolist()
+        == [[False, False, True, True]] * 2 + [[False] * 4] * 2
+    )
+    assert found.key["sequence"].isnan().sum() == 2
+
+
+ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
+
+
+def middle(entropies):
+    return float(torch.cat([e.query["sequence"].ravel() for e in entropies]).nanmedian())
+
+
+def chosen(factors):
+    """Pairs whose two channels have a factor."""
+    return sum(factor != 1 for head in factors for factor in head) // 2
+
+
+def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
+    model = tiny_decoder()
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    tau = middle(entropies)
+    for side in ("below", "above"):
+        settings = [WeightedRopeSettings("sequence", side, tau, 0.3)]
+        weights = select(model, ATTENUATED_TEXT, settings)
+        changed, pairs = attenuated(
+            model.layout, entropies, (Gate("sequence", side, tau),), 0.3, model.config.head_size
+        )
+        expected = apply(model.layout, weights)
+        assert pairs == sum(chosen(w.query) + chosen(w.key) for w in weights) > 0
+        for ours, theirs in zip(changed.layers, expected.layers, strict=True):
+            assert ours.intervention.query == theirs.intervention.query
+            assert ours.intervention.key == theirs.intervention.key
+
+
+def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
+    model = tiny_decoder()
+    trained = model.layout
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    gate = Gate("sequence", "below", middle(entropies))
+    nothing = Gate("sequence", "below", 0.0)
+    found, empty = sweep(model, ATTENUATED_TEXT, entropies, [(gate,), (nothing,)], (0.5, 1.0, 0.0))
+    assert model.layout is trained
+    assert list(found.perplexity) == [1.0, 0.5, 0.0]
+    for alpha, ours in found.perplexity.items():
+        settings = [WeightedRopeSettings("sequence", "below", gate.tau, alpha)]
+        model.layout = apply(trained, select(model, ATTENUATED_TEXT, settings))
+        logits = model(ATTENUATED_TEXT).detach()[0, :-1].double()
+        model.layout = trained
+        losses = torch.nn.functional.cross_entropy(logits, ATTENUATED_TEXT[0, 1:])
+        assert ours == pytest.approx(float(losses.exp()), rel=1e-4)
+    assert found.perplexity[0.0] != pytest.approx(found.perplexity[1.0], rel=1e-3)
+    assert empty.pairs == 0
+    assert set(empty.perplexity.values()) == {found.perplexity[1.0]}
+
+
+def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
+    model = tiny_decoder()
+    still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
+    model.layout = model.layout.map(lambda _: still)
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    changed, pairs = attenuated(model.layout, entropies, (Gate("sequence", "below", 1.1),), 0.0, 8)
+    assert pairs == 2 * (4 + 2) * 2
+    assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4

@@ -1,0 +1,182 @@
+"""The section about attention sinks: against attention written as plain loops."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.analysis.attention_examples import attention_of, layer_of_heads
+from trainer.analysis.capture import capture
+from trainer.analysis.sinks.study import SinkPictures, SinksStudy, mean_at, over_largest
+from trainer.analysis.studies.study import Target, run
+from trainer.model.config import SoftmaxConfig
+
+T = 40
+
+
+def target_of(model, **more):
+    ids = torch.randint(0, 50, (1, T), generator=torch.Generator().manual_seed(1))
+    return Target("tiny", model.eval(), ids, **more)
+
+
+def section_of(target):
+    return run([SinksStudy(target)], target)[0]
+
+
+def test_near_is_the_mean_over_the_last_quarter():
+    values = np.arange(20.0)
+    assert mean_at(values, range(21), 16) == pytest.approx(np.mean(values[12:16]))
+    # Buckets that the quarter cuts count for the part inside it: 12 to 14 and 15.
+    assert mean_at(np.array([1.0, 5.0, 9.0]), [0, 10, 15, 20], 16) == pytest.approx((3 * 5 + 9) / 4)
+
+
+def test_products_are_shown_over_the_largest_of_each_head():
+    """RoPE-ID, Fig. 5, right: "normalized by the highest value"."""
+    products = np.array([[[4.0, -2.0, 1.0], [0.5, 1.0, 0.25]], [[-1.0, -4.0, -2.0], [0, 0, 0]]])
+    expected = [[[1, -0.5, 0.25], [0.5, 1, 0.25]], [[-0.25, -1, -0.5], [0, 0, 0]]]
+    np.testing.assert_array_equal(over_largest(products), expected)
+
+
+def test_numbers_are_those_of_attention(tiny_decoder):
+    target = target_of(tiny_decoder())
+    numbers = section_of(target).numbers
+    heads = []
+    capture(target.model, target.ids, heads.append)
+    # Position 0 to 15 have a bucket each.
+    for version in ("plain", "rotated"):
+        attention, dots = attention_of(heads[1], 0, 3, rotated=version == "rotated")
+        found = numbers[version]
+        expected = attention[:16, 0]
+        assert found["sink_weight"][1][3][:16] == pytest.approx(expected, abs=2e-5)
+        assert found["peak"][1][3][:16] == pytest.approx(dots[:16].max(axis=1), abs=2e-4)
+    before = [attention[i, i - 1] * (i + 1) for i in range(1, 16)]
+    assert numbers["previous"][1][3][1:16] == pytest.approx(before, abs=2e-4)
+
+
+def with_sink(scale):
+    """A layer whose queries all lie opposite all keys but the first, which is near the origin."""
+    heads = layer_of_heads("nope", texts=1, T=T, D=8)
+    axis = torch.zeros(8)
+    axis[0] = scale
+    q = axis + 0.01 * heads.q
+    k = -axis + 0.01 * heads.k
+    k[:, :, 0] = 0.01 * heads.k[:, :, 0]
+    return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
+
+
+@pytest.mark.parametrize(("scale", "there"), [(6.0, True), (0.1, False)])
+def test_a_small_first_key_across_from_the_queries_is_a_sink(tiny_decoder, scale, there):
+    study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
+    study.on_layer(with_sink(scale))
+    section = study.section()
+    said = " ".join(section.findings)
+    assert "The first key is shorter than the median key in 100% of 2 key heads" in said
+    assert f"more than half of it in {4 if there else 0} of 4 heads" in said
+    assert ("No head has a sink" in said) is not there
+    sink = section.numbers["glance"][0]
+    assert sink["judged"] is there
+    assert (min(sink["values"]) > 0.9) is there
+
+
+def test_a_sink_of_one_head_is_one(tiny_decoder):
+    heads = with_sink(6.0)
+    q = torch.cat([heads.q[:, :1], 0.01 * heads.q[:, 1:]], dim=1)
+    study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
+    study.on_layer(replace(heads, q=q, rotated_q=q))
+    section = study.section()
+    assert "more than half of it in 1 of 4 heads" in " ".join(section.findings)
+    assert section.numbers["glance"][0] == section.numbers["glance"][0] | {
+        "name": "Attention on the first token",
+        "wanted": "high",
+        "meaning": "by the queries near each length, mean over heads",
+        "percent": True,
+        "judged": True,
+    }
+
+
+def test_first_keys_are_held_against_the_other_keys_of_their_own_head(tiny_decoder):
+    heads = layer_of_heads("nope", texts=1, T=T, D=8)
+    length = torch.tensor([[10.0], [1.0]]).expand(2, T).clone()
+    length[:, 0] = torch.tensor([5.0, 2.0])  # the one shorter than its others, the other longer
+    k = length[None, :, :, None] * torch.nn.functional.normalize(heads.k, dim=-1)
+    study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
+    study.on_layer(replace(heads, k=k, rotated_k=k))
+    said = "The first key is shorter than the median key in 50% of 2 key heads"
+    assert said in " ".join(study.section().findings)
+
+
+def test_buckets_are_drawn_at_their_middle_counted_from_one():
+    pictures = SinkPictures(SimpleNamespace(edges=[0, 1, 3, 7]), {}, 4, 7)
+    assert pictures.positions == [1, 2.5, 5.5]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_attention_is_shown_of_a_strong_a_medium_and_a_weak_sink(tiny_decoder, layers):
+    model = tiny_decoder(model={"num_hidden_layers": layers})
+    target = target_of(model)
+    heads, candidates = [], []
+    capture(model, target.ids, heads.append)
+    for of in heads:
+        sinks = [attention_of(of, 0, head)[0][1:, 0].mean() for head in range(4)]
+        order = np.argsort(sinks)
+        candidates += [(sinks[i], of.layer, i) for i in (order[0], order[2], order[3])]
+    expected = candidates
+    if layers > 1:
+        best = sorted(candidates, reverse=True)
+        expected = [best[0], best[3], best[-1]]
+    shown = next(p for p in section_of(target).pictures if p.name == "sinks_attention")
+    assert list(dict.fromkeys(row[:2] for row in shown.rows)) == [of[1:] for of in expected]
+    titles = [axes.get_title() for axes in shown.figure.axes if axes.get_title()]
+    assert titles == [
+        f"L{layer}H{i}: {100 * sink:.0f}% on the first" for sink, layer, i in expected
+    ]
+
+
+def test_a_model_without_rotation_shows_what_is_there_instead(tiny_decoder):
+    section = section_of(target_of(tiny_decoder(layers=["nope"])))
+    assert section.pictures[-1].name == "sinks_without_rotation"
+    assert section.numbers["plain"]["sink_weight"] == section.numbers["rotated"]["sink_weight"]
+    names = [one["name"] for one in section.numbers["glance"]]
+    assert names[1:] == ["The token before, over uniform", "Entropy of attention"]
+    rotating = section_of(target_of(tiny_decoder()))
+    assert "sinks_without_rotation" not in {p.name for p in rotating.pictures}
+    assert rotating.numbers["glance"][1]["name"] == "Largest dot product"
+
+
+@pytest.mark.parametrize("encoding", ["rope", "nope"])
+def test_what_learned_sinks_take_is_said(tiny_decoder, encoding):
+    """A logit of ln 9 beside scores of 0 takes 9 / (9 + n) from a query that sees n keys."""
+    model = tiny_decoder(layers=[encoding], model={"softmax": SoftmaxConfig(sinks=True)})
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.q_proj.weight.zero_()
+            block.self_attn.sinks.fill_(math.log(9))
+    section = section_of(target_of(model))
+    expected = [9 / (9 + n) for n in range(1, 17)]
+    assert section.numbers["learned_sink"][1][3][:16] == pytest.approx(expected, abs=1e-5)
+    taken = 100 * np.mean([9 / (9 + n) for n in range(31, T + 1)])
+    by_layer = f"by layer {taken:.0f}%, {taken:.0f}%"
+    said = " ".join(section.findings)
+    assert f"the learned sinks take {taken:.1f}% of the attention, {by_layer}." in said
+
+
+def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
+    numbers = section_of(target_of(tiny_decoder(layers=["alibi"]))).numbers
+    assert numbers["plain"]["sink_weight"] != numbers["rotated"]["sink_weight"]
+
+
+def test_maps_of_chosen_heads_hold_all_their_attention(tiny_decoder):
+    target = target_of(tiny_decoder(), chosen=((0, 1), (1, 2)))
+    shown = next(p for p in section_of(target).pictures if p.name == "sinks_attention")
+    assert {row[:2] for row in shown.rows} == {(0, 1), (1, 2)}
+    for query in range(T):
+        row = [r[-1] for r in shown.rows if r[:3] == (0, 1, query)]
+        assert len(row) == query + 1
+        assert sum(row) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_text_of_a_few_tokens_is_refused(tiny_decoder):
+    assert SinksStudy.problems(Target("t", tiny_decoder(), torch.zeros(1, 7, dtype=torch.long)))

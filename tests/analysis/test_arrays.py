@@ -1,0 +1,56 @@
+"""Means over texts, against numpy's mean of all at once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.analysis.arrays import Averages, bucket_means, position_edges, prefix_lengths
+
+
+def test_batches_of_any_size_count_their_texts():
+    values = torch.randn(5, 3, 2)
+    averages = Averages()
+    for layer in (1, 0):
+        averages.add(layer, x=values[:2] + layer)
+        averages.add(layer, x=values[2:] + layer)
+    assert averages.layers == [0, 1]
+    mean = values.double().numpy().mean(axis=0)
+    np.testing.assert_allclose(averages.stacked("x"), np.stack([mean, mean + 1]))
+
+
+def test_texts_of_two_lengths_do_not_mix():
+    averages = Averages()
+    averages.add(0, x=torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="equally long"):
+        averages.add(0, x=torch.zeros(1, 5))
+
+
+def test_prefixes_double_and_end_with_the_text():
+    assert prefix_lengths(200) == [32, 64, 128, 200]
+    assert prefix_lengths(128) == [32, 64, 128]
+    assert prefix_lengths(20) == [20]
+
+
+@given(st.integers(1, 200_000))
+def test_buckets_cover_every_position_once_and_few_suffice(length):
+    edges = position_edges(length)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert edges == sorted(set(edges))
+    assert edges[: min(length, 16) + 1] == list(range(min(length, 16) + 1))
+    assert len(edges) <= 17 + 16 * np.log2(max(length / 16, 1)) + 1
+
+
+@given(st.integers(1, 300))
+def test_means_of_buckets(length):
+    values = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
+    edges = position_edges(length)
+    found = bucket_means(values, edges)
+    for at, (a, b) in enumerate(pairwise(edges)):
+        np.testing.assert_allclose(found[:, at], values[:, a:b].double().mean(dim=1), atol=1e-9)

@@ -1,0 +1,236 @@
+"""The numbers of every row, against loops over single queries and keys in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.analysis.attention_examples import attention_of, layer_of_heads
+from trainer.analysis import attention as module
+from trainer.analysis.attention import (
+    MEASURES,
+    attention_rows,
+    divergence_by_position,
+    head_attention,
+    head_statistics,
+    probe,
+    stable_rank,
+)
+from trainer.analysis.capture import capture
+from trainer.common.errors import UserError
+from trainer.model.config import SoftmaxConfig
+from trainer.positional.encodings import alibi_slopes
+
+
+def expected_rows(attention, dots):
+    T = len(attention)
+    back = np.arange(T)[:, None] - np.arange(T)
+    shared = attention / attention.sum(axis=1, keepdims=True)
+    logs = np.log(np.where(shared > 0, shared, 1))
+    return {
+        "peak": dots.max(axis=1),
+        "sink": attention[:, 0],
+        "diagonal": attention.diagonal(),
+        "previous": np.append(0, attention.diagonal(-1)),
+        "distance": (shared * back).sum(axis=1),
+        "entropy": -(shared * logs).sum(axis=1),
+        "learned": 1 - attention.sum(axis=1),
+    }
+
+
+SOFTMAXES = {
+    "plain": {},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 9.0, 3.0])},
+    "sinks and soft-cap": {"sinks": torch.tensor([0.5, -1.0, 9.0, 3.0]), "softcap": 1.5},
+}
+softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES)
+
+
+@softmaxes
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(
+    ("encoding", "window"), [("rope", None), ("rope", 7), ("rope", 1), ("alibi", None), ("nope", 5)]
+)
+def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)  # the smallest blocks, 16 queries
+    heads = replace(layer_of_heads(encoding, window=window), **softmax)
+    rows = attention_rows(heads, rotated=rotated)
+    for text, head in ((0, 0), (1, 3)):
+        expected = expected_rows(*attention_of(heads, text, head, rotated=rotated))
+        for name, values in expected.items():
+            found = getattr(rows, name)[text, head].numpy()
+            np.testing.assert_allclose(found, values, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert rows.visible.tolist() == [min(i + 1, window or 40) for i in range(40)]
+
+
+def test_blocks_do_not_change_the_rows(monkeypatch):
+    heads = layer_of_heads(T=100)
+    whole = attention_rows(heads)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)
+    in_blocks = attention_rows(heads)
+    for name in ("peak", "sink", "diagonal", "previous", "distance", "entropy"):
+        np.testing.assert_allclose(
+            getattr(in_blocks, name), getattr(whole, name), rtol=1e-4, atol=1e-5
+        )
+
+
+@softmaxes
+@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+def test_attention_of_some_queries_of_one_head(encoding, softmax):
+    heads = replace(layer_of_heads(encoding, window=9), **softmax)
+    found = head_attention(heads, 2, slice(10, 23))
+    for text in range(2):
+        expected, _ = attention_of(heads, text, 2)
+        np.testing.assert_allclose(found[text], expected[10:23, :23], rtol=1e-4, atol=1e-6)
+
+
+IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def statistics_of(heads):
+    """Means over the texts, ``[heads]`` by name."""
+    statistics = head_statistics(attention_rows(heads))
+    return {name: values.mean(dim=0).numpy() for name, values in statistics.items()}
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_statistics_are_means_over_queries_that_have_a_choice(window):
+    heads = layer_of_heads(window=window, texts=1)
+    found = statistics_of(heads)
+    for head in range(4):
+        attention, _ = attention_of(heads, 0, head)
+        distance, entropy = [], []
+        for i in range(1, 40):
+            seen = [(i - j, a) for j, a in enumerate(attention[i]) if a > 0]
+            distance.append(sum(back * a for back, a in seen))
+            most = np.log(min(i + 1, window or 40))
+            entropy.append(-sum(a * np.log(a) for _, a in seen) / most)
+        assert found["distance"][head] == pytest.approx(np.mean(distance), rel=1e-4)
+        assert found["entropy"][head] == pytest.approx(np.mean(entropy), rel=1e-4)
+        assert found["sink_mass"][head] == pytest.approx(attention[1:, 0].mean(), rel=1e-4)
+
+
+def test_uniform_attention_has_entropy_one():
+    heads = layer_of_heads("nope")
+    heads.rotated_k[:] = 0
+    np.testing.assert_allclose(statistics_of(heads)["entropy"], 1, rtol=1e-5)
+
+
+def test_divergence_is_torch_s_at_every_position(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(module, "chunk_size", lambda *_: 7)
+    model, other = tiny_decoder(layers=["rope"]), tiny_decoder(layers=["nope"])
+    found = divergence_by_position(model, other, IDS)
+    with torch.no_grad():
+        p, q = (one(IDS).double().log_softmax(-1) for one in (model, other))
+    expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean(0)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-7)
+    assert found[-1] > 1e-3
+    np.testing.assert_allclose(divergence_by_position(model, model, IDS), 0, atol=1e-12)
+
+
+def test_vocabularies_must_match(tiny_decoder):
+    with pytest.raises(UserError, match="share a vocabulary, got 50 and 60"):
+        divergence_by_position(tiny_decoder(), tiny_decoder(model={"vocab_size": 60}), IDS)
+
+
+PROBED = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(heads, alibi):
+    """The measures of one layer, query by query."""
+    q, k = heads.rotated_q.double().numpy(), heads.rotated_k.double().numpy()
+    B, Hq, T, D = q.shape
+    group = Hq // k.shape[1]
+    sink, entropy, distance, largest = [], [], [], -np.inf
+    for b in range(B):
+        for h in range(Hq):
+            for i in range(1, T):
+                first = max(0, i - (heads.encoding.window or T) + 1)
+                keys = np.arange(first, i + 1)
+                logits = k[b, h // group, keys] @ q[b, h, i] / np.sqrt(D)
+                if heads.softcap is not None:
+                    logits = heads.softcap * np.tanh(logits / heads.softcap)
+                largest = max(largest, logits.max())
+                if alibi:
+                    logits = logits - alibi_slopes(Hq)[h] * (i - keys)
+                p = np.exp(logits - logits.max())
+                learned = 0.0
+                if heads.sinks is not None:
+                    learned = np.exp(float(heads.sinks[h]) - logits.max())
+                sink.append(p[0] / (p.sum() + learned) if first == 0 else 0.0)
+                p /= p.sum()
+                entropy.append(-(p * np.log(p)).sum() / np.log(len(p)))
+                distance.append((p * (i - keys)).sum())
+    ranks = []
+    for matrix in k.reshape(-1, T, D):
+        values = np.linalg.svd(matrix, compute_uv=False)
+        ranks.append((values**2).sum() / values[0] ** 2)
+    return [np.mean(sink), np.mean(entropy), np.mean(distance), largest, np.mean(ranks)]
+
+
+LAYOUTS = {
+    "rope": {},
+    "nope": {"layers": ["nope"]},
+    "windows": {"windows": [5, None]},
+    "alibi": {"layers": ["alibi"]},
+    "alibi in a window": {"layers": ["alibi"], "windows": [7]},
+    "sinks and soft-cap": {
+        "windows": [5, None],
+        "model": {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=1.0)},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scores", [module.SCORES, 8 * 24 * 5], ids=["whole", "in blocks"])
+def test_measures_are_the_plain_loop(tiny_decoder, monkeypatch, layout, scores):
+    monkeypatch.setattr(module, "SCORES", scores)
+    model = tiny_decoder(**LAYOUTS[layout])
+    expected = []
+    capture(model, PROBED, lambda heads: expected.append(by_hand(heads, "alibi" in layout)))
+    found = probe(model, PROBED)
+    assert tuple(found) == MEASURES
+    for name, values in zip(MEASURES, np.array(expected).T, strict=True):
+        assert found[name] == pytest.approx(list(values), rel=1e-4), name
+
+
+def test_uniform_attention_has_closed_forms(tiny_decoder):
+    """Without keys every query attends to all it sees alike."""
+    model = tiny_decoder(layers=["nope"])
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.q_proj.weight.zero_()
+    found, T = probe(model, PROBED), 24
+    queries = np.arange(1, T)
+    assert found["entropy"] == pytest.approx([1, 1])
+    assert found["sink_mass"] == pytest.approx([(1 / (queries + 1)).mean()] * 2)
+    assert found["distance"] == pytest.approx([(queries / 2).mean()] * 2)
+    assert found["largest_logit"] == [0, 0]
+
+
+def test_scores_are_float32_whatever_the_model_computes_in(tiny_decoder):
+    model = tiny_decoder()
+    model.choose_products("cpu", torch.bfloat16)
+    heads = []
+    capture(model, PROBED, lambda one: heads.append(by_hand(one, alibi=False)))
+    found = probe(model, PROBED)
+    for name, values in zip(MEASURES, np.array(heads).T, strict=True):
+        assert found[name] == pytest.approx(list(values), rel=1e-4), name
+
+
+def test_a_model_that_has_broken_is_looked_at_all_the_same(tiny_decoder):
+    model = tiny_decoder()
+    with torch.no_grad():
+        model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    found = probe(model, PROBED)
+    assert np.isfinite(found["stable_rank"][0])
+    assert np.isnan(found["stable_rank"][1])
+
+
+def test_stable_rank_counts_directions():
+    keys = torch.diag(torch.tensor([2.0, 2.0, 1.0, 0.0]))
+    assert stable_rank(keys.mT @ keys).item() == pytest.approx((4 + 4 + 1) / 4)

@@ -1,0 +1,270 @@
+"""Benchmarks in training: the right scores at the right steps, and no trace in the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.training.test_distributed import launch, variant
+from tests.training.test_run import (
+    assert_same_state,
+    assert_same_tensors,
+    checkpoint_of,
+    rows_of,
+)
+from trainer.common.errors import UserError
+from trainer.data.corpus import prepare_corpus
+from trainer.evaluation import multiple_choice
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.results import Milestone
+from trainer.runs.checkpoints import load_decoder, read_state, step_name
+from trainer.runs.config import RunConfig
+from trainer.runs.monitoring import BenchmarksConfig
+from trainer.runs.parsing import merged, parse
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import benchmarks
+from trainer.training.callbacks.benchmarks import benchmark_problems
+
+TASK, QUESTIONS = "sentences", 7
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """What a run monitors: a file of questions, and tasks with lengths."""
+    directory = tmp_path_factory.mktemp("questions")
+    rows = [
+        {
+            "doc_id": number,
+            "label": number % 2,
+            "request": {"context": f"Sentence {number} of a text that is", "continuation": text},
+        }
+        for number in range(QUESTIONS)
+        for text in (f" {number * number} long.", " not.")
+    ]
+    with gzip.open(directory / f"{TASK}.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return {
+        "monitor": {
+            "benchmarks": {
+                "every": 4,
+                "tasks": ["perplexity", "statements", "passkey"],
+                "lengths": [4, 8],
+                "multiple_choice": [TASK],
+                "directory": str(directory),
+                "limit": 5,
+            }
+        },
+        "evaluation": {"enabled": False},
+    }
+
+
+def milestones(config, step=None):
+    return [
+        Milestone.from_dict(one) for one in read_state(checkpoint_of(config, step))["benchmarks"]
+    ]
+
+
+def without_benchmarks(rows):
+    return [{k: v for k, v in row.items() if not k.startswith("benchmark/")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"trainer": {"precision": "bf16", "micro_batch_size": 2, "compile": True}}],
+    ids=["fp32", "bf16 accumulation compiled"],
+)
+@pytest.mark.usefixtures("graphs_as_they_are")
+def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
+    plain, _ = run("plain", **changes)
+    watched, _ = run("watched", **merged(changes, asked))
+    assert_same_tensors(checkpoint_of(plain), checkpoint_of(watched))
+    assert without_benchmarks(rows_of(watched)) == rows_of(plain)
+    history = milestones(watched)
+    assert [(one.step, one.tokens, one.dropped) for one in history] == [
+        (4, 4 * 128, False),
+        (6, 6 * 128, False),
+        (6, 6 * 128, True),
+        (8, 8 * 128, True),
+        (12, 12 * 128, True),
+    ]
+    assert set(history[0].scores) == {
+        *(f"{task}/{n}x" for task in ("perplexity", "statements", "passkey") for n in (4, 8)),
+        f"{TASK}/acc",
+        f"{TASK}/acc_norm",
+    }
+
+
+def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
+    config, _ = run(**asked)
+    last = milestones(config)[-1]
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
+    path = Path(config.monitor.benchmarks.directory) / f"{TASK}.jsonl.gz"
+    questions = multiple_choice.read_questions(path, 5)
+    encoder = Encoder(corpus.tokenizer, 32, add_bos=True)
+    expected = multiple_choice.score_questions(model, encoder, TASK, questions, 4096)
+    for score in expected:
+        assert last.scores[f"{TASK}/{score.metric}"] == pytest.approx(score.value)
+    assert last.scores["perplexity/4x"] == pytest.approx(
+        expected_perplexity(model, corpus), rel=1e-4
+    )
+    rows = {row["step"]: row for row in rows_of(config)}
+    with_them = {step for step, row in rows.items() if f"benchmark/{TASK}/acc" in row}
+    assert with_them == {4, 6, 8, 12}
+    for key, value in last.scores.items():
+        assert rows[12][f"benchmark/{key}"] == value
+
+
+def expected_perplexity(model, corpus):
+    """exp of the mean loss on the last 32 of 128 tokens, in 5 windows over the validation text."""
+    losses = []
+    for end in (256 + (len(corpus.validation) - 256) * i // 4 for i in range(5)):
+        ids = torch.tensor(corpus.validation.windows(np.array([end - 128]), 128)[0])
+        ids = torch.cat([torch.tensor([corpus.end_of_text]), ids])
+        logits = model(ids[None, :-1])[0]
+        losses.append(F.cross_entropy(logits[-32:], ids[-32:]).item())
+    return math.exp(sum(losses) / 5)
+
+
+def test_a_resumed_run_has_the_same_history_and_rows(run, asked, tmp_path):
+    whole, _ = run("whole", **asked)
+    for step in (3, 6, 9):  # before, at and after the drop
+        target = tmp_path / f"from{step}" / "checkpoints"
+        target.mkdir(parents=True)
+        shutil.copytree(checkpoint_of(whole, step), target / step_name(step))
+        shutil.copy(Path(whole.run_dir) / "metrics.csv", target.parent)
+        resumed, _ = run(f"from{step}", **asked)
+        assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
+        assert rows_of(resumed) == rows_of(whole)
+
+
+def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, asked, run):
+    """Also where weights are sharded, and ranks answer in other numbers of passes."""
+    one = milestones(run("one", **asked)[0])
+    jobs = {
+        name: (merged(variant(name, "fp32", trainer={"micro_batch_size": 1}), asked), None, None)
+        for name in ("ddp", "fsdp2")
+    }
+    jobs["plain"] = (variant("fsdp2", "fp32", trainer={"micro_batch_size": 1}), None, None)
+    runs = launch(base, tmp_path, 2, jobs)
+    assert_same_tensors(checkpoint_of(runs["plain"]), checkpoint_of(runs["fsdp2"]))
+    for name in ("ddp", "fsdp2"):
+        found = milestones(runs[name])
+        assert [m.step for m in found] == [m.step for m in one]
+        for key, value in one[0].scores.items():
+            assert found[0].scores[key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_every_so_many_tokens(run, asked):
+    benchmarks = asked["monitor"]["benchmarks"] | {
+        "every": None,
+        "every_tokens": 3 * 128 + 1,
+        "tasks": [],
+    }
+    config, _ = run(monitor={"benchmarks": benchmarks})
+    assert [one.step for one in milestones(config)] == [4, 6, 6, 7, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"every": 0}, "monitor.benchmarks.every: expected 1 or more"),
+        ({"every_tokens": 5}, "monitor.benchmarks.every_tokens: give steps (every) or tokens"),
+        ({"tasks": ["perplexty"]}, "Did you mean 'perplexity'?"),
+        ({"lengths": [0]}, "monitor.benchmarks.lengths[0]: expected a positive"),
+        ({"every": None}, "monitor.benchmarks.every: expected the steps"),
+        ({"multiple_choice": [], "tasks": []}, "to name one or more"),
+        ({"limit": 0}, "monitor.benchmarks.limit: expected 1 or more"),
+    ],
+)
+def test_impossible_values_are_named(base, asked, changes, said):
+    given = merged(asked, {"monitor": {"benchmarks": changes}})
+    with pytest.raises(UserError) as caught:
+        parse(RunConfig, merged(base, given | {"run_dir": "x"}))
+    (problem,) = map(str, caught.value.problems)
+    assert said in problem
+
+
+def test_files_that_are_not_there_are_named_before_anything_starts(base, asked, tmp_path):
+    def problems(**changes):
+        given = merged(asked, {"monitor": {"benchmarks": changes}})
+        config = parse(RunConfig, merged(base, given | {"run_dir": "x"}))
+        return [*map(str, benchmark_problems(config))]
+
+    assert problems() == []
+    (near,) = problems(multiple_choice=["sentence"])
+    assert near.startswith("monitor.benchmarks.multiple_choice: there is no sentence.jsonl.gz")
+    assert "Did you mean 'sentences'?" in near
+    (nothing,) = problems(directory=str(tmp_path))
+    assert nothing.startswith("monitor.benchmarks.directory: there are no request files")
+
+
+def test_a_length_that_is_too_short_for_a_task_is_named(run, asked):
+    benchmarks = asked["monitor"]["benchmarks"] | {"lengths": [1]}
+    with pytest.raises(UserError, match=r"monitor\.benchmarks\.lengths: expected at least"):
+        run(monitor={"benchmarks": benchmarks})
+
+
+def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    row = {"question": "Sentence 4 of a text", "choices": [" 16", " not"], "answer": 0}
+    (tmp_path / "rows.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    (tmp_path / "squares.yaml").write_text(
+        "task: squares\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: question\n"
+        "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
+    )
+    asked = {"every": 6, "harness": ["squares"], "include_path": str(tmp_path), "limit": 2}
+    plain, _ = run("plain")
+    config, _ = run("watched", monitor={"benchmarks": asked})
+    assert benchmark_problems(config) == []
+    assert_same_tensors(checkpoint_of(plain), checkpoint_of(config))
+    assert all(one.scores.keys() == {"harness/squares/acc"} for one in milestones(config))
+
+
+def test_no_task_makes_more_than_is_asked():
+    """Nor more than the evaluation would."""
+    given = EvaluationConfig(
+        last=7,
+        needles=replace(EvaluationConfig().needles, trials=50),
+        ruler=replace(EvaluationConfig().ruler, trials=3),
+        longbench=replace(EvaluationConfig().longbench, limit=None),
+        many_shot=replace(EvaluationConfig().many_shot, trials=50),
+    )
+    found = benchmarks._within(given, BenchmarksConfig(tasks=("statements",), limit=9))
+    assert (found.tasks, found.windows, found.last) == (("statements",), 9, None)
+    counts = (found.needles.trials, found.ruler.trials, found.longbench.limit)
+    assert (*counts, found.many_shot.trials) == (9, 3, 9, 9)
+    fewer = replace(given, longbench=replace(given.longbench, limit=2))
+    assert benchmarks._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_the_questions_of_lm_eval_and_have_all_answers_in_order(monkeypatch, ranks):
+    def answers(items):
+        return [10 * item for item in items]
+
+    items = list(range(7))
+    parts = [answers(items[rank::ranks]) for rank in range(ranks)]
+    monkeypatch.setattr(benchmarks, "all_gather", lambda own: parts if own in parts else None)
+    for rank in range(ranks):
+        stub = SimpleNamespace(ranks=Ranks(rank, ranks, rank, ranks))
+        assert benchmarks.Benchmarks._spread(stub, items, answers) == answers(items)
+
+
+def test_a_mean_of_nothing_is_no_number():
+    assert benchmarks._mean([1.0, 2.0]) == 1.5
+    assert math.isnan(benchmarks._mean([]))

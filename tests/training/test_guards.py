@@ -1,0 +1,259 @@
+"""Guards: samples that diverge are left out, and stuck processes say where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.program import run as run_process
+from tests.training.test_run import checkpoint_of, rows_of
+from trainer.common.errors import UserError
+from trainer.data.dataset import TrainingSamples
+from trainer.runs.checkpoints import read_state
+from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import guards
+from trainer.training.callbacks.guards import CollectiveTimeouts, Guards, Rewind, Watchdog
+
+
+def poison(monkeypatch, bad):
+    """Weights that are not numbers where the sample's number is ``bad``; all numbers read."""
+    original, read = TrainingSamples.__getitems__, []
+
+    def items(samples, counters):
+        read.extend(counters)
+        batch = original(samples, counters)
+        for row, number in enumerate(counters):
+            if bad(number):
+                batch["weights"][row] = np.nan
+        return batch
+
+    monkeypatch.setattr(TrainingSamples, "__getitems__", items)
+    return read
+
+
+def test_a_broken_stretch_is_rewound_and_its_samples_left_out(run, monkeypatch):
+    """Updates 7 and 8 (samples 28 to 35) break; the last checkpoint is from step 6."""
+    read = poison(monkeypatch, range(28, 36).__contains__)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
+    state = read_state(checkpoint_of(config))
+    assert state["skips"] == [[6, 12]]
+    assert state["tally"]["skipped"] == 0
+    # Step 7 begins with sample 36 now, and the run still has its twelve steps.
+    again = read[len(range(36)) :]
+    assert [n for n in again if n >= 36][:24] == list(range(36, 60))
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert unused(config) == ["unused-step-000009"]
+
+
+def unused(config):
+    found = (Path(config.run_dir) / "checkpoints").glob("unused-*")
+    return sorted(path.name for path in found)
+
+
+def test_the_last_sound_step_is_kept_and_the_first_broken_one_is_not(run, monkeypatch):
+    """With a checkpoint after every step: updates 8 and 9 (samples 28 to 35) break."""
+    poison(monkeypatch, range(28, 36).__contains__)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1, "checkpoint_every": 1})
+    assert unused(config) == ["unused-step-000008", "unused-step-000009"]
+    assert read_state(checkpoint_of(config))["skips"] == [[7, 8]]
+
+
+def test_a_second_broken_stretch_before_the_next_checkpoint_is_left_out_too(run, monkeypatch):
+    """Updates 7 and 8 break, and on the samples after those updates 8 and 9: both times the run
+    goes back to step 6, whose checkpoint knows of neither."""
+    first, second = range(28, 36), range(40, 48)
+    read = poison(monkeypatch, lambda number: number in first or number in second)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
+    state = read_state(checkpoint_of(config))
+    # Samples 24 to 35, and then 36 to 47.
+    assert state["skips"] == [[6, 24]]
+    assert state["tally"]["skipped"] == 0
+    assert [n for n in read if n >= 48][:24] == list(range(48, 72))
+    assert [row["step"] for row in rows_of(config)] == list(range(1, 13))
+    assert all(np.isfinite(row["loss"]) for row in rows_of(config))
+
+
+def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
+    poison(monkeypatch, lambda number: number >= 28)
+    monkeypatch.setattr("trainer.training.run.MAX_REWINDS", 2)
+    with pytest.raises(UserError, match=r"went back 2 times.*learning rate"):
+        run(trainer={"rewind_after": 2, "log_every": 1})
+
+
+def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from trainer.training.callbacks.guards import Watchdog\n"
+        "from trainer.runs.config import RunConfig, TrainerConfig\n"
+        "config = RunConfig(trainer=TrainerConfig(step_timeout=0.1))\n"
+        "def waiting_for_a_rank():\n"
+        "    time.sleep(60)\n"
+        "Watchdog(config, Path('.'), True).start()\n"
+        "waiting_for_a_rank()\n"
+    )
+    done = run_process(script, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "waiting_for_a_rank" in done.stderr
+
+
+def test_a_heartbeat_says_how_far_the_run_is(finished):
+    config, _ = finished
+    beat = json.loads((Path(config.run_dir) / "heartbeat.json").read_text())
+    assert beat["step"] == 12
+    assert beat["pid"] == os.getpid()
+
+
+def test_a_heartbeat_on_a_full_disk_stops_no_run(run, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(guards, "write_atomically", full)
+    _, trained = run(trainer={"log_every": 1})
+    assert trained.checkpoint.name == "step-000012"
+    said = [r.getMessage() for r in caplog.records if "heartbeat" in r.getMessage()]
+    assert said == ["heartbeat.json: No space left on device; the run goes on"]
+
+
+def steps_of(guard, module=None, steps=6, micro_batches=2):
+    """Go through steps of two micro-batches, as the callback does."""
+    callback = Guards(RunConfig(), Ranks())
+    callback.guards = [guard]
+    trainer = SimpleNamespace(
+        global_step=0, max_steps=steps, accumulate_grad_batches=micro_batches, should_stop=False
+    )
+    for index in range(micro_batches * steps):
+        yield trainer, index
+        callback.on_train_batch_start(trainer, module, None, index)
+        trainer.global_step += (index + 1) % micro_batches == 0
+        callback.on_train_batch_end(trainer, module, None, None, index)
+
+
+@pytest.mark.parametrize(
+    ("limit", "in_a_row", "broken", "looked"),
+    [
+        (3, 3, (3, 6), [3, 6]),
+        (3, 5, (1, 6), [3, 6]),  # before the first that was skipped, not the last three
+        (4, 3, None, [3, 6]),
+        (None, 9, None, []),
+    ],
+)
+def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, broken, looked):
+    """Every three steps; the sixth finds the last ones skipped."""
+    seen, now = [], []
+
+    def skipped():
+        seen.append(now[0].global_step)
+        return in_a_row if seen[-1] == 6 else 0
+
+    callback = Rewind(RunConfig(trainer=TrainerConfig(rewind_after=limit, log_every=3)))
+    module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=skipped))
+    for trainer, _ in steps_of(callback, module):
+        now[:] = [trainer]
+    assert (callback.diverged, seen) == (broken, looked)
+    assert now[0].should_stop == (broken is not None)
+
+
+def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
+    armed = []
+    later = {"exit": True, "file": guards.sys.__stderr__}
+
+    def arm(seconds, **options):
+        assert options == later
+        armed.append(seconds)
+
+    monkeypatch.setattr(guards.faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(
+        guards.faulthandler, "cancel_dump_traceback_later", lambda: armed.append("over")
+    )
+    config = RunConfig(trainer=TrainerConfig(step_timeout=5.0))
+    callback = Watchdog(config, tmp_path, False)
+    callback.start()
+    for _ in steps_of(callback, steps=3):
+        pass
+    callback.finish()
+    callback.fail()
+    assert armed == [50.0, 5.0, 5.0, "over", "over"]
+    armed.clear()
+    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).start()
+    assert armed == []
+
+
+@pytest.mark.parametrize("rank_zero", [True, False])
+def test_a_heart_beats_every_logged_step_and_at_the_end(monkeypatch, tmp_path, rank_zero):
+    beats, full = [], [False]
+
+    def write(path, text):
+        assert path == tmp_path / "heartbeat.json"
+        beats.append(json.loads(text))
+        if full[0]:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(guards, "write_atomically", write)
+    monkeypatch.setattr(guards.time, "time", lambda: 12.5)
+    callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=4)), tmp_path, rank_zero)
+    for _ in steps_of(callback):
+        pass
+    beat = {"time": 12.5, "pid": os.getpid()}
+    assert beats == ([beat | {"step": 4}, beat | {"step": 6}] if rank_zero else [])
+
+
+def test_a_full_disk_is_said_again_only_after_it_was_not(monkeypatch, tmp_path, caplog):
+    full = iter([True, True, False, True, False, False])
+
+    def write(*_):
+        if next(full):
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(guards, "write_atomically", write)
+    callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=1)), tmp_path, True)
+    for _ in steps_of(callback):
+        pass
+    assert [r.getMessage() for r in caplog.records] == 2 * ["heartbeat.json: full; the run goes on"]
+
+
+def test_ranks_wait_longer_before_the_first_step_is_done_and_after_the_last(monkeypatch):
+    said = []
+    monkeypatch.setattr(guards, "limit_collectives", said.append)
+    config = RunConfig()
+    guard = CollectiveTimeouts(config)
+    for _, index in steps_of(guard, steps=3):
+        said.append(index)
+    guard.fail()  # an error may be that of one rank alone, which must not wait for the others
+    guard.finish()
+    times = config.strategy.timeouts
+    assert times.collective != times.start
+    assert said == [0, 1, times.collective, 2, 3, 4, 5, times.start]
+
+
+def test_guards_are_started_and_finished_in_order(monkeypatch):
+    called = []
+
+    class Noting(guards.Guard):
+        def __init__(self, name):
+            self.name = name
+
+        def start(self):
+            called.append((self.name, "start"))
+
+        def finish(self):
+            called.append((self.name, "finish"))
+
+    callback = Guards(RunConfig(), Ranks())
+    callback.guards = [Noting("a"), Noting("b")]
+    callback.on_train_start()
+    callback.on_train_end()
+    callback.on_exception()
+    moments = ["start", "finish", "finish"]
+    assert called == [(name, moment) for moment in moments for name in "ab"]

@@ -1,0 +1,151 @@
+"""Arrays that studies share: averages over texts, prefix lengths, buckets of positions, channel
+pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer.positional.layout import LayerEncoding
+
+Array = np.ndarray
+
+
+class Averages:
+    """Average named arrays over texts, layer by layer, in float64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[int, Array]] = {}
+        self._counts: dict[str, dict[int, int]] = {}
+
+    def add(self, layer: int, **values: Tensor) -> None:
+        """Add ``values`` ``[B, ...]`` of one layer; the shape after B must be the same in all
+        calls.
+
+        Raises:
+            ValueError: the shape differs from the first call's, for example because a text is
+                longer.
+        """
+        for name, value in values.items():
+            total = value.double().sum(dim=0).cpu().numpy()
+            sums = self._sums.setdefault(name, {})
+            counts = self._counts.setdefault(name, {})
+            if layer in sums:
+                if sums[layer].shape != total.shape:
+                    raise ValueError(
+                        f"{name}: shape {total.shape} after {sums[layer].shape}; "
+                        "texts of one analysis must be equally long"
+                    )
+                total = total + sums[layer]
+            sums[layer] = total
+            counts[layer] = counts.get(layer, 0) + value.shape[0]
+
+    def stacked(self, name: str) -> Array:
+        """Return the means ``[layers, ...]`` of all layers seen, in ascending order."""
+        sums, counts = self._sums[name], self._counts[name]
+        return np.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers seen so far, ascending: the rows of :meth:`stacked`."""
+        return sorted({layer for sums in self._sums.values() for layer in sums})
+
+
+def prefix_lengths(length: int) -> list[int]:
+    """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
+    lengths = []
+    n = 32
+    while n < length:
+        lengths.append(n)
+        n *= 2
+    return [*lengths, length]
+
+
+def position_edges(length: int, per_octave: int = 16) -> list[int]:
+    """Return the edges of buckets of positions.
+
+    The first ``per_octave`` positions have a bucket each; after that, every doubling of the
+    position has ``per_octave`` buckets. The first key stays alone, and a long text stays a short
+    list.
+    """
+    edges = list(range(min(per_octave, length) + 1))
+    step = 1
+    while edges[-1] < length:
+        edge = round(per_octave * 2 ** (step / per_octave))
+        if edge > edges[-1]:
+            edges.append(min(edge, length))
+        step += 1
+    return edges
+
+
+def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
+    """Return the means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges,
+    float64."""
+    at = torch.tensor(edges, device=values.device)
+    sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., at]
+    return sums.diff(dim=-1) / at.diff()
+
+
+def cell_means(values: Tensor, cell: int) -> Tensor:
+    """Return means ``[..., cells]`` of ``values`` ``[..., T]`` over ``cell`` neighbours; the last
+    cell may be smaller."""
+    return torch.stack([part.mean(dim=-1) for part in values.split(cell, dim=-1)], dim=-1)
+
+
+Side = Literal["query", "key"]
+
+
+def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
+    """Count the rotary pairs of each of ``heads`` query or key heads of a layer.
+
+    Pair m of M is channels m and m + M. A head without rotation is read as pairs (m, m + head_dim /
+    2), as if all its channels rotated.
+    """
+    per_key = heads // len(encoding.spectra)
+    return tuple(
+        len(spectrum.inv_freq) or head_dim // 2
+        for spectrum in encoding.spectra
+        for _ in range(per_key)
+    )
+
+
+def pair_norms(x: Tensor, pairs: int) -> Tensor:
+    """Return l2 norms ``[..., pairs, T]`` of the first ``pairs`` pairs of ``x`` ``[..., T, D]``.
+
+    A rotation does not change them.
+    """
+    return torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs]).transpose(-2, -1)
+
+
+def stack_heads(rows: Sequence[Tensor]) -> Tensor:
+    """Stack one number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=math.nan)
+
+
+def stack_layers(layers: Sequence[Tensor]) -> Array:
+    """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
+    return stack_heads([layer.T for layer in layers]).mT.cpu().numpy()
+
+
+def finite(values: Array) -> Array:
+    """Return the finite values, flattened."""
+    return values[np.isfinite(values)]
+
+
+def mean_over_heads(values: Array) -> Array:
+    """Return means ``[layers, n]`` of ``[layers, H, n]`` over heads; NaN where no head has a
+    number."""
+    return np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
+
+
+def to_json(values: Array) -> list[Any]:
+    """Convert to nested lists for JSON: floats with six decimals, None for NaN."""
+    rounded = (values.round(6) if values.dtype.kind == "f" else values).astype(object)
+    rounded[~np.isfinite(values)] = None
+    return rounded.tolist()

@@ -1,0 +1,1 @@
+"""Clusters of queries and keys, and how the rotation disperses them (RoPE-ID)."""

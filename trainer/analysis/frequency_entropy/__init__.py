@@ -1,0 +1,1 @@
+"""Frequency entropy of rotary pairs, and perplexity with extreme pairs attenuated."""

@@ -1,0 +1,280 @@
+"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is (Probing
+Rotary Position Embeddings through Frequency Entropy, Sec. 3), and perplexity with pairs of extreme
+entropy attenuated (Sec. 5.2).
+
+The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
+tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
+frequency band), SequenceFE where it oscillates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.arrays import Side, pair_counts, pair_norms, stack_heads
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.settings import USUAL, ShortTime
+from trainer.common.errors import UserError
+from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
+
+TAPERS: dict[str, Callable[..., Tensor]] = {
+    "hann": torch.hann_window,
+    "hamming": torch.hamming_window,
+    "blackman": torch.blackman_window,
+    "rectangular": torch.ones,
+}
+"""By the names of :data:`~trainer.analysis.settings.WINDOWS`."""
+
+
+def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
+    """Compute SpectrumFE (Eq. 5 to 7): entropy of the mean power of overlapping frames.
+
+    Args:
+        signal: ``[..., T]``; tokens after the last whole frame are ignored.
+        frames: length, distance and window of the frames.
+
+    Returns:
+        ``[...]`` float64, between 0 and 1.
+
+    Raises:
+        UserError: the signal is shorter than a frame, or the frames are invalid.
+    """
+    if problems := frames.problems():
+        raise UserError(*problems)
+    if signal.shape[-1] < frames.frame:
+        raise UserError.at(
+            "SpectrumFE",
+            f"expected a text of {frames.frame} tokens (one frame) or more, got "
+            f"{signal.shape[-1]}; choose a longer text or a shorter frame.",
+        )
+    taper = TAPERS[frames.window](frames.frame, dtype=torch.float64, device=signal.device)
+    cut = signal.double().unfold(-1, frames.frame, frames.step) * taper
+    return _normalised_entropy(torch.fft.rfft(cut).abs().square().mean(dim=-2))
+
+
+def sequence_fe(signal: Tensor) -> Tensor:
+    """Compute SequenceFE (Eq. 8 to 10): entropy of the power of the whole signal at 1 <= k <
+    floor(T / 2).
+
+    Args:
+        signal: ``[..., T]``.
+
+    Returns:
+        ``[...]`` float64, between 0 and 1.
+
+    Raises:
+        UserError: there are fewer than two frequencies.
+    """
+    length = signal.shape[-1]
+    if length < 6:
+        raise UserError.at("SequenceFE", f"expected a text of 6 tokens or more, got {length}.")
+    power = torch.fft.rfft(signal.double()).abs().square()
+    return _normalised_entropy(power[..., 1 : length // 2])
+
+
+def _normalised_entropy(power: Tensor) -> Tensor:
+    """Compute the entropy of ``[..., K]`` over log K; 0 if there is no power."""
+    share = power / power.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(power.dtype).tiny)
+    return (torch.special.entr(share).sum(dim=-1) / math.log(power.shape[-1])).clamp(max=1)
+
+
+NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
+MEASURES: dict[str, Callable[..., Tensor]] = {
+    "spectrum": spectrum_fe,
+    "sequence": lambda signal, frames=USUAL: sequence_fe(signal),
+}
+"""Of a signal and the frames, which the first alone has."""
+
+
+@dataclass(frozen=True)
+class FrequencyEntropy:
+    """Entropies of the pairs of one layer by measure: ``[Hq, pairs]`` of queries and ``[Hkv,
+    pairs]`` of keys.
+
+    Float64 on the CPU; NaN where a head has fewer pairs than another of its layer.
+    """
+
+    query: dict[str, Tensor]
+    key: dict[str, Tensor]
+
+
+def frequency_entropies(
+    model: LanguageModel,
+    ids: Tensor,
+    measures: Sequence[str] = tuple(MEASURES),
+    frames: ShortTime = USUAL,
+) -> list[FrequencyEntropy]:
+    """Compute the frequency entropies of every layer in one forward pass.
+
+    Norms are taken before the encoding: a rotation does not change them, and a temperature would.
+
+    Args:
+        model: a decoder, with the layout to measure.
+        ids: ``[B, T]`` texts; entropies are averaged over them.
+        measures: names in :data:`MEASURES`.
+        frames: frames of SpectrumFE.
+
+    Raises:
+        UserError: the texts are too short for a measure.
+    """
+    entropies: list[FrequencyEntropy] = []
+
+    # Check the length before the forward pass.
+    for name in measures:
+        MEASURES[name](torch.ones(ids.shape[1]), frames)
+    capture(
+        model, ids, lambda heads: entropies.append(frequency_entropy_of(heads, measures, frames))
+    )
+    return entropies
+
+
+def frequency_entropy_of(
+    heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
+) -> FrequencyEntropy:
+    """Compute the entropies of one captured layer; raises what :func:`frequency_entropies` does."""
+    return FrequencyEntropy(*(_of_side(heads, x, measures, frames) for x in (heads.q, heads.k)))
+
+
+def _of_side(
+    heads: Heads, x: Tensor, measures: Sequence[str], frames: ShortTime
+) -> dict[str, Tensor]:
+    """Compute entropies head by head: the frames of all heads would take several times their
+    memory."""
+    counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
+    rows: dict[str, list[Tensor]] = {name: [] for name in measures}
+    for head, pairs in zip(x.unbind(1), counts, strict=True):
+        signal = pair_norms(head, pairs)
+        for name in measures:
+            rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
+    return {name: stack_heads(values).cpu() for name, values in rows.items()}
+
+
+SIDES: tuple[Side, Side] = ("query", "key")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Selects the pairs whose ``measure`` is ``side`` the threshold ``tau``."""
+
+    measure: str
+    side: Literal["below", "above"]
+    tau: float
+
+    def chosen(self, entropy: FrequencyEntropy, side: Side) -> Tensor:
+        """Return which pairs of queries or keys are selected, ``[H, pairs]``."""
+        values = (entropy.query if side == "query" else entropy.key)[self.measure]
+        return values < self.tau if self.side == "below" else values > self.tau
+
+    def weights(self, entropy: FrequencyEntropy, side: Side, alpha: float) -> Tensor:
+        """Return ``alpha`` for the selected pairs and 1 for the others, ``[H, pairs]`` float64."""
+        chosen = self.chosen(entropy, side)
+        return torch.ones_like(chosen, dtype=torch.float64).masked_fill(chosen, alpha)
+
+
+Gates = tuple[Gate, ...]
+"""All pairs that any of them chooses."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Perplexity by alpha on texts of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
+    queries and keys."""
+
+    gates: Gates
+    tokens: int
+    pairs: int
+    perplexity: dict[float, float]
+
+
+@torch.no_grad()
+def sweep(
+    model: LanguageModel,
+    ids: Tensor,
+    entropies: Sequence[FrequencyEntropy],
+    gates: Sequence[Gates],
+    alphas: Sequence[float],
+) -> list[Sweep]:
+    """Read ``ids`` ``[B, T + 1]`` once unchanged, and once for each combination of gates and alpha
+    below 1.
+
+    ``entropies``: entropies of the layers, on these texts or others. Gates that select no pair need
+    no reading.
+    """
+    layout = model.layout
+    ids = ids.to(model.device)
+
+    def perplexity(changed: Layout) -> float:
+        with model.using(changed):
+            return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
+
+    sweeps = []
+    plain = perplexity(layout)
+    for together in gates:
+        curve, pairs = {1.0: plain}, 0
+        for alpha in sorted({*alphas} - {1.0}, reverse=True):
+            changed, pairs = attenuated(layout, entropies, together, alpha, model.config.head_size)
+            curve[alpha] = perplexity(changed) if pairs else plain
+        sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
+    return sweeps
+
+
+def attenuated(
+    layout: Layout,
+    entropies: Sequence[FrequencyEntropy],
+    gates: Gates,
+    alpha: float,
+    head_dim: int,
+) -> tuple[Layout, int]:
+    """Attenuate the rotated pairs that a gate selects by ``alpha``, queries and keys by their own
+    entropies (Eq. 11 and 12).
+
+    Returns:
+        the changed layout, and the number of attenuated pairs.
+    """
+    layers, total = [], 0
+    for encoding, entropy in zip(layout.layers, entropies, strict=True):
+        (query, of_query), (key, of_key) = (
+            channel_factors(encoding, weights(gates, entropy, side, [alpha] * len(gates)), head_dim)
+            for side in SIDES
+        )
+        layers.append(replace(encoding, intervention=Intervention(query=query, key=key)))
+        total += of_query + of_key
+    return replace(layout, layers=tuple(layers)), total
+
+
+def weights(
+    gates: Sequence[Gate], entropy: FrequencyEntropy, side: Side, alphas: Sequence[float]
+) -> Tensor:
+    """Return factors of the pairs of queries or keys, ``[H, pairs]``; the smallest factor counts if
+    several gates select a pair.
+
+    ``alphas``: one for each gate.
+    """
+    factors = [
+        gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)
+    ]
+    return torch.stack(factors).amin(dim=0)
+
+
+def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
+    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel.
+
+    Returns:
+        the factors ``[H][D]``, 1 where a pair does not rotate, and the number of pairs whose factor
+            differs from 1.
+    """
+    rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
+    per_key = len(weights) // len(encoding.spectra)
+    for head, row in enumerate(rows):
+        turns = torch.tensor(encoding.spectra[head // per_key].inv_freq) > 0
+        pairs = torch.where(turns, weights[head, : len(turns)], 1.0)
+        row[: 2 * len(turns)] = pairs.repeat(2)
+        changed += int((pairs != 1).sum())
+    return tuple(map(tuple, rows.tolist())), changed

@@ -1,0 +1,1 @@
+"""Matrix entropy of heads (DoPE), and their attention on a needle."""

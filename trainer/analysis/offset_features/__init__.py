@@ -1,0 +1,1 @@
+"""Rotary offset features: slow pairs with large means at a fixed angle."""

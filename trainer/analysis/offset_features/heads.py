@@ -1,0 +1,349 @@
+"""Effects of single rotary pairs on attention (Rotary Offset Features, Sec. 4.2 and 4.3.1),
+measured on the queries of a :class:`~trainer.analysis.attention.SampledAttention`.
+
+Sinks: the key of a sink lies towards the mean query of the pair or near the origin, and all other
+keys lie away from the queries. The *margin* is the score of the first key minus the mean score of
+the other visible keys; it is a sum over pairs and the channels that do not rotate. The *weight* is
+the attention on the first key, with all pairs and without one pair's part of the scores.
+
+The token before: a pair of means adds |q| |k| cos(phi - theta delta) to the logit at distance
+delta, most at phi / theta tokens. Of feature 0 of Phi-1 the largest heads have an angle phi of
+about theta, the rotation by one token: "these are features that select for the previous token".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.analysis.arrays import Array, to_json
+from trainer.analysis.attention import sampled_attention
+from trainer.analysis.capture import Heads
+from trainer.analysis.offset_features.measure import TURN, OffsetFeatures
+from trainer.analysis.studies.section import Grid, Part, Picture
+from trainer.analysis.studies.study import Target
+from trainer.common.words import counted
+from trainer.plotting.points import HeadCloud, head_points
+
+
+@dataclass(frozen=True)
+class SinkPart:
+    """Effect of ``pair`` on a query head's attention on the first token, means over queries.
+
+    ``weight``: that attention; ``without``: without the pair's part of the scores; ``control``:
+    without another pair's part, NaN if there is no other. ``first_key``: length of the first key in
+    the pair, before the encoding, divided by that of the mean key. ``margin``: the scaled margin of
+    the scores; ``parts`` ``[pairs]``: the part of each pair.
+    """
+
+    layer: int
+    head: int
+    pair: int
+    weight: float
+    without: float
+    control: float
+    first_key: float
+    margin: float
+    parts: Array
+
+    @property
+    def explained(self) -> float:
+        """Share of the attention that disappears without the pair; negative if attention grows."""
+        return 1 - self.without / max(self.weight, np.finfo(float).tiny)
+
+
+def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) -> SinkPart | None:
+    """Measure one query head over all texts; return None if no query sees another key than the
+    first."""
+    sampled = sampled_attention(heads, head)
+    if sampled is None:
+        return None
+    kv, at, q, k = sampled.kv_head, sampled.at, sampled.q, sampled.k
+    pairs = sampled.pairs
+
+    def weight(without: int | None = None) -> float:
+        return float(sampled.weights(without)[..., 0].double().mean())
+
+    # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
+    others = k[:, 1:].double().cumsum(dim=1)[:, at - 1] / at[:, None]
+    by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
+    turning = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0)
+    keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
+    first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
+    return SinkPart(
+        *(heads.layer, head, pair, weight(), weight(pair)),
+        math.nan if control is None else weight(control),
+        float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
+        *(float(by_channel.sum()), turning.cpu().numpy()),
+    )
+
+
+SINK = 0.1
+"""Attention on the first token from which on a head has a sink."""
+SHOWN = 10
+SINK_HEADER = (
+    *("layer", "head", "pair", "attention", "attention_without", "explained"),
+    *("attention_without_fast_pair", "first_key"),
+    *("margin", "margin_of_pair", "strongest_pair", "margin_of_strongest"),
+)
+
+
+class OffsetSinks:
+    """Collect the effect of each head's strongest pair under the upper bound on its sink."""
+
+    def __init__(self) -> None:
+        self._parts: list[SinkPart] = []
+
+    def update(self, heads: Heads, head: int, pair: int, fast: int | None) -> None:
+        """Add one head of a layer, the pair to leave out, and a faster one to compare with."""
+        if (sink := sink_part(heads, head, pair, fast)) is not None:
+            self._parts.append(sink)
+
+    def part(self, target: Target) -> Part:
+        """Return a figure, a table and findings; empty if no head has such a pair."""
+        parts = self._parts
+        if not parts:
+            return Part()
+        sinks = sorted((one for one in parts if one.weight >= SINK), key=lambda one: -one.weight)
+        rows = [_sink_row(one) for one in parts]
+        columns = dict(zip(SINK_HEADER, zip(*rows, strict=True), strict=True))
+        return Part(
+            tuple(_sink_findings(sinks, len(parts))),
+            (_sink_picture(parts, rows, len(target.model.layout.layers)),),
+            (_sink_table(sinks[:SHOWN], len(sinks)),) if sinks else (),
+            {"sinks": {name: to_json(np.array(values)) for name, values in columns.items()}},
+        )
+
+
+def _sink_row(one: SinkPart) -> tuple[float, ...]:
+    best = int(one.parts.argmax())
+    return (
+        *(one.layer, one.head, one.pair, one.weight, one.without, one.explained),
+        *(one.control, one.first_key),
+        *(one.margin, float(one.parts[one.pair]), best, float(one.parts[best])),
+    )
+
+
+def _sink_findings(sinks: list[SinkPart], heads: int) -> list[str]:
+    if not sinks:
+        return [
+            f"None of {counted(heads, 'head')} with a pair under the upper bound puts {SINK:.0%} "
+            "of its attention on the first token: there is no sink to explain."
+        ]
+    explained = np.array([one.explained for one in sinks])
+    before, after = np.mean([(one.weight, one.without) for one in sinks], axis=0)
+    controls = [one.control for one in sinks if not np.isnan(one.control)]
+    control = f" (without its strongest faster pair {np.mean(controls):.0%})" if controls else ""
+    most = sum(int(one.parts.argmax()) == one.pair for one in sinks)
+    return [
+        f"Of {counted(heads, 'head')} with a pair under the upper bound, {len(sinks)} put "
+        f"{SINK:.0%} or more of their attention on the first token, {before:.0%} on average. "
+        f"Without the strongest such pair of each it is {after:.0%}{control}: that one pair "
+        f"explains {np.median(explained):.0%} of it in the median head, and more than half in "
+        f"{(explained > 0.5).sum()}.",
+        f"In {most} of these {len(sinks)} heads no other pair does more to raise the score of the "
+        "first key above those of others. In the pair taken out the first key is "
+        f"{np.median([one.first_key for one in sinks]):.2f} times as long as the mean key in the "
+        "median head.",
+    ]
+
+
+def _sink_picture(parts: list[SinkPart], rows: list[tuple[float, ...]], layers: int) -> Picture:
+    layer, weight, without, margin, of_pair = (
+        np.array([row[SINK_HEADER.index(name)] for row in rows])
+        for name in ("layer", "attention", "attention_without", "margin", "margin_of_pair")
+    )
+    first = "attention on the first token"
+    panels = (
+        HeadCloud("", layer, weight, without, first, f"{first}\nwithout the pair", diagonal=True),
+        HeadCloud(
+            "", layer, margin, of_pair, "score of the first key over others", "of it, the pair's"
+        ),
+    )
+    return Picture(
+        "offset_sinks",
+        head_points(panels, layers),
+        "What the strongest pair under the upper bound does for the sink of its head, a point a "
+        "head, means over queries in the last three quarters of the training length. Left: "
+        "attention on the first token, and what it is with this pair's part taken out of all "
+        "scores; points far below the dotted line have a sink by one feature. Right: how far the "
+        "score of the first key lies above the mean of the other keys in sight (before a softcap), "
+        "and how much of that is the pair's.",
+        SINK_HEADER,
+        rows,
+    )
+
+
+def _sink_table(shown: list[SinkPart], sinks: int) -> Grid:
+    return Grid(
+        f"Heads with a sink by its weight, {len(shown)} of {sinks}: attention on the first token "
+        "as it is and without the strongest pair under the upper bound; how far the score of the "
+        "first key lies above the others', the pair's part of that, and the pair with the largest "
+        "part.",
+        ("head", "pair", "attention", "without", "explained", "score", "the pair's", "largest"),
+        [
+            (
+                f"L{one.layer}H{one.head}",
+                str(one.pair),
+                *(f"{value:.1%}" for value in (one.weight, one.without, one.explained)),
+                *(f"{one.margin:.1f}", f"{one.parts[one.pair]:.1f}"),
+                f"{one.parts.max():.1f}, pair {one.parts.argmax()}",
+            )
+            for one in shown
+        ],
+    )
+
+
+LOUD = 0.9
+"""Quantile of radii from which on a head's fastest pair is large."""
+
+STEP_HEADER = (
+    *("layer", "head", "pair", "inv_freq", "query_radius", "key_radius", "angle", "steps"),
+    *("attention", "attention_without"),
+)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Attention of a query head on the token before, as it is and ``without`` the head's fastest
+    pair."""
+
+    layer: int
+    head: int
+    pair: int
+    previous: float
+    without: float
+
+
+class OffsetSteps:
+    """Collect the effect of every head's fastest pair on attention on the token before."""
+
+    def __init__(self) -> None:
+        self._fastest: list[Fastest] = []
+
+    def update(self, heads: Heads) -> None:
+        """Add one layer."""
+        C = heads.training_length
+        for head in range(heads.q.shape[1]):
+            spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
+            sampled = sampled_attention(heads, head)
+            if not spectrum.rotates or sampled is None:
+                continue
+            pair = int(np.argmax(spectrum.inv_freq))
+            rows = range(len(sampled.at))
+            weights = [
+                float(of[:, rows, sampled.at - 1].double().mean())
+                for of in (sampled.weights(), sampled.weights(without=pair))
+            ]
+            self._fastest.append(Fastest(heads.layer, head, pair, *weights))
+
+    def part(self, features: OffsetFeatures, layers: int) -> Part:
+        """Return a figure, a table and findings; ``layers``: number of the model's layers."""
+        if not self._fastest:
+            return Part()
+        places = {
+            place: row
+            for row, place in enumerate(
+                zip(features.layer, features.head, features.pair, strict=True)
+            )
+        }
+        at = np.array([places[one.layer, one.head, one.pair] for one in self._fastest])
+        columns = {name: getattr(features, name)[at] for name in STEP_HEADER[:7]}
+        # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
+        turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
+        columns["steps"] = turned / columns["inv_freq"] - 0.5
+        columns["attention"] = np.array([one.previous for one in self._fastest])
+        columns["attention_without"] = np.array([one.without for one in self._fastest])
+        return Part(
+            tuple(_step_findings(columns)),
+            (_step_picture(columns, layers),),
+            (_step_table(columns),),
+            {"steps": {name: to_json(columns[name]) for name in STEP_HEADER}},
+        )
+
+
+def _at_a_step(columns: dict[str, Array]) -> Array:
+    """Select pairs whose term is largest at distance 1, among whole distances."""
+    return (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
+
+
+def _large(columns: dict[str, Array]) -> Array:
+    radius = columns["key_radius"]
+    return radius >= np.quantile(radius, LOUD)
+
+
+def _step_findings(columns: dict[str, Array]) -> list[str]:
+    at_step, large = _at_a_step(columns), _large(columns)
+    by_chance = float(np.minimum(columns["inv_freq"] / TURN, 1).mean())
+    heads, least = counted(int(large.sum()), "head"), columns["key_radius"][large].min()
+    text = [
+        "The fastest pair adds most to the logit of the token before in "
+        f"{at_step[large].mean():.0%} of the {heads} in which its mean key is longest (a tenth, "
+        f"from {least:.2f} on), and in "
+        f"{at_step.mean():.0%} of all {len(large)}; of angles at random that would be "
+        f"{by_chance:.0%}."
+    ]
+    for among, of in (
+        (large & at_step, "these heads with a long key and that angle"),
+        (~(large & at_step), "the others"),
+    ):
+        if among.any():
+            was, now = columns["attention"][among], columns["attention_without"][among]
+            text.append(
+                f"In {of} attention on the token before is {was.mean():.1%} on average, and "
+                f"{now.mean():.1%} without the pair."
+            )
+    return text
+
+
+def _step_picture(columns: dict[str, Array], layers: int) -> Picture:
+    layer, before = columns["layer"], "attention on the token before"
+    radius, angle = "radius of the mean key", "angle φ in steps of a token"
+    panels = (
+        HeadCloud("", layer, columns["key_radius"], columns["steps"], radius, angle, level=1.0),
+        HeadCloud(
+            *("", layer, columns["attention"], columns["attention_without"]),
+            *(before, f"{before}\nwithout the pair"),
+            diagonal=True,
+        ),
+    )
+    return Picture(
+        "offset_steps",
+        head_points(panels, layers),
+        "The fastest pair of every head, a point a head. Left: the radius of its mean key, and its "
+        "angle from mean query to mean key over what it turns in one token; the part of the logit "
+        "is largest at that distance, and the dotted line is the token before. Right: attention on "
+        "that token, and what it is with the pair's part taken out of all scores, means over "
+        "queries in the last three quarters of the training length; points below the dotted line "
+        "lose such attention without the pair.",
+        STEP_HEADER,
+        list(zip(*(columns[name].tolist() for name in STEP_HEADER), strict=True)),
+    )
+
+
+def _step_table(columns: dict[str, Array]) -> Grid:
+    strength = columns["query_radius"] * columns["key_radius"]
+    order = np.argsort(-strength, kind="stable")[:SHOWN]
+    return Grid(
+        f"Fastest pairs of the longest means, {len(order)} of {len(strength)} heads: radii, the "
+        "angle, the step of one token, the distance at which the pair adds most to the logit, and "
+        "attention on the token before, as it is and without the pair.",
+        (
+            *("head", "pair", "query", "key", "angle (rad)", "step (rad)", "distance"),
+            *("attention", "without"),
+        ),
+        [
+            (
+                f"L{columns['layer'][i]}H{columns['head'][i]}",
+                str(columns["pair"][i]),
+                *(
+                    f"{columns[name][i]:.2f}"
+                    for name in ("query_radius", "key_radius", "angle", "inv_freq", "steps")
+                ),
+                *(f"{columns[name][i]:.1%}" for name in ("attention", "attention_without")),
+            )
+            for i in order
+        ],
+    )

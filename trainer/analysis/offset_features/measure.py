@@ -1,0 +1,348 @@
+"""Rotary offset features: slow pairs whose queries and keys have large means at a fixed angle, and
+the bounds on frequency and angle that predict them (Rotary Offset Features, Sec. 3, Fig. 2 and
+Table 2).
+
+For a fixed key and a rotating query, a pair of means at the initial angle phi contributes |q| |k|
+cos(phi - theta delta) to the dot product. This stays below its value at distance 0 up to the
+context length C if theta < 2 pi / C and phi >= pi + theta C / 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.analysis.arrays import Array, Averages, cell_means
+from trainer.analysis.capture import Heads
+from trainer.positional.spectrum import Spectrum
+
+Change = Callable[[Spectrum], Spectrum]
+TURN = 2 * math.pi
+RADII = (6.0, 9.0, 12.0)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of every pair, ``[pairs]`` each.
+
+    ``inv_freq``: theta, radians a token. ``possible``: whether theta is under its upper bound.
+    ``angle``: the lower bound on phi in radians; above 2 pi where theta is not under its bound.
+    """
+
+    inv_freq: Array
+    possible: Array
+    angle: Array
+
+
+def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
+    """Predict offset features from the frequencies and the context length C alone.
+
+    A pair that does not rotate keeps its value at every distance, so it is no offset feature.
+    """
+    inv_freq = np.array(spectrum.inv_freq)
+    possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
+    return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Number of pairs with a large radius that the bounds predict (Table 2).
+
+    ``positives``: number of pairs whose mean key is at least ``radius`` long. Shares of them, None
+    without positives: ``upper``: under the upper bound; ``lower``: also above the lower bound;
+    ``relaxed``: above the lower bound minus 0.1 rad.
+    """
+
+    radius: float
+    positives: int
+    upper: float | None
+    lower: float | None
+    relaxed: float | None
+
+
+@dataclass(frozen=True)
+class OffsetFeatures:
+    """Every rotated pair of every query head, one entry each in all columns.
+
+    ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
+    ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
+    :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
+    ``scale``: factor on the dot product of a query and a key.
+    """
+
+    context_length: int
+    scale: float
+    layer: Array
+    head: Array
+    pair: Array
+    inv_freq: Array
+    query_radius: Array
+    key_radius: Array
+    angle: Array
+    possible: Array
+    lower_bound: Array
+    share: float
+    mean_lower_bound: float | None
+    recall: list[Recall]
+
+
+class OffsetFeatureSearch:
+    """Collect mean queries and keys of every layer before their encoding."""
+
+    def __init__(self) -> None:
+        self._averages = Averages()
+        self._spectra: dict[int, tuple[Spectrum, ...]] = {}
+        self._training_length, self._scale = 0, 1.0
+
+    def update(self, heads: Heads) -> None:
+        """Add one layer of one or more texts."""
+        self._spectra[heads.layer] = heads.encoding.spectra
+        self._training_length, self._scale = heads.training_length, heads.scale
+        self._averages.add(
+            heads.layer,
+            q=heads.q.mean(dim=2, dtype=torch.float64),
+            k=heads.k.mean(dim=2, dtype=torch.float64),
+        )
+
+    def result(
+        self, context_length: int | None = None, change: Change = lambda spectrum: spectrum
+    ) -> OffsetFeatures:
+        """Compute the features from the means over all positions and texts seen so far.
+
+        ``context_length``: C of the bounds (None: the training length); ``change``: applied to
+        every spectrum before its bounds.
+        """
+        q, k = self._averages.stacked("q"), self._averages.stacked("k")
+        group = q.shape[1] // k.shape[1]
+        layers = self._averages.layers
+        trained = self._training_length
+        C = context_length or trained
+        columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
+        for at, layer in enumerate(layers):
+            for head in range(q.shape[1]):
+                spectrum = change(self._spectra[layer][head // group])
+                limits = bounds(spectrum.at(C, trained), C)
+                pairs = len(limits.inv_freq)
+                of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
+                values = (
+                    np.full(pairs, layer),
+                    np.full(pairs, head),
+                    np.arange(pairs),
+                    limits.inv_freq,
+                    np.abs(of_q),
+                    np.abs(of_k),
+                    np.mod(np.angle(of_k) - np.angle(of_q), TURN),
+                    limits.possible,
+                    limits.angle,
+                )
+                for name, value in zip(COLUMNS, values, strict=True):
+                    columns[name].append(value)
+        whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+        return _counted(C, self._scale, whole)
+
+
+COLUMNS = (
+    "layer",
+    "head",
+    "pair",
+    "inv_freq",
+    "query_radius",
+    "key_radius",
+    "angle",
+    "possible",
+    "lower_bound",
+)
+"""Of the table of pairs, by their names in :class:`OffsetFeatures`."""
+
+
+def _complex(vector: Array, pairs: int) -> Array:
+    """Combine rotated channels m and m + pairs into complex numbers."""
+    return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
+
+
+def _counted(context_length: int, scale: float, columns: Mapping[str, Array]) -> OffsetFeatures:
+    possible, lower = columns["possible"], columns["lower_bound"]
+    return OffsetFeatures(
+        context_length,
+        scale,
+        **columns,
+        share=float(possible.mean()) if len(possible) else 0.0,
+        mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
+        recall=[_recall(columns, radius) for radius in RADII],
+    )
+
+
+def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
+    large = columns["key_radius"] >= radius
+    possible, angle = columns["possible"][large], columns["angle"][large]
+    lower = columns["lower_bound"][large]
+
+    def share(predicted: Array) -> float | None:
+        return float(predicted.mean()) if len(predicted) else None
+
+    return Recall(
+        radius,
+        int(large.sum()),
+        share(possible),
+        share(possible & (angle >= lower)),
+        share(possible & (angle >= lower - 0.1)),
+    )
+
+
+def common_pairs(
+    one: OffsetFeatures, other: OffsetFeatures
+) -> tuple[OffsetFeatures, OffsetFeatures]:
+    """Restrict both to the entries (layer, head, pair) they share, in the same order.
+
+    The counts are recomputed over these entries.
+    """
+    keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (one, other)]
+    _, *places = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
+    first, second = (_only(x, at) for x, at in zip((one, other), places, strict=True))
+    return first, second
+
+
+def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
+    """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
+    columns = {name: getattr(features, name) for name in COLUMNS}
+    columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
+    return _counted(by.context_length, features.scale, columns)
+
+
+def _only(features: OffsetFeatures, at: Array) -> OffsetFeatures:
+    columns = {name: getattr(features, name)[at] for name in COLUMNS}
+    return _counted(features.context_length, features.scale, columns)
+
+
+def contributions(
+    features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
+) -> Array:
+    """Compute the terms that the means of every pair add to the logit of a key so many tokens back
+    (Eq. 14, Fig. 4).
+
+    Returns:
+        ``[pairs, distances]``, scaled like scores. Their sum over pairs is the logit; without one
+            row it is the logit without that pair (Fig. 6).
+    """
+    chosen = (features.layer == layer) & (features.head == head)
+    size = features.query_radius[chosen] * features.key_radius[chosen]
+    turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
+    return size[:, None] * np.cos(turned) * features.scale
+
+
+STABILITY_COLUMNS = "of_keys", "layer", "head", "pair", "radius", "variance"
+
+
+@dataclass(frozen=True)
+class Stability:
+    """Stability of the angles of every rotated pair of every query head and of every key-value
+    head, one entry each (Fig. 2).
+
+    ``of_keys``: whether the entry is of keys, whose ``head`` is a key-value head. ``radius``:
+    length of the mean over all positions, before the encoding. ``variance``: circular variance of
+    the angles a_1 .. a_n, 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they cancel.
+    """
+
+    of_keys: Array
+    layer: Array
+    head: Array
+    pair: Array
+    radius: Array
+    variance: Array
+
+
+class AngleStability:
+    """Collect means, and means of directions, of every layer before its encoding."""
+
+    def __init__(self) -> None:
+        self._averages = Averages()
+        self._spectra: dict[int, tuple[Spectrum, ...]] = {}
+        self._group = 1
+
+    def update(self, heads: Heads) -> None:
+        """Add one layer of one or more texts."""
+        spectra = heads.encoding.spectra
+        self._spectra[heads.layer], self._group = spectra, heads.queries_per_key
+        q = [_means(x, spectra[i // self._group]) for i, x in enumerate(heads.q.unbind(1))]
+        k = [_means(x, spectra[i]) for i, x in enumerate(heads.k.unbind(1))]
+        self._averages.add(heads.layer, q=torch.stack(q, dim=1), k=torch.stack(k, dim=1))
+
+    def result(self) -> Stability:
+        """Compute the stability over all positions and texts seen so far."""
+        columns: dict[str, list[Array]] = {name: [] for name in STABILITY_COLUMNS}
+        for name in ("q", "k"):
+            for layer, of_layer in zip(
+                self._averages.layers, self._averages.stacked(name), strict=True
+            ):
+                for head, (mean, direction) in enumerate(of_layer):
+                    spectrum = self._spectra[layer][head // (self._group if name == "q" else 1)]
+                    moving = np.flatnonzero(spectrum.inv_freq)
+                    values = (
+                        np.full(len(moving), name == "k"),
+                        np.full(len(moving), layer),
+                        np.full(len(moving), head),
+                        moving,
+                        np.hypot(*mean[:, moving]),
+                        1 - np.hypot(*direction[:, moving]),
+                    )
+                    for column, value in zip(STABILITY_COLUMNS, values, strict=True):
+                        columns[column].append(value)
+        return Stability(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
+    """Compute the mean and the mean direction of every pair of one head ``[B, T, D]``: ``[B, 2, 2,
+    D/2]``.
+
+    Entries beyond the spectrum's pairs are 0.
+    """
+    pairs = len(spectrum.inv_freq)
+    channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]], dim=1)
+    length = channels.norm(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    means = [of.mean(dim=2, dtype=torch.float64) for of in (channels, channels / length)]
+    return torch.nn.functional.pad(torch.stack(means, dim=1), (0, x.shape[-1] // 2 - pairs))
+
+
+POINTS, CELLS = 1000, 256
+"""The most tokens that points are kept of, and the most cells of a map."""
+
+
+@dataclass(frozen=True)
+class HeadView:
+    """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
+    7, 12 and 13).
+
+    Pair m of ``pairs`` is channels m and m + pairs. ``query``, ``key``: ``[n, D]``, one token in
+    ``step``. ``query_map``, ``key_map``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
+    """
+
+    layer: int
+    head: int
+    pairs: int
+    step: int
+    cell: int
+    query: Array
+    key: Array
+    query_map: Array
+    key_map: Array
+
+    def points(self, pair: int) -> tuple[Array, Array]:
+        """Return queries and keys of one pair, ``[n, 2]`` each."""
+        channels = [pair, pair + self.pairs]
+        return self.query[:, channels], self.key[:, channels]
+
+
+def head_view(heads: Heads, head: int) -> HeadView:
+    """Sample query head ``head``; the size of the result does not grow with the text."""
+    kv, length = head // heads.queries_per_key, heads.q.shape[2]
+    of_q, of_k = heads.q[0, head], heads.k[0, kv]
+    step, cell = -(-length // POINTS), -(-length // CELLS)
+    sampled = [x[::step].cpu().numpy().copy() for x in (of_q, of_k)]
+    maps = [cell_means(x.T, cell).cpu().numpy() for x in (of_q, of_k)]
+    pairs = len(heads.encoding.spectra[kv].inv_freq)
+    return HeadView(heads.layer, head, pairs, step, cell, *sampled, *maps)

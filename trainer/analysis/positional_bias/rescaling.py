@@ -1,0 +1,475 @@
+"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11).
+
+For YaRN, a text is read twice in a row: in the second reading every token has occurred before, a
+known number of tokens back. A head that attends by content finds that occurrence, or the token
+after it. The distance is half the training length, so that no position is beyond it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from trainer.analysis.arrays import Array
+from trainer.analysis.attention import head_attention
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.studies.section import Part, Picture
+from trainer.model.language_model import LanguageModel
+from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.points import HeadCloud, head_points
+from trainer.plotting.style import STYLE_NUMBERS
+from trainer.positional.rescaling import (
+    Rescaling,
+    ntk_aware,
+    ntk_by_parts_turns,
+    position_interpolation,
+    yarn_turns,
+)
+from trainer.positional.spectrum import Spectrum
+
+LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}
+STYLES = {
+    "encoded": STYLE_NUMBERS["RoPE"],
+    "nope": STYLE_NUMBERS["NoPE from scratch"],
+    "model": 1,
+    "trained": STYLE_NUMBERS["RoPE"],
+    "yarn": STYLE_NUMBERS["RoPE + YaRN"],
+    "pi": STYLE_NUMBERS["RoPE + PI"],
+    "ntk": STYLE_NUMBERS["RoPE + NTK-aware"],
+}
+BESIDE = 32
+"""Tokens that a profile by distance shows."""
+
+BLOCK = 256
+METHODS: dict[str, Rescaling] = {
+    "pi": position_interpolation,
+    "ntk": ntk_aware,
+    "yarn": ntk_by_parts_turns,
+}
+"""What Fig. 6 and 11 compare: Eq. 9 to 11, of which the last has a ramp over the frequency."""
+
+
+def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
+    """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
+    :data:`METHODS`.
+
+    Frequencies are those of sequences of C tokens. Pairs that do not rotate have the factor 1.
+    """
+    inv_freq = spectrum.at(training_length, training_length).inv_freq
+    before = np.array(inv_freq)
+    still = before == 0
+    return {
+        name: np.where(
+            still,
+            1.0,
+            np.array(rescaling(inv_freq, training_length).frequencies(inv_freq, factor))
+            / np.where(still, 1.0, before),
+        )
+        for name, rescaling in METHODS.items()
+    }
+
+
+@torch.no_grad()
+def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
+    """Average attention ``[distances]`` on the key 0, 1, 2, ... tokens back, over queries with such
+    a key (Fig. 7)."""
+    T = heads.q.shape[2]
+    distances = min(distances, T)
+    total = torch.zeros(distances, dtype=torch.float64)
+    back = torch.arange(distances, device=heads.q.device)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        attention = head_attention(heads, head, slice(start, stop))
+        j = torch.arange(start, stop, device=back.device)[:, None] - back
+        picked = attention.gather(-1, j.clamp(min=0).expand(len(attention), -1, -1))
+        total += (picked * (j >= 0)).double().sum(dim=(0, 1)).cpu()
+    return (total / (heads.q.shape[0] * torch.arange(T, T - distances, -1))).numpy()
+
+
+@torch.no_grad()
+def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
+    """Average attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
+
+    Args:
+        heads: a layer; the last ``half`` tokens of its texts repeat the ``half`` tokens before
+            them.
+        head: the query head.
+        half: number of repeated tokens, more than ``reach``.
+        reach: number of keys before and after the first occurrence. Entry ``reach`` is the
+            occurrence, the next one the token after it.
+    """
+    T = heads.q.shape[2]
+    attention = head_attention(heads, head, slice(T - half, T))
+    first = T - 2 * half
+    diagonals = [
+        attention.diagonal(first + offset, -2, -1).double().mean()
+        for offset in range(-reach, reach + 1)
+    ]
+    return torch.stack(diagonals).cpu().numpy()
+
+
+@torch.no_grad()
+def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
+    """Compute the total variation distance ``[Hq]``, 0 to 1, between a layer's attention in two
+    readings of the same texts, mean over some queries."""
+
+    def of_head(head: int) -> Tensor:
+        one, other = (head_attention(x, head, queries) for x in (heads, others))
+        return (one - other).abs().sum(dim=-1).mean() / 2
+
+    shifts = [of_head(head) for head in range(heads.q.shape[1])]
+    return torch.stack(shifts).double().cpu().numpy()
+
+
+FACTOR = 2.0
+REACH = 8
+KEPT = 1024
+"""Tokens whose queries and keys are held, of all layers."""
+
+
+@dataclass(frozen=True)
+class YarnShift:
+    """Attention as trained and under YaRN on a text read twice (Fig. 7 and 8).
+
+    ``half``: number of repeated tokens. ``recall`` ``[layers, query heads]``: attention on a
+    token's first occurrence and on the token after it; ``uniform``: the same for uniform attention.
+    ``shift`` ``[layers, query heads]``: attention that moves to other keys under YaRN, by queries
+    of the second reading. ``positional`` and ``semantic``: (layer, head) of the rotating head with
+    the highest positional bias, and of the one with the highest recall among the others.
+    ``profile``: mean attention of the positional head by distance; ``around``: of the semantic head
+    from 8 tokens before the occurrence to 8 after it; each as ``trained`` and under ``yarn``.
+    """
+
+    half: int
+    uniform: float
+    recall: Array
+    shift: Array
+    positional: tuple[int, int]
+    semantic: tuple[int, int]
+    profile: dict[str, Array]
+    around: dict[str, Array]
+
+
+@torch.no_grad()
+def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | None:
+    """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN with s =
+    2.
+
+    Args:
+        model: a decoder.
+        ids: texts, each after a beginning-of-text token.
+        bias: positional bias ``[layers, query heads]``, the larger of both kinds.
+
+    Returns:
+        None if fewer than two heads rotate, or the texts have fewer than 19 tokens.
+    """
+    half = (min(ids.shape[1], model.layout.training_length, KEPT) - 1) // 2
+    rotating = rotating_heads(model)
+    if rotating.sum() < 2 or half <= REACH:
+        return None
+    texts = ids[: max(1, KEPT // (2 * half + 1))]
+    text = torch.cat([texts[:, : half + 1], texts[:, 1 : half + 1]], dim=1)
+
+    trained: list[Heads] = []
+    capture(model, text, lambda heads: trained.append(_encoded(heads)))
+    recall = np.array(
+        [
+            [attention_around(heads, head, half, 1)[1:].sum() for head in range(bias.shape[1])]
+            for heads in trained
+        ]
+    )
+    positional = _highest(bias, rotating)
+    rotating[positional] = False
+    semantic = _highest(recall, rotating)
+
+    shift: list[Array] = []
+    scaled: dict[int, Heads] = {}
+
+    def compare(heads: Heads) -> None:
+        queries = slice(half + 1, 2 * half + 1)
+        shift.append(attention_shift(trained[heads.layer], heads, queries))
+        if heads.layer in (positional[0], semantic[0]):
+            scaled[heads.layer] = _encoded(heads)
+
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
+        capture(model, text, compare)
+    readings = {"trained": dict(enumerate(trained)), "yarn": scaled}
+    return YarnShift(
+        half,
+        float((2 / np.arange(half + 2, 2 * half + 2)).mean()),
+        recall,
+        np.array(shift),
+        positional,
+        semantic,
+        {
+            name: attention_by_distance(of[positional[0]], positional[1], half)
+            for name, of in readings.items()
+        },
+        {
+            name: attention_around(of[semantic[0]], semantic[1], half, REACH)
+            for name, of in readings.items()
+        },
+    )
+
+
+def rotating_heads(model: LanguageModel) -> Array:
+    """Return which query heads rotate, ``[layers, query heads]``."""
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    of_keys = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]
+    return np.repeat(np.array(of_keys), group, axis=1)
+
+
+def _highest(values: Array, among: Array) -> tuple[int, int]:
+    layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
+    return int(layer), int(head)
+
+
+def _encoded(heads: Heads) -> Heads:
+    """Keep only the encoded tensors, to free the others."""
+    q, k = heads.rotated_q, heads.rotated_k
+    return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
+
+
+@dataclass(frozen=True)
+class NeedleShift:
+    """Attention of a prompt's last token around the needle, as trained and under YaRN (Fig. 8).
+
+    ``head``: (layer, query head) of the rotating head that attends most to the needle.
+    ``on_needle``: its attention on the needle, and ``around``: on each token from 8 before the
+    needle to 8 after it, both as ``trained`` and under ``yarn``. ``first``: position of the first
+    of these tokens relative to the needle's first token. ``tokens``: number of tokens of a prompt.
+    """
+
+    head: tuple[int, int]
+    on_needle: dict[str, float]
+    around: dict[str, Array]
+    first: int
+    tokens: int
+
+
+@torch.no_grad()
+def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | None:
+    """Read the prompts as trained and under YaRN with s = 2; return None if no head rotates."""
+    rotating = rotating_heads(model)
+    if not rotating.any():
+        return None
+    ids, needle = prompt.ids, prompt.needle
+    T = ids.shape[1]
+    shown = slice(max(0, needle.start - REACH), min(T, needle.stop + REACH))
+    inside = slice(needle.start - shown.start, needle.stop - shown.start)
+
+    def last_token() -> Array:
+        """Return ``[layers, query heads, shown]``, mean over the prompts."""
+        attention: list[Array] = []
+
+        def on_layer(heads: Heads) -> None:
+            rows = [
+                head_attention(heads, head, slice(T - 1, T))[:, 0, shown].double().mean(dim=0)
+                for head in range(heads.q.shape[1])
+            ]
+            attention.append(torch.stack(rows).cpu().numpy())
+
+        capture(model, ids, on_layer)
+        return np.stack(attention)
+
+    trained = last_token()
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
+        scaled = last_token()
+    on_needle = np.where(rotating, trained[..., inside].sum(axis=-1), -np.inf)
+    layer, head = map(int, np.unravel_index(on_needle.argmax(), on_needle.shape))
+    around = {"trained": trained[layer, head], "yarn": scaled[layer, head]}
+    return NeedleShift(
+        (layer, head),
+        {name: float(values[inside].sum()) for name, values in around.items()},
+        around,
+        shown.start - needle.start,
+        T,
+    )
+
+
+def rescaled_figure(
+    positional: Mapping[str, Array],
+    semantic: Mapping[str, Array],
+    names: Mapping[str, str],
+    titles: Sequence[str],
+) -> Figure:
+    """Draw mean attention of two heads by layout: by distance, and around an earlier occurrence."""
+    reach = len(next(iter(semantic.values()))) // 2
+    offsets = range(-reach, reach + 1)
+    by_distance = Frame("distance (tokens back)", "mean attention")
+    around = Frame("key, tokens from the earlier occurrence", "mean attention")
+    profiles = {key: values[:BESIDE] for key, values in positional.items()}
+
+    def series(curves: Mapping[str, Array], x: range) -> list[Series]:
+        return [
+            Series(names[key], STYLES[key], list(x)[: len(values)], values.tolist())
+            for key, values in curves.items()
+        ]
+
+    return side_by_side(
+        [
+            Panel(titles[0], series(profiles, range(BESIDE)), by_distance),
+            Panel(titles[1], series(semantic, offsets), around),
+        ]
+    )
+
+
+def needle_figure(
+    around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
+) -> Figure:
+    """Draw attention around a needle by layout; ``first``: position of the first token shown."""
+    frame = Frame("key, tokens from the needle's first", "attention of the last token")
+    series = [
+        Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
+        for key, values in around.items()
+    ]
+    return side_by_side([Panel(title, series, frame)])
+
+
+def shift_figure(bias: Array, shift: Array) -> Figure:
+    """Draw Aᶜ and the attention that YaRN moves, ``[layers, heads]`` each."""
+    label = "attention on other keys\n(total variation)"
+    cloud = HeadCloud.of_layers("", bias, shift, "Aᶜ, the larger of the two", label)
+    return head_points([cloud], len(bias))
+
+
+def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
+    """Report attention under YaRN (Fig. 7 and 8)."""
+    if measured is None:
+        return Part(
+            (
+                "Attention under YaRN was left out: it takes two heads that rotate, and a text and "
+                "a training length of 19 tokens or more.",
+            )
+        )
+    moved = {name: measured.shift[getattr(measured, name)] for name in ("positional", "semantic")}
+    ratio = moved["semantic"] / max(moved["positional"], 1e-12)
+    recall = measured.recall[measured.semantic]
+    findings = [
+        f"The head that finds repeated tokens best is {_head(measured.semantic)}: "
+        f"{100 * recall:.1f}% of its attention lies on the earlier occurrence and the token "
+        f"behind it, where uniform attention has {100 * measured.uniform:.1f}%"
+        + ("." if recall >= 2 * measured.uniform else ", too little to call it a semantic one."),
+        f"YaRN with s = 2 puts {100 * moved['positional']:.1f}% of the attention of the strongest "
+        f"positional head ({_head(measured.positional)}) on other keys, and "
+        f"{100 * moved['semantic']:.1f}% of that of the head that finds repeated tokens, "
+        f"{ratio:.2g} times as much.",
+    ]
+    correlation = rank_correlation(bias, measured.shift)
+    if np.isfinite(correlation):
+        findings.append(
+            f"Over all {bias.size} heads, the rank correlation between positional bias and the "
+            f"attention that YaRN moves is {correlation:+.2f}"
+            + (": the more positional, the less it moves." if correlation < -0.3 else ".")
+        )
+    titles = (
+        f"positional: {_head(measured.positional)}",
+        f"finds repeated tokens: {_head(measured.semantic)}",
+    )
+    rows = [
+        (head, layout, offset, float(value))
+        for head, curves, first in (
+            ("positional", measured.profile, 0),
+            ("semantic", measured.around, -(len(measured.around["yarn"]) // 2)),
+        )
+        for layout, curve in curves.items()
+        for offset, value in enumerate(curve, first)
+    ]
+    reading = f"on a text whose first {measured.half} tokens are read twice in a row"
+    pictures = (
+        Picture(
+            "attention_under_yarn",
+            rescaled_figure(measured.profile, measured.around, LAYOUTS, titles),
+            f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
+            "strongest positional bias, by distance. Right: the head that attends most to what "
+            "stood there before, on the keys around a token's first occurrence (0) and what "
+            "followed it (1). YaRN also sharpens attention by its temperature.",
+            ("head", "layout", "offset", "attention"),
+            rows,
+        ),
+        Picture(
+            "shift_under_yarn",
+            shift_figure(bias, measured.shift),
+            f"Every head: its positional bias, the larger of both kinds, and how much of its "
+            f"attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
+            f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
+            "right, to be low.",
+            ("layer", "head", "bias", "shift", "recall"),
+            [
+                (*at, float(bias[at]), float(measured.shift[at]), float(measured.recall[at]))
+                for at in np.ndindex(bias.shape)
+            ],
+        ),
+    )
+    return Part(
+        tuple(findings),
+        pictures,
+        numbers={
+            "yarn": {
+                "repeated_tokens": measured.half,
+                "positional_head": list(measured.positional),
+                "semantic_head": list(measured.semantic),
+                "uniform_recall": measured.uniform,
+                "recall": measured.recall.tolist(),
+                "shift": measured.shift.tolist(),
+                "rank_correlation": correlation if np.isfinite(correlation) else None,
+                "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
+                "around": {name: curve.tolist() for name, curve in measured.around.items()},
+            }
+        },
+    )
+
+
+def needle_part(measured: NeedleShift | None) -> Part:
+    """Report attention of a needle prompt's last token under YaRN (Fig. 8)."""
+    if measured is None:
+        return Part(
+            (
+                "Attention on a needle under YaRN was left out: texts and the training length have "
+                "no room for a statement and its question.",
+            )
+        )
+    before, after = (100 * measured.on_needle[name] for name in LAYOUTS)
+    where = f"The last token of a needle prompt of {measured.tokens:,} tokens"
+    rows = [
+        (layout, offset, float(value))
+        for layout, curve in measured.around.items()
+        for offset, value in enumerate(curve, measured.first)
+    ]
+    picture = Picture(
+        "needle_under_yarn",
+        needle_figure(measured.around, measured.first, LAYOUTS, _head(measured.head)),
+        f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
+        "that attends most to it, as trained and under YaRN.",
+        ("layout", "offset", "attention"),
+        rows,
+    )
+    numbers = {
+        "head": list(measured.head),
+        "tokens": measured.tokens,
+        "on_needle": measured.on_needle,
+        "around": {name: curve.tolist() for name, curve in measured.around.items()},
+    }
+    finding = (
+        f"{where} attends most to the needle in {_head(measured.head)}, with {before:.1f}%; under "
+        f"YaRN with s = 2 that is {after:.1f}%."
+    )
+    return Part((finding,), (picture,), numbers={"needle": numbers})
+
+
+def rank_correlation(x: Array, y: Array) -> float:
+    """Compute Spearman's rank correlation, without ties; NaN for fewer than three values."""
+    if x.size < 3:
+        return math.nan
+    ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))
+    return float(np.corrcoef(ranks_of_x, ranks_of_y)[0, 1])
+
+
+def _head(at: tuple[int, int]) -> str:
+    return f"layer {at[0]} head {at[1]}"

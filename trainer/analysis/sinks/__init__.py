@@ -1,0 +1,1 @@
+"""Attention sinks and massive norms of first tokens."""

@@ -1,0 +1,218 @@
+"""Checkpoints by steps, by time and before a drop: asynchronous, atomic, and rotated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from trainer.common.errors import UserError, first_line
+from trainer.runs.checkpoint_files import digests, publish, write_durably
+from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
+from trainer.runs.saved_state import STATE
+from trainer.runs.state import Tensors, save, tensors_of
+from trainer.training.module import LanguageModule, ends_step
+
+log = logging.getLogger(__name__)
+
+
+class Saving(L.Callback):
+    """Saves a checkpoint every ``checkpoint_every`` steps, by time, and at the end.
+
+    Tensors are copied at the step boundary and written by a background thread, one checkpoint at a
+    time. If a checkpoint cannot be written, for instance to a full disk, a warning is logged and
+    training continues; only the last one must succeed. Steps in ``kept`` get a checkpoint that is
+    never removed. ``collect_state`` returns the contents of ``state.json``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        collect_state: Callable[[L.Trainer], dict[str, Any]],
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
+        self.collect_state, self.kept = collect_state, kept
+        self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
+        self.last_saved = 0
+        self.seconds = 0.0  # duration of the last write
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: tuple[str, Future[None]] | None = None
+        self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
+        # The thread's collectives must not mix with those of training.
+        self._group = (
+            group_of_threads(dist.group.WORLD, config.strategy.timeouts.one_rank)
+            if dist.is_initialized()
+            else None
+        )
+
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Save after the last micro-batch of a step that is due."""
+        if not ends_step(trainer, index):
+            return
+        if self._in_flight and self._in_flight[1].done():
+            self.finish()
+        step = trainer.global_step
+        if step == self.config.max_steps or module.phase_ended:
+            self.save_now(trainer)
+            return
+        if step % self.config.checkpoint_every == 0 or step in self.kept:
+            self.save(trainer, step_name(step))
+        if self.clock.is_due(step, self.last_saved):
+            self.save(trainer, step_name(step))
+
+    def before_drop(self, trainer: L.Trainer) -> None:
+        """Save the state that the drop is about to change."""
+        self.save(trainer, BEFORE_DROP)
+
+    def save_now(self, trainer: L.Trainer) -> None:
+        """Save this step and wait for completion.
+
+        Raises:
+            UserError: the checkpoint could not be written.
+        """
+        step = trainer.global_step
+        if self.last_saved != step:
+            self.save(trainer, step_name(step))
+        if (problem := self.finish()) is not None:
+            raise UserError.at(
+                "checkpoint",
+                f"step {step} could not be written ({problem}); the same command goes on from the "
+                "newest checkpoint that could.",
+                transient=True,
+            )
+
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        """Copy the current state and let the background thread write it."""
+        module = cast("LanguageModule", trainer.lightning_module)  # typed as the base class
+        module.timer.enter("checkpoint")
+        self.finish()
+        state = self.collect_state(trainer)
+        tensors = self._staged(tensors_of(module.model, trainer.optimizers[0]))
+        self.last_saved = trainer.global_step
+        device = trainer.strategy.root_device
+        work = self._thread.submit(self._write_beside, device, tensors, state, name)
+        self._in_flight = name, work
+        if not self.config.async_checkpoint:
+            self.finish()
+        module.timer.enter("data")
+
+    def _write_beside(self, device: torch.device, *checkpoint: Any) -> None:
+        if device.type == "cuda":  # the current device is per thread, initially GPU 0
+            torch.cuda.set_device(device)
+        self._write(*checkpoint)
+
+    def finish(self) -> str | None:
+        """Wait for the checkpoint being written; return its error, or None."""
+        if self._in_flight is None:
+            return None
+        name, work = self._in_flight
+        self._in_flight = None
+        try:
+            work.result()
+        except (OSError, RuntimeError, CheckpointException, UserError) as error:
+            problem = reason(error).rstrip(".")
+            log.warning(
+                "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
+                "untouched",
+                name,
+                problem,
+            )
+            return problem
+        return None
+
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        """Wait for the checkpoint being written."""
+        self.finish()
+        self._thread.shutdown()
+
+    def _staged(self, tensors: Tensors) -> Tensors:
+        """Copy to the CPU, for GPU tensors into the same pinned memory every time."""
+        names = frozenset(tensors)
+        if self._stager is None or self._stager[0] != names:
+            self._stager = names, BlockingAsyncStager(torch.cuda.is_available())
+        return self._stager[1].stage(tensors)
+
+    def _write(self, tensors: Tensors, state: dict[str, Any], name: str) -> None:
+        partial, rank, began = self.directory / f".{name}.partial", 0, time.monotonic()
+        if self._group is not None:
+            rank = dist.get_rank()
+        try:
+            # before any rank creates it
+            on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True), self._group)
+            save(tensors, partial, self._group)
+            parts = on_all_ranks(lambda: digests(partial, f"__{rank}_*"), self._group)
+
+            def complete() -> None:
+                write_durably(partial / STATE, json.dumps(state))
+                files = {k: v for part in parts for k, v in part.items()}
+                files |= digests(partial, STATE) | digests(partial, ".metadata")
+                publish(partial, self.directory / name, files)
+                rotate(self.directory, self.config, self.kept)
+
+            # wait for a slow disk here, not in a collective of the next step
+            on_rank_zero(complete, self._group)
+            self.seconds = time.monotonic() - began
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+class CheckpointClock:
+    """Decides when a checkpoint is due ``minutes`` after the previous one (None: never).
+
+    Clocks of ranks differ: rank 0 decides, and all save after the step at which they know of it.
+    """
+
+    def __init__(self, minutes: float | None, decides: bool) -> None:
+        self.minutes, self._decides = minutes, decides
+        self._vote, self._voted = Vote(), False
+        self._saved = 0, time.monotonic()  # step and time
+
+    def is_due(self, step: int, last_saved: int) -> bool:
+        """Whether to save after ``step``; all ranks call this together after every step."""
+        if self.minutes is None:
+            return False
+        if last_saved != self._saved[0]:
+            self._saved = last_saved, time.monotonic()
+        due = self._decides and time.monotonic() - self._saved[1] >= 60 * self.minutes
+        self._voted = due and not self._voted  # the previous step's vote may still be under way
+        if not self._vote.agreed(self._voted) or last_saved == step:
+            return False
+        self._voted, self._saved = False, (step, time.monotonic())
+        return True
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error; for one that DCP wraps, of its cause."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return first_line(error)
+
+
+@lru_cache(maxsize=1)
+def group_of_threads(world: object, seconds: float) -> dist.ProcessGroup:
+    """Create the thread's process group once for all stretches and controls of a job.
+
+    ``world`` distinguishes several jobs in one process.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

@@ -1,0 +1,177 @@
+"""What happens within a step, in order, and what of it a checkpoint saves.
+
+Lightning calls the callbacks of :meth:`Step.callbacks` in their order: change, end, measure, log,
+save, stop. Before the first step :class:`Resume` restores the checkpoint.
+
+===============  ==================================================================  ===============
+moment           what happens                                                        where
+===============  ==================================================================  ===============
+step begins      save ``before-drop``; change the model; measure the effect          Transitions
+                 hooks of the user's callbacks                                       callbacks
+                 take all measures if the model was changed                          Monitors
+                 arm the watchdog; start the profiler                                Guards
+                 set the learning rates                                              module.py
+micro-batches    forward, loss, backward; gradients are reduced at the last one      module.py
+update           clip, or skip if loss or gradient is not finite; optimizer step     module.py
+step ends        measure the held-out loss for ``until``; end the phase              Transitions
+                 hooks of the user's callbacks                                       callbacks
+                 take the measures that are due                                      Monitors
+                 write a row to all loggers                                          Metrics
+                 save a checkpoint, by steps or by time; wait for the last one       Saving
+                 save and stop on a signal or a time limit, all ranks together       Stopping
+                 stop to rewind; heartbeat; timeouts; collect garbage; profile       Guards
+===============  ==================================================================  ===============
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from trainer.common.progress import Progress
+from trainer.data.corpus import Corpus
+from trainer.runs.checkpoints import description
+from trainer.runs.config import RunConfig
+from trainer.runs.phases import Phase, kept_steps, phase_before, with_ends
+from trainer.runs.ranks import Ranks
+from trainer.runs.saved_state import RunState, SavedData
+from trainer.runs.starting_point import NUMERICS, data_fingerprints, epochs_read
+from trainer.runs.state import restore
+from trainer.training.callbacks.guards import Guards
+from trainer.training.callbacks.metrics import Metrics
+from trainer.training.callbacks.monitors import Monitors
+from trainer.training.callbacks.saving import Saving
+from trainer.training.callbacks.stopping import Stopping
+from trainer.training.callbacks.transitions import Transitions, effect_batch
+from trainer.training.lightning_trainer import set_steps_done
+from trainer.training.module import LanguageModule
+from trainer.training.user_callbacks import load_states, states_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Phases that read batches of one size and length, trained by one Lightning trainer.
+
+    ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
+    sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
+    out), ``ends`` the steps of earlier phases that ended early.
+    """
+
+    run: RunConfig
+    config: RunConfig
+    corpus: Corpus
+    phases: tuple[Phase, ...]
+    phase: Phase
+    skips: list[tuple[int, int]]
+    ends: dict[str, int]
+
+
+class Step:
+    """The six callbacks of a stretch, the user's between them, and the state they share."""
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        module: LanguageModule,
+        ranks: Ranks,
+        progress: Progress,
+        user_callbacks: Sequence[L.Callback],
+        start_time: float,
+    ) -> None:
+        config, corpus, phases = stretch.config, stretch.corpus, stretch.phases
+        self.stretch, self.module, self.ranks = stretch, module, ranks
+        self.user_callbacks = user_callbacks
+        self.metrics = Metrics(config, ranks, progress, epochs_read(corpus, phases, stretch.skips))
+        self.saving = Saving(config, ranks, self.collect_state, kept_steps(stretch.run))
+        self.transitions = Transitions(
+            phases, partial(effect_batch, corpus), self.saving.before_drop, self.metrics.add
+        )
+        self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
+        self.stopping = Stopping(stretch.run, self.saving, start_time)
+        self.guards = Guards(config, ranks)
+
+    def callbacks(self) -> list[L.Callback]:
+        """Return the callbacks in the order in which Lightning calls their hooks."""
+        return [
+            self.transitions,
+            *self.user_callbacks,
+            self.monitors,
+            self.metrics,
+            self.saving,
+            self.stopping,
+            self.guards,
+        ]
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Steps of the phases that ended early, by name."""
+        ended_after = self.transitions.ended_after
+        now = {} if ended_after is None else {self.stretch.phase.name: ended_after}
+        return self.stretch.ends | now
+
+    def collect_state(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Return the contents of ``state.json``; all ranks call this together."""
+        stretch, step, transitions = self.stretch, trainer.global_step, self.transitions
+        layout = transitions.layout_before
+        phase = phase_before(stretch.phases, step)
+        state = RunState(
+            data=SavedData(**data_fingerprints(stretch.corpus, phase)),
+            tally=self.module.tally.state(),
+            certificate=self.module.certificate.state(),
+            pending_metrics=self.metrics.pending,
+            effects=transitions.effects,
+            layout_before_drop=None if layout is None else layout.to_dict(),
+            held_out_losses=transitions.held_out_losses,
+            lengths=self.monitors.reaches,
+            benchmarks=self.monitors.milestones,
+            numerics=NUMERICS[stretch.run.trainer.precision],
+            loss=self.metrics.last_loss,
+            skips=stretch.skips,
+            ends=self.ends,
+            world_size=self.ranks.world_size,
+            user_callbacks=states_of(self.user_callbacks),
+            wandb_id=next((str(x.version) for x in trainer.loggers if x.version), None),
+        )
+        config, tokenizer = with_ends(stretch.run, self.ends), stretch.corpus.tokenizer.to_str()
+        return description(config, self.module.model, tokenizer, step) | state.to_dict()
+
+    def restore(self, state: RunState) -> None:
+        """Restore what :meth:`collect_state` collected."""
+        self.module.tally.load(state.tally, self.module.device)
+        self.module.certificate.load(state.certificate)
+        self.metrics.restore(state)
+        self.transitions.restore(state)
+        self.monitors.restore(state)
+        if unused := load_states(self.user_callbacks, state.user_callbacks):
+            log.warning(
+                "The checkpoint holds states of callbacks that this command does not have: %s",
+                ", ".join(unused),
+            )
+
+
+class Resume(L.Callback):
+    """Restores weights, optimizer, counters and callbacks from a checkpoint before the first step.
+
+    It is the first callback, so that all others start from the restored run. The data loader begins
+    at the right step, so Lightning's loops start from zero and need only the number of updates.
+    """
+
+    def __init__(self, step: Step, checkpoint: Path, state: RunState, steps_done: int) -> None:
+        self.step, self.checkpoint = step, checkpoint
+        self.state, self.steps_done = state, steps_done
+
+    def on_fit_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
+        """Restore after model and optimizer are on their devices."""
+        restore(module.model, trainer.optimizers[0], self.checkpoint)
+        self.step.restore(self.state)
+        set_steps_done(trainer, self.steps_done)
