@@ -48,7 +48,8 @@ def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypa
         assert problem.startswith(f"model.from_run: {run!r} is neither a run directory nor")
         return
     if weights is None:
-        assert read_config(words).name == name
+        config = read_config(words)
+        assert config.name in (name, f"{name}_{config.seed}")
         return
     (problem,) = problems(*words)
     if Path(weights).is_absolute():

@@ -207,6 +207,6 @@ def test_a_source_of_the_users_own(monkeypatch):
     assert list(read_source(config, file)) == ["number 0", "number 1"]
     assert (
         "does not take them"
-        in source_problems(DataConfig(source="numbers", arguments={"up": 2}))[0]
+        in source_problems(DataConfig(source="numbers", arguments={"up": 2}))[0].message
     )
-    assert "Did you mean 'numbers'?" in source_problems(DataConfig(source="number"))[0]
+    assert source_problems(DataConfig(source="number"))[0].hint == "Did you mean 'numbers'?"

@@ -23,10 +23,10 @@ from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19
-"""Scores in memory at a time: 2 MiB, which a core's cache holds."""
+"""Scores computed at a time: 2 MiB, which fit in a core's cache."""
 
 QUERIES = 128
-"""The most queries of a text that :class:`SampledAttention` has."""
+"""Largest number of queries in :class:`SampledAttention`."""
 
 # Finite, so that its product with a probability of 0 is 0; exp of it is 0 in float32.
 HIDDEN = -1e30
@@ -281,7 +281,7 @@ def _divergence(logits: Tensor, others: Tensor) -> Tensor:
 
 MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
 SCORES = 2**22
-"""Scores held at once."""
+"""Scores computed at a time."""
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ def recovery_figure(steps: Sequence[int], losses: Sequence[float], drop_step: in
 
 
 POINTS = 256
-"""Queries and keys each that the silhouette score is computed from."""
+"""Number of queries and of keys in the sample for the silhouette score."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
 
 
 SMOOTH = 5
-"""Logged losses that one mean is taken of."""
+"""Number of logged losses in a mean."""
 
 
 @dataclass(frozen=True)

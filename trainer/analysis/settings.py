@@ -14,7 +14,7 @@ from trainer.common.fields import Count, Share, configuration
 
 ALL, DROP, OFFSETS = "all", "drop", "offset_features"
 COMPARING = (DROP, OFFSETS, ALL)
-"""Those that show another model beside the one that is analysed."""
+"""Kinds that can compare the analysed model with another one."""
 ANALYSES = [
     "clusters",
     "sinks",
@@ -24,7 +24,7 @@ ANALYSES = [
     "matrix_entropy",
     "positional_bias",
 ]
-"""Of one model, in the order of a page; plugins add theirs."""
+"""Analyses of one model, in the order of the page; plugins add theirs."""
 
 
 def kinds() -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class ShortTime:
 USUAL = ShortTime()
 
 Rule = tuple[str, Literal["below", "above"], float]
-"""Which entropy, on which side of which threshold."""
+"""Entropy, side of the threshold, and threshold."""
 GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
 
 

@@ -104,7 +104,7 @@ def _series(frequency: Array, n: int) -> Array:
 
 FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
 SETTLED = 0.03
-"""How near a ratio must be to its limit to count as having reached it."""
+"""Distance to its limit at which a ratio counts as having reached it."""
 
 
 class SyntheticStudy(Study):

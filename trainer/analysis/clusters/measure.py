@@ -19,7 +19,7 @@ from trainer.analysis.attention import stable_rank
 from trainer.analysis.capture import Heads
 
 CHUNK = 2048
-"""Positions that are held in float64 at a time."""
+"""Positions converted to float64 at a time."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,11 @@ SHOWN, POINTS = 3, 256
 
 
 class ClustersStudy(Study):
-    """How tight the clouds of queries and keys are, how far apart, and how the rotation changes
-    them."""
+    """Width and distance of the clouds of queries and keys, before and after the rotation."""
 
     key: ClassVar[str] = "clusters"
     title: ClassVar[str] = "Clusters of queries and keys"
-    shortest: ClassVar[int] = 4  # clouds have points
+    shortest: ClassVar[int] = 4  # a cloud needs several points
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

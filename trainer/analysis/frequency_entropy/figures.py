@@ -65,7 +65,7 @@ LOW = {
 }
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 COLUMNS = 4
-"""The most layers or heads beside each other."""
+"""Largest number of layers or heads beside each other."""
 Values = Mapping[tuple[str, Side], Array]
 
 

@@ -30,7 +30,7 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
     "blackman": torch.blackman_window,
     "rectangular": torch.ones,
 }
-"""By the names of :data:`~trainer.analysis.settings.WINDOWS`."""
+"""Windows by their names in :data:`~trainer.analysis.settings.WINDOWS`."""
 
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
@@ -90,7 +90,7 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
     "spectrum": spectrum_fe,
     "sequence": lambda signal, frames=USUAL: sequence_fe(signal),
 }
-"""Of a signal and the frames, which the first alone has."""
+"""Functions of a signal and the frames; SequenceFE ignores the frames."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Gate:
 
 
 Gates = tuple[Gate, ...]
-"""All pairs that any of them chooses."""
+"""Gates that together select every pair that any of them selects."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class FrequencyEntropyStudy(Study):
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
-    shortest: ClassVar[int] = 6  # with fewer than 1,024 SpectrumFE alone is left out
+    shortest: ClassVar[int] = 6  # with fewer than a frame, only SpectrumFE is left out
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -225,7 +225,7 @@ def _periods(entropy: Array, kind: str) -> str:
 
 
 NEAR = 2
-"""Pairs to either side that count as the same."""
+"""Distance in pairs that counts as the same place."""
 
 
 def shorter_texts_part(

@@ -33,7 +33,7 @@ from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 
 Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
 CHUNK = 8192
-"""Tokens that are in float64 at a time."""
+"""Tokens converted to float64 at a time."""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def extended_bounds(methods: Sequence[Method], pair: Array, angle: Array) -> Fig
 
 
 WIDE, MANY = 3, 8
-"""Columns of large panels, and the most of small ones."""
+"""Number of columns of large panels, and largest number of columns of small ones."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def pairs_in_both(panels: Sequence[OnePair], names: Sequence[str]) -> Figure:
         figure = blank(2.9)
         grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, panel in zip(grid, panels, strict=True):
-            # A line over 2 pi would cross the panel: such pairs are points alone.
+            # Draw no line for pairs that pass 2 pi: it would cross the whole panel.
             near = np.abs(np.diff(panel.angle, axis=0)[0]) < math.pi
             ends = np.stack([panel.radius, panel.angle], axis=-1)[:, near]
             moves = LineCollection(list(ends.transpose(1, 0, 2)), colors=GREY, rasterized=True)

@@ -45,7 +45,7 @@ from trainer.positional.spectrum import Spectrum
 DISTANCES = 400
 COLUMNS_OF_MAPS = 3
 LOUDEST = 0.999
-"""Quantile of the sizes of activations that the strongest colour stands for."""
+"""Quantile of absolute activations that has the strongest colour."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def curves(features: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
 
 
 LONG = 0.9
-"""Quantile of the radii from which on a mean is called long."""
+"""Quantile of the radii above which a mean is called long."""
 
 
 def stable_angles(stability: Stability) -> Picture:
@@ -263,7 +263,7 @@ AS_TRAINED, UNSCALED = "as trained", "not rescaled"
 METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
 NAMES = (AS_TRAINED, UNSCALED, *METHODS)
 FACTOR = 4
-"""Of the extension, where the text is not longer than the training length."""
+"""Factor of the extension if the text is not longer than the training length."""
 
 
 class ExtendedBounds:

@@ -81,7 +81,7 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
 
 
 SINK = 0.1
-"""Attention on the first token from which on a head has a sink."""
+"""Least attention on the first token of a head with a sink."""
 SHOWN = 10
 SINK_HEADER = (
     *("layer", "head", "pair", "attention", "attention_without", "explained"),
@@ -197,7 +197,7 @@ def _sink_table(shown: list[SinkPart], sinks: int) -> Grid:
 
 
 LOUD = 0.9
-"""Quantile of radii from which on a head's fastest pair is large."""
+"""Quantile of radii from which a head's fastest pair counts as large."""
 
 STEP_HEADER = (
     *("layer", "head", "pair", "inv_freq", "query_radius", "key_radius", "angle", "steps"),

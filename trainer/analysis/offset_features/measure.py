@@ -157,7 +157,7 @@ COLUMNS = (
     "possible",
     "lower_bound",
 )
-"""Of the table of pairs, by their names in :class:`OffsetFeatures`."""
+"""Columns of the table of pairs, by their names in :class:`OffsetFeatures`."""
 
 
 def _complex(vector: Array, pairs: int) -> Array:
@@ -309,7 +309,7 @@ def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
 
 
 POINTS, CELLS = 1000, 256
-"""The most tokens that points are kept of, and the most cells of a map."""
+"""Largest number of tokens with points, and of cells of a map."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from trainer.analysis.studies.section import Grid, Part, Picture, Section
 from trainer.analysis.studies.study import Study, Target
 
 SHOWN = 3
-"""Features that pictures show where no heads are chosen."""
+"""Number of features that pictures show if no heads are chosen."""
 
 
 class OffsetFeaturesStudy(Study):
@@ -272,7 +272,7 @@ def _strongest(features: OffsetFeatures, one: Feature) -> str:
 
 
 LONG = 0.9
-"""Quantile of radii from which on a pair is large, where none reaches the least of the table."""
+"""Quantile of radii from which a pair is large if none reaches the table's smallest radius."""
 
 
 class OffsetChanges:

@@ -201,7 +201,7 @@ def _prefix_spread(states: Tensor) -> Tensor:
 
 TOKENS, FEWEST, SEEDS = 512, 32, 3
 BUDGET = 1e12
-"""Floating-point operations in gradients, about a minute of one core."""
+"""Largest number of floating-point operations in gradients, about a minute of one core."""
 
 
 @dataclass(frozen=True)

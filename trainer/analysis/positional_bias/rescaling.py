@@ -44,7 +44,7 @@ STYLES = {
     "ntk": STYLE_NUMBERS["RoPE + NTK-aware"],
 }
 BESIDE = 32
-"""Tokens that a profile by distance shows."""
+"""Number of distances that a profile shows."""
 
 BLOCK = 256
 METHODS: dict[str, Rescaling] = {
@@ -52,7 +52,7 @@ METHODS: dict[str, Rescaling] = {
     "ntk": ntk_aware,
     "yarn": ntk_by_parts_turns,
 }
-"""What Fig. 6 and 11 compare: Eq. 9 to 11, of which the last has a ramp over the frequency."""
+"""Rescalings in Fig. 6 and 11 (Eq. 9 to 11; the last has a ramp over the frequency)."""
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
@@ -130,7 +130,7 @@ def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
 FACTOR = 2.0
 REACH = 8
 KEPT = 1024
-"""Tokens whose queries and keys are held, of all layers."""
+"""Largest number of tokens whose queries and keys are kept, in all layers."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from trainer.plotting.maps import Scale, heat_maps
 from trainer.positional.spectrum import Spectrum
 
 STRONG = 0.5
-"""From here on a head counts as positional: about half of its attention lies on that one key."""
+"""Least Aᶜ of a positional head: about half of its attention lies on that one key."""
 KINDS = {"diagonal": "its own token", "previous": "the previous token"}
 VERSIONS = {"encoded": "fresh, with positions", "nope": "fresh, NoPE", "model": "this model"}
 

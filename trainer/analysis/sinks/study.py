@@ -30,7 +30,7 @@ class SinksStudy(Study):
 
     key: ClassVar[str] = "sinks"
     title: ClassVar[str] = "Attention sinks"
-    shortest: ClassVar[int] = 8  # positions must be apart from the first
+    shortest: ClassVar[int] = 8  # other positions than the first
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

@@ -77,8 +77,8 @@ def joined(parts: Sequence[Part]) -> Part:
 
 Verdict = Literal["holds", "drifts", "breaks"]
 DRIFT, BREAK = 0.1, 1 / 3
-"""Changes for the worse, relative to the training length, from which a value drifts or breaks,
-where they are larger than its change within the training length."""
+"""Relative changes for the worse, beyond the training length, from which a value drifts or breaks;
+smaller ones than its change within the training length are ignored."""
 _WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
 
 
@@ -154,7 +154,7 @@ class Indicator:
     def curve(self) -> str:
         """The curve by length (logarithmic) as points of an SVG polyline."""
         low, high = min(self.values), max(self.values)
-        # A small change is not drawn as a large one.
+        # The scale spans at least half the value, so that small changes look small.
         room = max(high - low, 0.5 * max(abs(low), abs(high)), 1e-9)
         low = min(low, (low + high - room) / 2)
         return " ".join(

@@ -117,7 +117,7 @@ def run(studies: Sequence[Study], target: Target) -> list[Section]:
 
 
 Versions = dict[str, tuple[str, int]]
-"""Field of a result: its label and its style in figures."""
+"""Label and style number in figures, by field of a result."""
 
 
 def before(shown_versions: Versions) -> str:
