@@ -42,8 +42,11 @@ SECONDS_TO_ESTIMATE = 4.0
 
 @dataclass
 class Measured:
-    """Results. ``notes``: what methods chose, in words. ``temperature``: what was fitted, by the
-    name of the model."""
+    """Results of an evaluation.
+
+    ``notes``: descriptions of the fitted parameters. ``temperature``: the fitted temperatures, by
+    model name.
+    """
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -57,15 +60,15 @@ def measure_cells(
     batch_tokens: int,
     share: Share = Share(),  # noqa: B008
 ) -> Measured:
-    """Measure what is not in the store yet, and return all cells in the order of ``plans``.
+    """Measure the cells that are not stored yet, and return all cells in the order of ``plans``.
 
-    Several processes take the jobs one by one, and all but the first return nothing.
+    Several processes share the jobs; only the first one returns results.
     """
     claims = Claims(store.directory, share)
     jobs = plan_jobs(plans, batch_tokens)
     missing = [job for job in jobs if not _is_done(store, job)]
-    there = sum(store.has("cell", plan.key) for plan in plans)
-    log.info("%s, %d measured before", counted(len(plans), "cell"), there)
+    stored = sum(store.has("cell", plan.key) for plan in plans)
+    log.info("%s, %d measured before", counted(len(plans), "cell"), stored)
     total = sum(job.work for job in missing) / share.processes
     with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
         worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
@@ -77,7 +80,7 @@ def measure_cells(
 
 
 class _Worker:
-    """One process: it does jobs, with one model in memory at a time."""
+    """One process, which runs jobs with one model in memory at a time."""
 
     def __init__(
         self,
@@ -94,8 +97,10 @@ class _Worker:
         self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
 
     def work(self, jobs: Sequence[Job], total: float) -> None:
-        """Do jobs that no other process has claimed, until none is left; ``total``: operations of
-        this process's share."""
+        """Run jobs that no other process has claimed, until none is left.
+
+        ``total``: operations of this process's share.
+        """
         left = self._in_order(jobs)
         if left and not self.claims.share.index:
             lengths = {plan.length for plan in left[0].plans}
@@ -107,7 +112,7 @@ class _Worker:
                     later.append(job)
                 elif self.claims.take(job.kind, job.key) and not _is_done(self.store, job):
                     self._do(job)
-            if len(later) == len(left):  # another process still chooses
+            if len(later) == len(left):  # another process is still fitting
                 if later[0].method[1].fit_is_shared:
                     self._method(later[0].plans)
                 if not self._is_ready(later[0]):
@@ -116,12 +121,12 @@ class _Worker:
         self.claims.leave()
 
     def collect(self, plans: Sequence[Plan]) -> Measured:
-        """Return all cells, and what was chosen for them, out of the store."""
+        """Return all cells and the notes of their fits from the store."""
         results = Measured()
         for method in by_method(plans):
             name, recipe = method[0].subject.name, method[0].recipe
             for plan in method:
-                # The names are today's: another method that changes nothing may have measured it.
+                # Cells are stored by content: another method's name may be in the stored one.
                 cell = Cell.from_dict(self._cell(method, plan))
                 results.cells.append(replace(cell, model=name, method=recipe.key))
             if not any(plan.fits for plan in method):
@@ -133,8 +138,11 @@ class _Worker:
         return results
 
     def _in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs a model after the other. Of several processes' jobs the choices come
-        first, for which cells wait, and of a model the longest, so that all end together."""
+        """Return the jobs sorted by model.
+
+        With several processes, fits come first, because cells wait for them. A model's longest
+        jobs come first, so that all processes end at about the same time.
+        """
         if self.claims.share.processes == 1:
             return list(jobs)
         models = list(dict.fromkeys(job.method[0].name for job in jobs))
@@ -144,9 +152,9 @@ class _Worker:
         )
 
     def _is_ready(self, job: Job) -> bool:
-        """Return whether the method of a cell has chosen."""
-        chooses = job.plan is not None and any(plan.fits for plan in job.plans)
-        return not chooses or self.store.has("choice", choice_key(job.plans))
+        """Return whether the method of a job's cell has been fitted."""
+        needs_fit = job.plan is not None and any(plan.fits for plan in job.plans)
+        return not needs_fit or self.store.has("choice", choice_key(job.plans))
 
     def _do(self, job: Job) -> None:
         if job.plan is None:
@@ -156,20 +164,20 @@ class _Worker:
         else:
             self._part(job)
             jobs = cell_jobs(job.plans, job.plan, self.batch_tokens)
-            whole = all(self.store.has(one.kind, one.key) for one in jobs)
-            # Two processes may see that all parts are there.
-            if whole and self.claims.take("whole", job.plan.key):
+            is_complete = all(self.store.has(one.kind, one.key) for one in jobs)
+            # Claim it: several processes may see the last part finish.
+            if is_complete and self.claims.take("whole", job.plan.key):
                 self._cell(job.plans, job.plan)
 
     def _chosen(self, plans: tuple[Plan, ...]) -> dict[str, Any]:
-        """Return what a method chose, for the report of this evaluation and of a resumed one."""
+        """Fit a method, and return its notes for this report and that of a resumed evaluation."""
         method, fitting = self._method(plans)
         for plan in plans:
             method.layout_at(plan.factor)
         return {"notes": fitting.notes, "temperature": fitting.temperature}
 
     def _part(self, job: Job) -> dict[str, Any]:
-        """Return a part of a cell, measured unless it is stored."""
+        """Return a part of a cell; measure it if it is not stored."""
         plan = job.plan
         assert plan is not None
 
@@ -178,18 +186,18 @@ class _Worker:
             model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
             began = time.perf_counter()
             with model.using(method.layout_at(plan.factor)):
-                found = plan.task.read(
+                results = plan.task.read(
                     model, plan.length, reads, self.batch_tokens, done, job.piece
                 )
-            return {**found, "seconds": time.perf_counter() - began}
+            return {**results, "seconds": time.perf_counter() - began}
 
         part: dict[str, Any] = self.store.get(job.kind, job.key, measured)
         return part
 
     def _cell(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
-        """Return a cell, measured or put together from its parts unless it is stored."""
+        """Return a cell; if it is not stored, measure it or combine its parts."""
         jobs = cell_jobs(plans, plan, self.batch_tokens)
-        make = self._measured if len(jobs) == 1 else self._put_together
+        make = self._measured if len(jobs) == 1 else self._combined
         cell: dict[str, Any] = self.store.get("cell", plan.key, lambda: make(plans, plan))
         if len(jobs) > 1:
             for job in jobs:
@@ -202,16 +210,16 @@ class _Worker:
         layout = method.layout_at(plan.factor)
         as_is = {**plan.key, "method": AS_IS_KEY}
         if layout == model.layout and reads is None and self.store.has("cell", as_is):
-            # A method that chose to change nothing at this length.
+            # The fitted method changes nothing at this length: reuse the unchanged model's cell.
             done(plan.task.sequences(plan.length))
-            found: dict[str, Any] = self.store.get("cell", as_is, dict)
-            return found
+            as_is_cell: dict[str, Any] = self.store.get("cell", as_is, dict)
+            return as_is_cell
         began = time.perf_counter()
         with model.using(layout):
             fields = plan.task.measure(model, plan.length, reads, self.batch_tokens, done)
         return _fields(plan, fields, time.perf_counter() - began)
 
-    def _put_together(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+    def _combined(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
         seconds = []
 
         def parts() -> Iterator[dict[str, Any]]:
@@ -224,7 +232,7 @@ class _Worker:
         return _fields(plan, fields, sum(seconds))
 
     def _method(self, plans: Sequence[Plan]) -> tuple[Method, Fitting]:
-        """Return a method on its model, which is loaded where another one is in memory."""
+        """Return a method on its model; load the model if another one is in memory."""
         subject, recipe = plans[0].subject, plans[0].recipe
         model = self._loaded(subject)
         if recipe not in self.methods:
@@ -242,7 +250,7 @@ class _Worker:
         return self.methods[recipe]
 
     def _loaded(self, subject: Subject) -> LanguageModel:
-        """Return a model; the one that was in memory before is there no longer."""
+        """Return a model. If another one is in memory, free it and load this one."""
         if self.subject is not subject or self.model is None:
             self.model = None
             self.methods.clear()
@@ -251,25 +259,25 @@ class _Worker:
 
 
 def _reads(plan: Plan, method: Method) -> int | None:
-    """Return how many tokens the model reads at most (None: all)."""
+    """Return the maximum number of tokens that the model reads (None: all)."""
     return method.reads if method.reads is not None and method.reads < plan.length else None
 
 
 def _fields(plan: Plan, fields: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return a cell as it is stored."""
+    """Return a cell in its stored form."""
     names = (plan.subject.name, plan.recipe.key, plan.task.key)
     return Cell(*names, plan.length, plan.factor, **fields, seconds=round(seconds, 3)).to_dict()
 
 
 def _is_done(store: Store, job: Job) -> bool:
-    """Return whether the result of a job is stored, or the cell that it is a part of."""
+    """Return whether the result of a job, or its whole cell, is stored."""
     if job.plan is not None and store.has("cell", job.plan.key):
         return True
     return job.kind != "cell" and store.has(job.kind, job.key)
 
 
 class _Counter:
-    """Counts work for the progress."""
+    """Count of operations and tokens for the progress bar."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress, self.work, self.tokens = progress, 0.0, 0
@@ -293,8 +301,10 @@ class _Counter:
 def say_duration(
     model: LanguageModel, lengths: Collection[int], total: float, batch_tokens: int
 ) -> None:
-    """Log how long ``total`` operations will take, from the time of a forward pass at the longest
-    of ``lengths`` at which that is a few seconds."""
+    """Log the estimated duration of ``total`` operations.
+
+    The estimate is from a forward pass at the longest of ``lengths`` that takes a few seconds.
+    """
     device = model.device
     seconds = per_operation = 0.0
     for length in sorted(lengths):
@@ -313,5 +323,5 @@ def say_duration(
 
 
 def _duration(seconds: float) -> str:
-    """Return it in words, in seconds up to two minutes."""
+    """Return the duration in words, in seconds up to two minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -43,24 +43,24 @@ class FitText:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a fit depends on."""
+        """Inputs of a fit other than the model and settings."""
         sizes = {length: len(windows) for length, windows in self.windows.items()}
         return {**all_fields(self, _NOT_OF_FITS), "windows": sizes}
 
     @property
     def choice_key(self) -> dict[str, Any]:
-        """What a choice of heads or pairs depends on."""
+        """Inputs of a choice of heads or pairs other than the model and settings."""
         texts = self.choice or {}
         return {**self.key, "choice": {n: fingerprint(texts[n]) for n in sorted(texts)}}
 
 
 @dataclass
 class Fitting:
-    """One model, the text, and what was chosen so far; choices are kept in the store.
+    """One model, the text to fit on, and the notes of its fits; fits are stored.
 
-    ``read``: told the number and length of the sequences that were read for a choice. ``notes``:
-    what was chosen, in words. ``temperature``: the softmax temperature, if that was. ``claims``: of
-    the processes that fit together, if there are several.
+    ``read``: called with the number and length of the sequences that a fit has read. ``notes``:
+    descriptions of the fitted parameters. ``temperature``: the softmax temperature, if fitted.
+    ``claims``: claims of the processes that fit together, if there are several.
     """
 
     model: LanguageModel
@@ -74,13 +74,13 @@ class Fitting:
     claims: Claims | None = None
 
     def at(self, factors: Iterable[float]) -> dict[int, Integers]:
-        """The windows at these multiples of the training length, those beyond it."""
+        """Return the windows at those of these multiples of the training length that exceed it."""
         C = self.model.layout.training_length
         lengths = (round(factor * C) for factor in factors)
         return {length: self.text.windows[length] for length in lengths if length > C}
 
     def ids(self, factor: float, texts: int) -> Tensor:
-        """``[texts, tokens]`` on the model's device, to look at queries and keys."""
+        """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""
         length = round(factor * self.model.layout.training_length)
         chosen = self.text.windows if self.text.choice is None else self.text.choice
         ids = chosen[length][:texts]
@@ -88,15 +88,17 @@ class Fitting:
         return torch.from_numpy(ids).to(self.model.device)
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
-        """A choice, made once for these weights, this text and these settings."""
+        """Return a fit, made once for these weights, this text and these settings."""
         key = {"model": self.fingerprint, **self.text.key, "settings": settings}
         return self.store.get(kind, key, make)
 
     def of_each(
         self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
     ) -> list[float]:
-        """Return the loss of every value that is tried. Processes that fit together share the
-        values, and read from the store what the others have computed."""
+        """Return the loss of each value.
+
+        Processes that fit together share the values, and read the others' losses from the store.
+        """
         claims = self.claims
         if claims is None or claims.share.processes == 1:
             return [loss(value) for value in values]
@@ -104,12 +106,12 @@ class Fitting:
             {"model": self.fingerprint, **self.text.key, "settings": settings, "value": value}
             for value in values
         ]
-        found = {}
+        losses = {}
         for place, (value, key) in enumerate(zip(values, keys, strict=True)):
             if self.store.has("tried", key) or claims.take("tried", key):
-                found[place] = self.store.get("tried", key, partial(loss, value))
+                losses[place] = self.store.get("tried", key, partial(loss, value))
         for place, (value, key) in enumerate(zip(values, keys, strict=True)):
-            while place not in found and not self.store.has("tried", key):
+            while place not in losses and not self.store.has("tried", key):
                 claims.pause()
-            found[place] = self.store.get("tried", key, partial(loss, value))
-        return [found[place] for place in range(len(values))]
+            losses[place] = self.store.get("tried", key, partial(loss, value))
+        return [losses[place] for place in range(len(values))]

@@ -1,5 +1,5 @@
-"""Measurements of a model at one length: held-out loss, retrieval of the statements that training
-text carries, or any task with prompts."""
+"""Measurements of a model at one length: held-out loss, retrieval of statements as in the training
+text, or any task with prompts."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from trainer.evaluation.store import all_fields, fingerprint, pack, unpack
 from trainer.model.language_model import LanguageModel
 
 Done = Callable[[int], None]
-"""Told how many sequences were read."""
+"""Callback that receives the number of sequences read."""
 
 
 def _no_progress(sequences: int) -> None:
-    """The default progress callback, which does nothing."""
+    """Ignore progress; the default callback."""
 
 
 _NAMES = {
     "key": "the key of a cell names its task",
-    "title": "a heading, which is no part of what is measured",
+    "title": "a heading, without influence on the measurement",
 }
 _OF_WINDOWS = {
     **_NAMES,
-    "windows": "a cell reads those of its own length",
-    "last": "it is resolved for all lengths: see Perplexity._last",
+    "windows": "a cell reads only the windows of its length",
+    "last": "resolved for all lengths: see Perplexity._last",
 }
-_OF_TRIALS = {**_NAMES, "trials": "a cell reads those of its own length"}
-_OF_PROMPT = {"group": "prompts of a group share their first forward pass: a matter of time alone"}
+_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
+_OF_PROMPT = {"group": "prompts of a group share a forward pass, which only saves time"}
 """Fields that the fingerprints leave out, with the reason."""
 
 
@@ -68,7 +68,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def fingerprint(self, length: int) -> str:
-        """Return a hash of all that a cell reads and expects."""
+        """Return a hash of everything that a cell reads and expects."""
 
     @abstractmethod
     def read(
@@ -80,12 +80,14 @@ class Measurement(ABC):
         done: Done = _no_progress,
         piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """Return what a part of the sequences gives, as plain values for JSON; ``reads``: the last
-        tokens that the model reads at all (None: every token)."""
+        """Measure a part of the sequences, and return JSON values.
+
+        ``reads``: number of last tokens that the model reads (None: every token).
+        """
 
     @abstractmethod
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return fields of a :class:`Cell` from all parts, in their order."""
+        """Combine all parts, in order, into fields of a :class:`Cell`."""
 
     def measure(
         self,
@@ -103,8 +105,8 @@ class Measurement(ABC):
 class Perplexity(Measurement):
     """Held-out loss by position, and on the last tokens of windows that end at the same places.
 
-    ``windows``: ``[N, length]`` tokens of every length; ``last``: how many of their last tokens
-    are reported (None: as many as the training length, or the shortest length if that is less).
+    ``windows``: ``[N, length]`` tokens for each length. ``last``: number of last tokens that are
+    reported (None: the training length, or the shortest length if that is less).
     """
 
     windows: dict[int, Integers]
@@ -115,20 +117,20 @@ class Perplexity(Measurement):
     title: str = "Held-out perplexity"
 
     def sequences(self, length: int) -> int:
-        """Windows."""
+        """Return the number of windows."""
         return len(self.windows[length])
 
     def fingerprint(self, length: int) -> str:
-        """Of the windows, and of what is averaged."""
+        """Return a hash of the windows and the averaged tokens."""
         return fingerprint(self.windows[length], self._last, all_fields(self, _OF_WINDOWS))
 
     def part(self, rank: int, ranks: int) -> Perplexity:
-        """One rank's share of the windows."""
+        """Return one rank's share of the windows."""
         return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
 
     @property
     def _last(self) -> int:
-        """The same tokens at every length."""
+        """Number of last tokens reported, equal for all lengths."""
         return self.last or min([self.training_length, *self.windows])
 
     def read(
@@ -140,7 +142,7 @@ class Perplexity(Measurement):
         done: Done = _no_progress,
         piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """Return the losses of every window, and how many windows were read together."""
+        """Return the losses of every window, and the size of each batch."""
         windows, end = self.windows[length], self.end_of_text
         batches = list(
             losses_of_batches(
@@ -153,7 +155,7 @@ class Perplexity(Measurement):
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Return mean losses of buckets of half a training length, and on the last tokens."""
 
-        def batches() -> Iterator[Tensor]:  # a part in memory at a time
+        def batches() -> Iterator[Tensor]:  # holds one part in memory at a time
             for part in parts:
                 yield from torch.from_numpy(unpack(part["losses"])).split(part["sizes"])
 
@@ -166,8 +168,10 @@ class Perplexity(Measurement):
 
 @dataclass
 class Statements(Measurement):
-    """Multi-key needles in the words that the demo's training sequences carry; see
-    :mod:`trainer.data.needles`. ``trials``: of every length."""
+    """Multi-key needles in the words of the demo's training sequences.
+
+    See :mod:`trainer.data.needles`. ``trials``: the trials of each length.
+    """
 
     trials: dict[int, Trials]
     end_of_text: int
@@ -185,29 +189,29 @@ class Statements(Measurement):
         needles: int,
         seed: int,
     ) -> Statements:
-        """Trials in windows of held-out text that end at the same places at every length."""
-        made = {}
+        """Make trials in windows of held-out text that end at the same tokens at every length."""
+        trials_at = {}
         for length, text in windows_with_common_ends(stream, trials, lengths).items():
             text[:, 0] = end_of_text
-            made[length] = make_trials(text, np.arange(trials), vocabulary, needles, seed)
-        return cls(made, end_of_text)
+            trials_at[length] = make_trials(text, np.arange(trials), vocabulary, needles, seed)
+        return cls(trials_at, end_of_text)
 
     def sequences(self, length: int) -> int:
-        """Trials."""
+        """Return the number of trials."""
         return len(self.trials[length].prompts)
 
     def fingerprint(self, length: int) -> str:
-        """Of the trials."""
+        """Return a hash of the trials."""
         return fingerprint(self.trials[length], all_fields(self, _OF_TRIALS))
 
     def part(self, rank: int, ranks: int) -> Statements:
-        """One rank's share of the trials."""
+        """Return one rank's share of the trials."""
         part = slice(rank, None, ranks)
         return replace(
             self,
             trials={
-                length: Trials(own.prompts[part], own.answers[part], own.depths[part])
-                for length, own in self.trials.items()
+                length: Trials(trials.prompts[part], trials.answers[part], trials.depths[part])
+                for length, trials in self.trials.items()
             },
         )
 
@@ -230,7 +234,7 @@ class Statements(Measurement):
         return {"scores": [float(hit) for hit in hits]}
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return the scores, and how deep the statements lie that were asked for."""
+        """Return the scores, and the depths of the requested statements."""
         depths = 1 - self.trials[length].depths / length
         return {
             "scores": tuple(score for part in parts for score in part["scores"]),
@@ -249,26 +253,26 @@ def successes(
     """Return whether each trial's answer is the most likely next token.
 
     Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
-    (at least one trial), so memory is linear in the length. ``done`` is told how many trials were
-    read; ``piece``: the batches to read.
+    (at least one trial), so memory is linear in the length. ``done`` receives the number of
+    trials read; ``piece``: the batches to read.
     """
     size = sequences_at_once(model, trials.prompts.shape[1], batch_tokens)
     prompts = torch.from_numpy(trials.prompts).split(size)
     answers = torch.from_numpy(trials.answers).split(size)
-    found: list[bool] = []
+    hits: list[bool] = []
     for ids, expected in piece.among(list(zip(prompts, answers, strict=True))):
         predicted = model(ids.to(model.device), last=1)[:, -1].argmax(dim=-1).cpu()
-        found += (predicted == expected).tolist()
+        hits += (predicted == expected).tolist()
         done(len(ids))
-    return found
+    return hits
 
 
 @dataclass
 class Prompted(Measurement):
     """A task whose prompts are answered in words.
 
-    ``limit``: prompts that are asked at a length, spread evenly over all of them (None: all).
-    ``share``: of those, from the first number on every so many (rank, ranks).
+    ``limit``: number of prompts at each length, spread evenly over all of them (None: all).
+    ``share``: rank and number of ranks; each rank takes every ``ranks``-th prompt.
     """
 
     task: Task
@@ -278,7 +282,7 @@ class Prompted(Measurement):
 
     def __post_init__(self) -> None:
         self.key = self.title = self.task.name
-        # The same for all models and methods; a length at a time is kept.
+        # Prompts are equal for all models and methods; keep one length in memory.
         self._prompts = lru_cache(maxsize=1)(self._chosen)
         self._seen = cache(self._look)
 
@@ -291,15 +295,15 @@ class Prompted(Measurement):
         return prompts[rank::ranks]
 
     def part(self, rank: int, ranks: int) -> Prompted:
-        """One rank's share of the prompts."""
+        """Return one rank's share of the prompts."""
         return replace(self, share=(rank, ranks))
 
     def sequences(self, length: int) -> int:
-        """Trials."""
+        """Return the number of prompts."""
         return self._seen(length)[0]
 
     def fingerprint(self, length: int) -> str:
-        """Of the prompts and their answers."""
+        """Return a hash of the prompts and their answers."""
         return self._seen(length)[1]
 
     def _look(self, length: int) -> tuple[int, str]:
@@ -319,7 +323,7 @@ class Prompted(Measurement):
         done: Done = _no_progress,
         piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """Return a score for each prompt of the part, and the prompts' places among all."""
+        """Return the index and score of each prompt in the part."""
         prompts = self._prompts(length)
         asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
         stop = self.task.stop
@@ -335,16 +339,16 @@ class Prompted(Measurement):
             for part in parts
             for place, score in zip(part["places"], part["scores"], strict=True)
         }
-        found: dict[str, Any] = {"scores": tuple(scores[place] for place in range(len(prompts)))}
+        fields: dict[str, Any] = {"scores": tuple(scores[place] for place in range(len(prompts)))}
         if all(prompt.depth is not None for prompt in prompts):
-            found["depths"] = tuple(prompt.depth for prompt in prompts)
+            fields["depths"] = tuple(prompt.depth for prompt in prompts)
         if any(prompt.label for prompt in prompts):
-            found["labels"] = tuple(prompt.label for prompt in prompts)
-        return found
+            fields["labels"] = tuple(prompt.label for prompt in prompts)
+        return fields
 
 
 def _cropped(prompt: Prompt, reads: int) -> Prompt:
-    """The prompt with as many of its last tokens as leave room for the answer, behind its first."""
+    """Return the prompt's first token and as many of its last ones as leave room for the answer."""
     room = max(1, reads - prompt.new_tokens)
     if len(prompt.tokens) <= room:
         return prompt

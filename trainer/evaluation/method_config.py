@@ -58,11 +58,11 @@ class TemperatureSettings:
     """Exponent of temperature_rope_id."""
 
     def problems(self) -> list[Problem]:
-        """Return what is impossible."""
-        given = {"grid": self.grid, "lengths": self.lengths}
+        """Check that lists are not empty."""
+        lists = {"grid": self.grid, "lengths": self.lengths}
         return [
             Problem(f"evaluation.temperature.{key}", "expected one or more, got none.")
-            for key, values in given.items()
+            for key, values in lists.items()
             if values == []
         ]
 
@@ -98,11 +98,11 @@ class LongRopeSettings:
         """Return everything that the factors depend on besides model and text."""
         if self.factors is not None:
             return asdict(read_factors(self.factors))
-        found = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
-        return found if self.search == "perplexity" else {"search": self.search, **found}
+        search = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
+        return search if self.search == "perplexity" else {"search": self.search, **search}
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the file of published factors."""
         try:
             if self.factors is not None:
                 read_factors(self.factors)
@@ -113,7 +113,7 @@ class LongRopeSettings:
 
 @configuration
 class ChoiceSettings:
-    """What dope chooses heads on and weighted_rope pairs."""
+    """Text on which dope chooses heads, and weighted_rope pairs."""
 
     text: str = "validation"
     """validation, file, or the prompts of a task: standard, noisy, multi_key, multi_query,
@@ -126,15 +126,15 @@ class ChoiceSettings:
     """Number of texts to read."""
 
     def problems(self, texts: Collection[str]) -> list[Problem]:
-        """What is impossible, one sentence each; ``texts``: what there is."""
-        found = []
+        """Check the text and its file; ``texts``: names of the available texts."""
+        problems = []
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
-            found.append(
+            problems.append(
                 Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
             )
         if (self.text == "file") != (self.file is not None):
-            found.append(
+            problems.append(
                 Problem(
                     "evaluation.choice.file",
                     "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
@@ -142,8 +142,8 @@ class ChoiceSettings:
                 )
             )
         elif self.file is not None and not Path(self.file).is_file():
-            found.append(Problem("evaluation.choice.file", f"there is no file {self.file!r}."))
-        return found
+            problems.append(Problem("evaluation.choice.file", f"there is no file {self.file!r}."))
+        return problems
 
 
 @configuration
@@ -283,16 +283,16 @@ class MethodsConfig(ABC):
         return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
 
     def method_problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        found = []
+        """Check the methods and their settings."""
+        problems = []
         if not self.names:
-            found.append(Problem("evaluation.methods", "expected one or more, got none."))
-        found += layer_problems(LAYERS_KEY, self.layers)
+            problems.append(Problem("evaluation.methods", "expected one or more, got none."))
+        problems += layer_problems(LAYERS_KEY, self.layers)
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
-            found += part_problems(name)
+            problems += part_problems(name)
             if intervenes and {"dope", "weighted_rope"} <= {*name.split("+")}:
-                found.append(
+                problems.append(
                     Problem(
                         "evaluation.methods",
                         f"in {name!r} both parts change the same heads, which does not combine; "
@@ -301,18 +301,18 @@ class MethodsConfig(ABC):
                     )
                 )
         if "weighted_rope" in self.parts and not self.weighted_rope:
-            found.append(
+            problems.append(
                 Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
             )
-        found += [
+        problems += [
             *self.temperature.problems(),
             *self.longrope.problems(),
             *self.dope.problems(),
         ]
-        return found + self.choice.problems(choice_texts())
+        return problems + self.choice.problems(choice_texts())
 
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[Problem]:
-        """What these methods cannot choose on, for models of that training length."""
+        """Check that these methods can choose on the text, for models of that training length."""
         parts = {part for name in methods for part in name.split("+")}
         rules = self.weighted_rope if "weighted_rope" in parts else ()
         found = []
@@ -343,7 +343,7 @@ class MethodsConfig(ABC):
 
 
 def part_problems(name: str) -> list[Problem]:
-    """What is wrong with a method's name, one sentence each."""
+    """Check the parts of a method's name."""
     parts = name.split("+")
     found = [
         Problem("evaluation.methods", f"unknown method {part!r}.", did_you_mean(part, PARTS))
@@ -371,15 +371,15 @@ def rotating_heads(
 
 
 def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[Problem]:
-    """Whether more heads are to be chosen than there are, in a sentence; known without weights."""
-    there = len(rotating_heads(layout, config, settings))
-    if settings.heads <= there:
+    """Check that the model has enough rotating heads; this needs no weights."""
+    available = len(rotating_heads(layout, config, settings))
+    if settings.heads <= available:
         return []
     kind = "query" if settings.unit == "head" else "key-value"
     return [
         Problem(
             "evaluation.dope.heads",
-            f"expected at most {there}, the {kind} heads that rotate, got {settings.heads}.",
+            f"expected at most {available}, the {kind} heads that rotate, got {settings.heads}.",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""How a cell's sequences are divided: into batches of a forward pass, and batches into parts."""
+"""Division of a cell's sequences into batches, and of batches into parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.model.language_model import LanguageModel
 
 T = TypeVar("T")
 IN_CACHE = 2**19
-"""Numbers of a layer's input that stay in a processor's cache until the layer has used them."""
+"""Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,23 @@ class Piece:
     count: int = 1
 
     def among(self, batches: Sequence[T]) -> Sequence[T]:
-        """Return this part of the batches. Batches stay whole, so that a cell measured in parts has
-        the same numbers, digit for digit, as one measured at once."""
+        """Return this part of the batches.
+
+        Batches stay whole, so that a cell measured in parts has the same numbers, digit for digit,
+        as one measured at once.
+        """
         first, end = (len(batches) * i // self.count for i in (self.index, self.index + 1))
         return batches[first:end]
 
 
 WHOLE = Piece()
 
-
 PREFILL = 32768
-"""Tokens of a long sequence that a GPU reads at once, unless the configuration says otherwise."""
+"""Default chunk in tokens in which a GPU reads a long sequence."""
 
 
 def prefill_chunk(asked: int | None, device: str) -> int | None:
-    """Return how many tokens of a sequence are read at once (None: all of them)."""
+    """Return the number of tokens of a sequence that are read at once (None: all)."""
     return PREFILL if asked is None and device == "cuda" else asked
 
 
@@ -45,17 +47,17 @@ Dtype = Literal["fp32", "bf16"]
 
 
 def precision_of(dtype: Dtype | None, device: str) -> Dtype:
-    """Return the type of weights that an evaluation computes with; ``dtype``: as configured."""
+    """Return the dtype of an evaluation's weights; ``dtype``: as configured."""
     if dtype is not None:
         return dtype
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:
-    """Return how many sequences of ``length`` tokens a forward pass reads: at least one, and at
-    most ``batch_tokens`` tokens together.
+    """Return the number of sequences of ``length`` tokens in a forward pass.
 
-    On a CPU there are no more than its caches hold: with more, every layer waits for memory.
+    It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the batch
+    must also fit in the caches: a larger one is bound by memory bandwidth.
     """
     if model.computes_on == "cpu":
         batch_tokens = min(batch_tokens, IN_CACHE // model.config.hidden_size)

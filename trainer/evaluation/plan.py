@@ -1,5 +1,4 @@
-"""What an evaluation measures: a cell of every model, method, task and length, what each depends
-on, and the jobs that measure it."""
+"""Plan of an evaluation: a cell for each model, method, task and length, its key, and its jobs."""
 
 from __future__ import annotations
 
@@ -19,17 +18,16 @@ from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 PART = {"cpu": 2e10, "cuda": 3e15}
-"""Operations of a part of a cell, by device: less than a second on a core, some seconds to half a
-minute on a GPU. An interruption costs no more than that, nor does waiting for the last part."""
+"""Operations of a part of a cell, by device: less than a second on a core, and seconds to half a
+minute on a GPU. This bounds what an interruption loses, and the wait for the last part."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is not in memory yet; ``load`` reads it straight onto the device.
+    """A model that is not in memory yet; ``load`` reads it directly onto the device.
 
-    ``fingerprint`` changes whenever its weights do, or the precision in which it is computed.
-    ``own``: whether our decoder computes it. ``device``: the type of device that it is loaded onto,
-    "cpu" or "cuda".
+    ``fingerprint`` changes with its weights and the precision of the computation. ``own``: whether
+    this package's decoder computes it. ``device``: type of its device, "cpu" or "cuda".
     """
 
     name: str
@@ -43,7 +41,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """One model with one method in one task at one length; ``key``: all that it depends on."""
+    """One cell: a model, a method, a task and a length. ``key``: all its result depends on."""
 
     subject: Subject
     recipe: Recipe
@@ -53,7 +51,7 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Approximate operations of reading every sequence once."""
+        """Approximate operations to read every sequence once."""
         return self.task.sequences(self.length) * self.of_one(self.length)
 
     @property
@@ -63,28 +61,28 @@ class Plan:
 
     @property
     def fits(self) -> dict[int, int]:
-        """How many sequences, by their length, fitting the method for this length reads."""
+        """Number of sequences that fitting the method for this length reads, by their length."""
         C = self.subject.layout.training_length
         return {round(s * C): n for s, n in self.recipe.fits(self.factor).items()}
 
     def of_one(self, length: int) -> float:
-        """Approximate operations of reading one sequence."""
+        """Return the approximate operations to read one sequence."""
         return forward_flops(self.subject.config, self.subject.layout, length)
 
     @property
     def parts(self) -> int:
-        """In how many parts the cell is measured; the same for any number of processes, so that
-        parts can be shared out anew among fewer or more."""
+        """Number of parts of the cell. It is independent of the number of processes, so that a
+        resumed evaluation can use fewer or more."""
         of_work = math.ceil(self.work / PART.get(self.subject.device, PART["cuda"]))
         return max(1, min(of_work, self.task.sequences(self.length)))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does at a time: it measures a part of a cell, or lets a method choose.
+    """One unit of work: measure a part of a cell, or fit a method.
 
-    ``plans``: all cells of one method of one model. ``plan``: the cell (None: the method chooses
-    what it fits for all of them). ``kind``, ``key``: under which the result is stored.
+    ``plans``: all cells of one method on one model. ``plan``: the cell (None: fit the method for
+    all cells). ``kind``, ``key``: name of the result in the store.
     """
 
     plans: tuple[Plan, ...]
@@ -95,7 +93,7 @@ class Job:
 
     @property
     def method(self) -> tuple[Subject, Recipe]:
-        """The model, and the method on it."""
+        """The model and its method."""
         return self.plans[0].subject, self.plans[0].recipe
 
     @property
@@ -105,15 +103,15 @@ class Job:
 
 
 def fit_work(plans: Sequence[Plan]) -> float:
-    """Return the operations of what one method reads to choose, once for each length."""
+    """Return the operations to fit one method, once for each length."""
     fits = {length: n for plan in plans for length, n in plan.fits.items()}
     return sum(n * plans[0].of_one(length) for length, n in fits.items())
 
 
 def plan_jobs(plans: Sequence[Plan], batch_tokens: int) -> list[Job]:
-    """Return the jobs of all cells, each once; choices come before the cells of their method.
+    """Return the distinct jobs of all cells; a method is fitted before its cells are measured.
 
-    A part's key has all that decides which sequences are read together.
+    The key of a part also contains what determines the batches.
     """
     jobs: dict[str, Job] = {}
 
@@ -130,7 +128,7 @@ def plan_jobs(plans: Sequence[Plan], batch_tokens: int) -> list[Job]:
 
 
 def cell_jobs(method: tuple[Plan, ...], plan: Plan, batch_tokens: int) -> list[Job]:
-    """Return the jobs of one cell, one or a part each."""
+    """Return the jobs of one cell: one, or one for each part."""
     count = plan.parts
     if count == 1:
         return [Job(method, plan, WHOLE, "cell", plan.key)]
@@ -143,14 +141,14 @@ def cell_jobs(method: tuple[Plan, ...], plan: Plan, batch_tokens: int) -> list[J
 
 def by_method(plans: Sequence[Plan]) -> list[tuple[Plan, ...]]:
     """Return the cells of each method of each model."""
-    found: dict[tuple[str, Recipe], list[Plan]] = {}
+    plans_of: dict[tuple[str, Recipe], list[Plan]] = {}
     for plan in plans:
-        found.setdefault((plan.subject.name, plan.recipe), []).append(plan)
-    return [tuple(of_one) for of_one in found.values()]
+        plans_of.setdefault((plan.subject.name, plan.recipe), []).append(plan)
+    return [tuple(method) for method in plans_of.values()]
 
 
 def choice_key(method: Sequence[Plan]) -> dict[str, Any]:
-    """Return the key of what a method chose."""
+    """Return the key of a method's fitted parameters."""
     return {"cells": [plan.key for plan in method]}
 
 
@@ -161,14 +159,14 @@ def plan_cells(
     lengths: Sequence[int],
     text: FitText,
 ) -> list[Plan]:
-    """All cells, a model after the other, and of a model a method after the other.
+    """Return all cells, ordered by model, method, length and task.
 
     Args:
         subjects: the models.
         recipes: the methods that apply to each, by its name.
-        tasks: what is measured.
+        tasks: the measurements.
         lengths: in tokens.
-        text: what methods choose on.
+        text: text on which methods are fitted.
     """
 
     def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
@@ -192,12 +190,14 @@ def plan_cells(
 
 
 AS_IS_KEY: list[Any] = ["none", {}, None]
-"""The method in the key of a cell of the model as it is."""
+"""Method in the key of a cell of an unchanged model."""
 
 
 def _changes_nothing(subject: Subject, recipe: Recipe, length: int) -> bool:
-    """Return whether a method that chooses nothing leaves the model as it is at this length. Its
-    cell is then the same as that of the model as it is, and stored with it."""
+    """Return whether a method without fitted parameters leaves the model unchanged at this length.
+
+    Its cell then shares the key of the unchanged model's cell.
+    """
     method = recipe.fixed
     if method is None or (method.reads is not None and method.reads < length):
         return False

@@ -28,20 +28,20 @@ def fit_coefficient(
     read: Callable[[int, int], None] = lambda sequences, length: None,
     of_each: OfEach = one_by_one,
 ) -> float:
-    """The coefficient with the least held-out loss, summed over the lengths.
+    """Return the coefficient with the least held-out loss, summed over the lengths.
 
-    The best of the grid, and then the lowest point of the parabola through it and its neighbours,
-    if that is better still.
+    This is the best of the grid, or the minimum of the parabola through it and its neighbours if
+    its loss is lower.
 
     Args:
         model: a decoder.
-        tempered_with: from a coefficient and an extension factor to a layout.
+        tempered_with: maps a coefficient to a function from extension factor to layout.
         windows: ``[N, length]`` held-out tokens for every length.
-        end_of_text: what stands before each window.
+        end_of_text: token before each window.
         grid: coefficients to try.
         batch_tokens: tokens in one forward pass.
-        read: told the number and length of the windows after each length, in ``len(grid)`` rounds
-            over them and perhaps one more.
+        read: called after each length with the number and length of its windows, in
+            ``len(grid)`` or one more rounds.
         of_each: computes the losses of several coefficients.
     """
     C = model.layout.training_length
@@ -68,17 +68,23 @@ def fit_line(
     windows: Mapping[int, Integers],
     training_length: int,
 ) -> float:
-    """The slope of the line 1 + c ln s through the best scale of every length, by least squares, as
-    YaRN has it. ``best``: the coefficient that :func:`fit_coefficient` finds on some windows."""
-    above = below = 0.0
+    """Fit the line 1 + c ln s to the best scale of each length by least squares, as in YaRN.
+
+    ``best``: returns the coefficient that :func:`fit_coefficient` finds on the given windows.
+    """
+    numerator = denominator = 0.0
     for length, tokens in windows.items():
         log_s = math.log(length / training_length)
-        above, below = above + best({length: tokens}) * log_s**2, below + log_s**2
-    return above / below
+        numerator += best({length: tokens}) * log_s**2
+        denominator += log_s**2
+    return numerator / denominator
 
 
 def _lowest_point(points: list[tuple[float, float]]) -> float | None:
-    """Where the parabola through the lowest point and its neighbours is lowest; None at an end."""
+    """Return the minimum of the parabola through the lowest point and its neighbours.
+
+    Return None if the lowest point is at an end, or the points lie on a line.
+    """
     best = min(range(len(points)), key=lambda i: points[i][1])
     if not 0 < best < len(points) - 1:
         return None
