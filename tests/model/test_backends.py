@@ -435,7 +435,7 @@ def torchs_own_flash():
     yield
     if SWITCHES:
         torch_attention.restore_flash_attention_impl(_raise_warn=False)
-    backend_choice._import_problem.cache_clear()
+    backend_choice._import_error.cache_clear()
     _fa4._fa4_import_module.cache_clear()
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         del sys.modules[name]

@@ -51,7 +51,7 @@ def findings(report: GeometryReport) -> list[str]:
 
 
 def summary(report: GeometryReport) -> list[str]:
-    """What changes with the length, and of what the page says more."""
+    """Return lines on what changes with the length, and on what else the page shows."""
     from trainer.analysis.studies.section import glance
     from trainer.common.words import counted
 

@@ -40,7 +40,7 @@ def execute(named: Named[Any]) -> None:
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     say_idle_settings(named.request.evaluation, named.words)
-    # A batch script requeues the job; the same command resumes from what is stored.
+    # A batch script requeues the job. Its command then resumes from the stored results.
     with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1, first=ask_for_requeue):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths

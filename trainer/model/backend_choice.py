@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention as torch_attention
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, first_line
 from trainer.model.backends import BACKENDS, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask
@@ -113,11 +113,12 @@ def flash_problem() -> str | None:
         return "is not installed"
     if not found.startswith("2."):
         return f"is of version {found} instead of 2"
-    return _import_problem("flash_attn")
+    error = _import_error("flash_attn")
+    return None if error is None else f"cannot be loaded ({_brief(error)})"
 
 
 @cache
-def _import_problem(module: str) -> str | None:
+def _import_error(module: str) -> Exception | None:
     """Import a module and return what that raises, or None.
 
     A wheel built for another torch has package metadata, but fails with an undefined symbol.
@@ -125,12 +126,19 @@ def _import_problem(module: str) -> str | None:
     try:
         import_module(module)
     except Exception as error:  # a shared library may fail in any way
-        return f"cannot be loaded ({_first_line(error)})"
+        return error
     return None
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+def _is_missing(module: str, error: Exception) -> bool:
+    """Whether ``error`` says that ``module`` or a package that contains it is not installed."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return False
+    return f"{module}.".startswith(f"{error.name}.")
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:200]
 
 
 def _is_installed(name: str) -> bool:
@@ -245,9 +253,9 @@ def _newer_flash(needs: Needs, name: str) -> str | None:
                 torch_attention.activate_flash_attention_impl(kind)
             problem = trial_problem(name, needs)
         except Exception as error:  # whatever a prototype's registration raises
-            if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "?"):
-                continue  # not installed
-            problem = _first_line(error)
+            if _is_missing(module, error):
+                continue
+            problem = _brief(error)
         if problem is None:
             return kind
         log.warning("%s is not used: %s", kind, problem)
@@ -262,10 +270,10 @@ def _flex_takes_flash(needs: Needs) -> bool:
     module, generations = NEWER_FLASH["FA4"]
     if not needs.half or needs.softmax.sinks or _capability()[0] not in generations:
         return False
-    problem = _import_problem(module)
-    if problem is not None and "No module named 'flash_attn" in problem:
-        return False  # not installed
-    if problem := problem or trial_problem("flex_flash", needs):
+    error = _import_error(module)
+    if error is not None and _is_missing(module, error):
+        return False
+    if problem := trial_problem("flex_flash", needs) if error is None else _brief(error):
         log.warning("FlexAttention's kernels of FlashAttention-4 are not used: %s", problem)
     return problem is None
 
@@ -298,7 +306,7 @@ def trial_problem(name: str, needs: Needs) -> str | None:
                 grads = torch.autograd.grad(out.square().sum(), (q, k, v))
             found.append([out.detach(), *grads])
     except Exception as error:  # a kernel may raise anything
-        return _first_line(error)
+        return _brief(error)
     pairs = zip(*found, strict=True)
     worst = float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
     return None if worst <= 0.03 else f"off by {worst:.1%} in a trial"  # NaN is off too

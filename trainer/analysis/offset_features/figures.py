@@ -1,6 +1,8 @@
-"""Pictures of rotary offset features: of all pairs, of the heads with the strongest ones, of the
-stability of angles, and of the bounds after a context extension (Rotary Offset Features, Fig. 1, 2,
-4, 6 to 8, 11 to 14 and App. C)."""
+"""Pictures of rotary offset features.
+
+They show all pairs, the strongest heads, how stable angles are, and the bounds after a context
+extension (Rotary Offset Features, Fig. 1, 2, 4, 6 to 8, 11 to 14 and App. C).
+"""
 
 from __future__ import annotations
 
