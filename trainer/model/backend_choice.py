@@ -114,7 +114,7 @@ def flash_problem() -> str | None:
     if not found.startswith("2."):
         return f"is of version {found} instead of 2"
     error = _import_error("flash_attn")
-    return None if error is None else f"cannot be loaded ({_brief(error)})"
+    return None if error is None else _cannot_load(error)
 
 
 @cache
@@ -135,6 +135,10 @@ def _is_missing(module: str, error: Exception) -> bool:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return False
     return f"{module}.".startswith(f"{error.name}.")
+
+
+def _cannot_load(error: Exception) -> str:
+    return f"cannot be loaded ({_brief(error)})"
 
 
 def _brief(error: Exception) -> str:
@@ -273,7 +277,8 @@ def _flex_takes_flash(needs: Needs) -> bool:
     error = _import_error(module)
     if error is not None and _is_missing(module, error):
         return False
-    if problem := trial_problem("flex_flash", needs) if error is None else _brief(error):
+    problem = trial_problem("flex_flash", needs) if error is None else _cannot_load(error)
+    if problem is not None:
         log.warning("FlexAttention's kernels of FlashAttention-4 are not used: %s", problem)
     return problem is None
 
