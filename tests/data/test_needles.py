@@ -70,6 +70,26 @@ def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_num
         assert text == list(range(len(text)))  # nothing of the text is lost or reordered
 
 
+@given(seed=st.integers(0, 1000))
+def test_numbers_that_change_hold_until_the_next_change(seed):
+    config = NeedlesConfig(share=1.0, names=(2, 3), mentions=(20, 20), changes=0.5)
+    tokens, weights = mix_needles(text_of(40, 64), np.arange(40), VOCABULARY, config, seed)
+    kept = changed = 0
+    for row, weight in zip(tokens, weights, strict=True):
+        known: dict[int, int] = {}
+        for position, name, number in statements_in(row):
+            if name not in known:
+                assert weight[position + 1] == 1
+            elif known[name] == number:  # one change in 90 states the same number
+                kept += weight[position + 1] == 10
+            else:
+                assert weight[position + 1] == 1
+                changed += 1
+            known[name] = number
+        assert (weight == 10).sum() <= 20
+    assert abs(kept / (kept + changed) - 0.5) < 0.1
+
+
 def test_share_of_sequences_that_carry_statements():
     config = NeedlesConfig(share=0.25, mentions=(2, 4))
     tokens, weights = mix_needles(text_of(4000, 32), np.arange(4000), VOCABULARY, config, 0)
@@ -91,6 +111,18 @@ def test_trial_states_the_answer_once_and_ends_with_its_name(length):
         (position,) = [p for p, name, _ in found if name == prompt[-1]]
         assert prompt[position + 1] == answer
         assert depth == length - 1 - position
+
+
+@pytest.mark.parametrize("changes", [1, 3])
+def test_trials_ask_for_the_last_of_several_numbers(changes):
+    trials = make_trials(text_of(60, 64), np.arange(60), VOCABULARY, 4, seed=1, changes=changes)
+    for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
+        found = statements_in(prompt)
+        assert len({number for *_, number in found}) == len(found) == 4
+        assert len({name for _, name, _ in found}) == 4 - changes
+        asked = [(place, number) for place, name, number in found if name == prompt[-1]]
+        assert len(asked) == changes + 1
+        assert asked[-1] == (63 - depth, answer)
 
 
 def test_trials_have_needles_from_the_first_place_to_the_last():

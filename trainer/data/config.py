@@ -42,6 +42,9 @@ class NeedlesConfig:
     """Least and most statements in a sequence."""
     weight: Positive = 10.0
     """Weight in the loss of a value that was stated before; other tokens have 1."""
+    changes: Share = 0.0
+    """Share of the mentions after a name's first that state a new number, which holds from then
+    on. Above 0 the content of statements does not suffice: their order decides."""
 
     def problems(self, sequence_length: int) -> list[Problem]:
         """Check the values for sequences of this length."""

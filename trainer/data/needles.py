@@ -98,7 +98,8 @@ def mix_needles(
     """Return training sequences with statements, and each token's weight in the loss.
 
     Each sequence has its own number of names and of mentions. A name keeps its number within a
-    sequence, so every mention after the first is a question that the sequence has answered.
+    sequence, so every mention after the first is a question that the sequence has answered. With
+    ``config.changes`` a mention may state a new number, which nothing before it answers.
 
     Args:
         text: ``[B, T]`` tokens.
@@ -112,9 +113,9 @@ def mix_needles(
     """
     B, T = text.shape
     most_names, M = config.names[1], config.mentions[1]
-    u = uniforms(seed, counters, 3 + len(NAMES) + most_names + 2 * M)
-    head, order, values, which, places = np.split(
-        u, np.cumsum([3, len(NAMES), most_names, M]), axis=1
+    u = uniforms(seed, counters, 3 + len(NAMES) + most_names + 4 * M)
+    head, order, values, which, places, change, later = np.split(
+        u, np.cumsum([3, len(NAMES), most_names, M, M, M]), axis=1
     )
     carries = head[:, 0] < config.share
     names_used = _between(head[:, 1], *config.names)
@@ -128,14 +129,19 @@ def mix_needles(
     cuts = np.where(active, (places * (room + 1)).astype(np.int64), 2 * T)
     cuts.sort(axis=1)
 
+    same_name = (chosen[:, :, None] == chosen[:, None, :]) & np.tri(M, k=-1, dtype=bool)
+    repeated = same_name.any(axis=2)
+    changed = repeated & (change < config.changes)
+    # The number that holds is that of the name's last change; -1: still its first.
+    until_now = same_name | np.eye(M, dtype=bool)
+    last_change = np.where(until_now & changed[:, None, :], np.arange(M), -1).max(axis=2)
     rows = np.arange(B)[:, None]
-    statements = vocabulary.statements(pool[rows, chosen], numbers[rows, chosen])
-    tokens, begins = insert(text, statements, cuts)
+    new_numbers = (later * len(vocabulary.numbers)).astype(np.int64)
+    stated = np.where(last_change < 0, numbers[rows, chosen], new_numbers[rows, last_change])
+    tokens, begins = insert(text, vocabulary.statements(pool[rows, chosen], stated), cuts)
 
-    earlier = np.tri(M, k=-1, dtype=bool)
-    repeated = ((chosen[:, :, None] == chosen[:, None, :]) & earlier).any(axis=2) & active
     weights = np.ones((B, T), dtype=np.float32)
-    row, mention = repeated.nonzero()
+    row, mention = (repeated & ~changed & active).nonzero()
     weights[row, begins[row, mention] + 1] = config.weight
     return tokens, weights
 
@@ -147,9 +153,9 @@ def _between(u: NDArray[np.float64], low: int, high: int) -> Integers:
 
 @dataclass(frozen=True)
 class Trials:
-    """Retrieval trials: ``prompts`` ``[N, L]`` that end with the queried name, the ``answers``
-    ``[N]`` stated for it, and ``depths`` ``[N]``, the distance in tokens from the question back to
-    the start of the right statement."""
+    """Retrieval trials: ``prompts`` ``[N, L]`` that end with the requested name, the ``answers``
+    ``[N]`` last stated for it, and ``depths`` ``[N]``, the distance in tokens from the question
+    back to the start of the right statement."""
 
     prompts: Integers
     answers: Integers
@@ -157,9 +163,14 @@ class Trials:
 
 
 def make_trials(
-    text: Integers, counters: Integers, vocabulary: NeedleVocabulary, needles: int, seed: int
+    text: Integers,
+    counters: Integers,
+    vocabulary: NeedleVocabulary,
+    needles: int,
+    seed: int,
+    changes: int = 0,
 ) -> Trials:
-    """Make multi-key trials (DroPE, App. C.2): several needles, one of them queried.
+    """Make multi-key trials (DroPE, App. C.2): several needles, one of them requested.
 
     Args:
         text: ``[N, L]`` tokens, the haystacks; the first token stays first.
@@ -167,17 +178,25 @@ def make_trials(
         vocabulary: names and numbers.
         needles: number of statements per trial, with distinct names and numbers.
         seed: seed of the trials.
+        changes: how many of the statements have the requested name and an earlier number. The
+            model then needs their order; it answers one of ``1 + changes`` trials without.
 
     Raises:
         UserError: the statements do not fit the length.
     """
     N, L = text.shape
     n_values = len(vocabulary.numbers)
-    u = uniforms(seed, counters, len(NAMES) + n_values + 1 + needles)
-    order, values, asked, places = np.split(u, np.cumsum([len(NAMES), n_values, 1]), axis=1)
+    sizes = len(NAMES), n_values, 1, needles, needles
+    u = uniforms(seed, counters, sum(sizes))
+    order, values, asked, places, shuffle = np.split(u, np.cumsum(sizes)[:-1], axis=1)
     names = order.argsort(axis=1)[:, :needles]
     numbers = values.argsort(axis=1)[:, :needles]
+    rows = np.arange(N)
     question = (asked[:, 0] * needles).astype(np.int64)
+    if changes:
+        of_name = shuffle.argsort(axis=1)[:, : changes + 1]
+        question = of_name.max(axis=1)
+        names[rows[:, None], of_name] = names[rows, question][:, None]
     room = L - 1 - STATEMENT * needles  # the last token is the question
     if room < 1:
         raise UserError.at(
@@ -187,7 +206,6 @@ def make_trials(
     cuts = 1 + (places * room).astype(np.int64)
     cuts.sort(axis=1)
     prompts, begins = insert(text, vocabulary.statements(names, numbers), cuts)
-    rows = np.arange(N)
     prompts[:, -1] = vocabulary.names[names[rows, question]]
     answers = vocabulary.numbers[numbers[rows, question]]
     return Trials(prompts, answers, L - 1 - begins[rows, question])

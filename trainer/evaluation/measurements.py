@@ -188,12 +188,15 @@ class Statements(Measurement):
         trials: int,
         needles: int,
         seed: int,
+        changes: int = 0,
     ) -> Statements:
         """Make trials in windows of held-out text that end at the same tokens at every length."""
         trials_at = {}
         for length, text in windows_with_common_ends(stream, trials, lengths).items():
             text[:, 0] = end_of_text
-            trials_at[length] = make_trials(text, np.arange(trials), vocabulary, needles, seed)
+            trials_at[length] = make_trials(
+                text, np.arange(trials), vocabulary, needles, seed, changes
+            )
         return cls(trials_at, end_of_text)
 
     def sequences(self, length: int) -> int:

@@ -67,7 +67,7 @@ def make_tasks(
             )
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
-            counts = needles.trials, needles.needles, needles.seed
+            counts = needles.trials, needles.needles, needles.seed, needles.changes
             found.append(Statements.of(text.stream, lengths, vocabulary, end, *counts))
         elif name in NEEDLE_TASKS:
             haystack = Haystack(tokenizer, text.documents, bos)

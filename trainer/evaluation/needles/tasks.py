@@ -50,16 +50,28 @@ class NeedleTaskSettings:
     """Places of the needle: 0 the beginning of the text, 1 its end."""
     needles: Count = 4
     """Needles in tasks that state several."""
+    changes: Natural = 0
+    """How many of the statements give the requested name an earlier number, in the task statements;
+    the answer is its last one. For runs trained with data.needles.changes."""
     sinks: Count = 8
     """Tokens behind the needle in the task noisy."""
     seed: Natural = 1
     """Seed of the trials."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        if self.depths:
-            return []
-        return [Problem("evaluation.needles.depths", "expected one or more, got none.")]
+        """Check that there are depths, and statements enough for the changes."""
+        problems = []
+        if not self.depths:
+            problems.append(Problem("evaluation.needles.depths", "expected one or more, got none."))
+        if self.changes >= self.needles:
+            problems.append(
+                Problem(
+                    "evaluation.needles.changes",
+                    f"expected fewer than evaluation.needles.needles {self.needles}, got "
+                    f"{self.changes}.",
+                )
+            )
+        return problems
 
 
 @dataclass(frozen=True)

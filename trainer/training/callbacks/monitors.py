@@ -184,7 +184,8 @@ def measurements(
     perplexity = Perplexity(windows, end, C, last=C).part(ranks.rank, ranks.world_size)
     if not (config.data.needles.share and monitor.trials):
         return perplexity, None
-    vocabulary, counts = NeedleVocabulary.of(corpus.tokenizer), (needles.needles, needles.seed)
+    vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+    counts = needles.needles, needles.seed, needles.changes
     statements = Statements.of(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
     return perplexity, statements.part(ranks.rank, ranks.world_size)
 
