@@ -3,8 +3,9 @@
 
     python scripts/summarize_ladder.py runs/ladder_5 runs/ladder_6 runs/ladder_7
 
-Given runs, writes cells.csv, arms.csv and claims.csv under docs/results/ladder. Prints the tables
-of docs/results/ladder.md from these files alone and draws the figures beside them.
+Given runs, adds their numbers to cells.csv, arms.csv and claims.csv under docs/results/ladder, in
+place of those of the same rung, seed and arm. Prints the tables of docs/results/ladder.md from
+these files alone and draws the figures beside them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ HEADS = {
 }
 SHARE = re.compile(r"DroPE (\d+)%")
 TEMPERED = " + temperature"
+ORDER = ", order"
+"""Ends the name of a rung whose task needs the order of statements."""
 Row = dict[str, str]
 
 
@@ -75,10 +78,9 @@ def effect_of_drop(run: Path, arm: Arm) -> Drop | None:
 def rows_of(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows that a run gives, each with the name of its file."""
     report = Report.read(run / "report.json")
-    place = {
-        "rung": f"{report.arms[0].parameters / 1e6:.1f}M",
-        "seed": report.config["seed"],
-    }
+    size = f"{report.arms[0].parameters / 1e6:.1f}M"
+    needs_order = report.config["evaluation"]["needles"].get("changes", 0) > 0
+    place = {"rung": size + ORDER * needs_order, "seed": report.config["seed"]}
     results = Outcomes(report).results()
     for result in results:
         yield (
@@ -137,17 +139,29 @@ def _claims(
 
 
 def collect(runs: Iterable[Path]) -> None:
-    """Write the raw numbers of the runs."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADS}
+    """Write the raw numbers of the runs, in place of earlier ones of the same arms."""
+    collected: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADS}
     for run in runs:
         for name, row in rows_of(run):
-            found[name].append(row)
+            collected[name].append(row)
     RAW.mkdir(parents=True, exist_ok=True)
-    for name, rows in found.items():
-        with (RAW / f"{name}.csv").open("w", newline="") as file:
+    for name, rows in collected.items():
+        new = {_arm_key(row) for row in rows}
+        path = RAW / f"{name}.csv"
+        kept = [row for row in (read(name) if path.exists() else []) if _arm_key(row) not in new]
+        with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, HEADS[name], lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(sorted([*kept, *rows], key=lambda row: _rung_order(row["rung"])))
+
+
+def _arm_key(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Identify an arm; rows of methods, such as "RoPE + YaRN", belong to their arm."""
+    return row["rung"], str(row["seed"]), row["arm"].split(" + ")[0]
+
+
+def _rung_order(rung: str) -> tuple[float, bool]:
+    return float(rung.removesuffix(ORDER)[:-1]), rung.endswith(ORDER)
 
 
 def read(name: str) -> list[Row]:
@@ -163,7 +177,7 @@ class Numbers:
         self.cells = read("cells")
         self.arms = read("arms")
         self.claims = read("claims")
-        self.rungs = sorted({row["rung"] for row in self.arms}, key=lambda r: float(r[:-1]))
+        self.rungs = sorted({row["rung"] for row in self.arms}, key=_rung_order)
 
     def names(self, rung: str) -> list[str]:
         """Return the arms of a rung: RoPE, DroPE with QK-norm, DroPE without, everything else."""
@@ -348,12 +362,12 @@ def reach_figure(numbers: Numbers, rung: str) -> None:
         axes.set_ylim(0, 103)
 
     with paper_style():
-        keep(draw(series, Frame("tokens", "retrieval (%)", prepare)), f"reach_{rung[:-1]}m")
+        keep(draw(series, Frame("tokens", "retrieval (%)", prepare)), f"reach_{rung.lower()}")
 
 
 def keep(figure: Figure, name: str) -> None:
     """Save the drawing alone, beside the raw numbers."""
-    save(figure, RAW / name.replace(".", "_")).with_suffix(".png").unlink()
+    save(figure, RAW / re.sub("[., ]+", "_", name)).with_suffix(".png").unlink()
 
 
 def main() -> None:

@@ -64,3 +64,17 @@ def test_the_figure_has_nope_from_scratch_as_a_whole_share(numbers, tmp_path):
     assert [share(arm) for arm in ("RoPE", "DroPE 40%, no norm", "NoPE from scratch")] == [
         *("", "40", "100")
     ]
+
+
+def test_a_run_replaces_the_numbers_of_its_own_arms_alone(numbers, monkeypatch, tmp_path):
+    place = {"rung": "0.4M", "seed": 8}
+    row = {**place, "length": 64, "factor": "1", "loss": "9.000000"}
+    new = [("cells", {**row, "arm": arm}) for arm in ("RoPE", "RoPE + PI")]
+    monkeypatch.setattr(summarize_ladder, "rows_of", lambda run: iter(new))
+    before = summarize_ladder.read("cells")
+    summarize_ladder.collect([tmp_path])
+    after = summarize_ladder.read("cells")
+    of_seed = [(r["arm"], r["loss"]) for r in after if r["seed"] == "8" and "RoPE" in r["arm"][:4]]
+    assert of_seed == [("RoPE", "9.000000"), ("RoPE + PI", "9.000000")]
+    assert [r for r in after if r["seed"] == "9"] == [r for r in before if r["seed"] == "9"]
+    assert len(summarize_ladder.read("arms")) == 6
