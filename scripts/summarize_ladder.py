@@ -27,8 +27,9 @@ from trainer.evaluation.outcomes import Outcomes, Result
 from trainer.evaluation.results import Arm, Drop, Report
 from trainer.plotting.lines import Frame, Panel, Series, draw, side_by_side
 from trainer.plotting.style import STYLE_NUMBERS, paper_style, save
-from trainer.report.claims import observe
-from trainer.runs.checkpoints import find_checkpoint, read_state
+from trainer.report.claims import ROLES, observe
+from trainer.runs.checkpoints import find_checkpoint
+from trainer.runs.saved_state import read_saved
 
 RAW = Path(__file__).resolve().parent.parent / "docs" / "results" / "ladder"
 HEADS = {
@@ -68,9 +69,9 @@ def share(arm: str) -> str:
 def effect_of_drop(run: Path, arm: Arm) -> Drop | None:
     """Return the losses of every held-out sequence around the drop of an arm."""
     for place in (run, *sorted((run / "controls").glob("*"))):
-        state = read_state(find_checkpoint(str(place)))
+        state = read_saved(find_checkpoint(str(place)))
         if state["config"]["label"] == arm.name:
-            effects = state["callbacks"]["Transitions"]["effects"]
+            effects = state["effects"]
             return Drop.from_dict(next(iter(effects.values()))) if effects else None
     return None
 
@@ -129,7 +130,7 @@ def _claims(
         f"{role}{key}": name + title
         for role, name in models.items()
         for key, title in titles.items()
-        if name + title in names
+        if name + title in names and f"{role}{key}" in ROLES
     }
     trained = {role: a for role, name in models.items() for a in report.arms if a.name == name}
     for one in observe(results, roles, drop=drop, arms=trained, temperature=report.temperature):
