@@ -36,6 +36,8 @@ from trainer.positional.rotation import Groups, head_groups
 
 TRIED = 16
 """Tokens that are read to see what the layers do."""
+CAUSAL = 1e-5
+"""Of the largest state: how far a later token may move those of earlier tokens."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 """What families call the number that their norms add."""
 
@@ -95,17 +97,26 @@ class AdaptedModel(LanguageModel):
     @torch.no_grad()
     def _tried(self) -> list[Call]:
         """Run a few tokens; return the attention call of every layer, and record the shapes in the
-        cache."""
+        cache.
+
+        Raises:
+            UserError: tokens see later ones.
+        """
         calls: list[Call] = []
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             calls.append(call)
             return call.q, call.k
 
-        ids = torch.arange(TRIED, device=self.device)[None] % self.hf.config.vocab_size
+        vocab_size = self.hf.config.get_text_config().vocab_size
+        ids = torch.arange(TRIED, device=self.device)[None] % vocab_size
         with self._seam.watching(see, plain=True):
             self.hf(ids, use_cache=False)
         found = self._base(ids, use_cache=True)
+        ids[:, -1] = ids[:, 0]
+        before, after = found.last_hidden_state, self._base(ids).last_hidden_state
+        if (after - before)[:, :-1].abs().amax() > CAUSAL * before.abs().amax():
+            raise UserError.at("", "its tokens see later ones; expected a causal model.")
         self._outputs = type(found)
         self._cached = [
             (layer.keys.shape[1::2], layer.values.shape[1::2])
