@@ -120,6 +120,38 @@ def test_a_place_that_cannot_be_written_is_named(tiny_decoder, tmp_path, differs
         exported(tiny_decoder(), tmp_path / "file" / "model")
 
 
+def again(model, tmp_path, monkeypatch, **settings):
+    """Export ``model`` in the place of a published one; the written JSON files by their names."""
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to = tmp_path / "published", tmp_path / "again"
+    published.mkdir()
+    config = {"bos_token_id": 1, "eos_token_id": [4, 5], "pad_token_id": None}
+    for name, values in {"config": config, **settings}.items():
+        (published / f"{name}.json").write_text(json.dumps(values))
+    exported(model, to, like=published)
+    return {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
+
+
+def test_a_published_model_without_files_of_its_tokens_keeps_those_of_its_config(
+    tiny_decoder, tmp_path, monkeypatch
+):
+    found = again(tiny_decoder(), tmp_path, monkeypatch)
+    assert found["config"]["eos_token_id"] == [4, 5]
+    assert "generation_config" not in found
+    assert found["tokenizer_config"] == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t1", "eos_token": "t4",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }  # fmt: skip
+
+
+def test_no_code_that_a_published_tokenizer_names_comes_along(tiny_decoder, tmp_path, monkeypatch):
+    code = {"auto_map": {"AutoTokenizer": ["someone/code--tokenizer.Mine", None]}}
+    own = {"bos_token": "t1", "image_token": "t2", "chat_template": "{{ messages }}"}
+    model = tiny_decoder(layers=["alibi"])  # whose users trust the code beside it
+    found = again(model, tmp_path, monkeypatch, tokenizer_config=own | code)
+    assert found["tokenizer_config"] == own | {"model_input_names": ["input_ids", "attention_mask"]}
+
+
 def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     done = exported(tiny_decoder(), tmp_path / "a")
