@@ -63,6 +63,8 @@ _OPTIONAL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     "no_rope_layer_interval",
 )
+_NEVER_NULL = ("max_window_layers", "no_rope_layer_interval")
+"""Keys whose null stands for the default."""
 _PLAIN = (
     ("rms_norm_eps", (int, float), "a number"),
     ("tie_word_embeddings", (bool,), "true or false"),
@@ -101,7 +103,8 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
             are missing or wrong; names every problem.
     """
     architecture = _architecture(values, name)
-    values = dict(architecture.defaults) | dict(values)
+    given = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
+    values = dict(architecture.defaults) | given
     found = malformed(values)
     problems = [*found, *_unsupported(values)]
     if not found:

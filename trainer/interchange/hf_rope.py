@@ -36,8 +36,10 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 STILL = 1e-20
 """Radians per token below which a pair does not turn in any sequence."""
+SMALLEST, LARGEST = 1e-38, 1e38
+"""Bounds (exclusive) of positive numbers: frequencies would overflow beyond them."""
 
-# Lower bound (exclusive) of every number.
+# Lower bound (exclusive) of every number; 0 stands for SMALLEST.
 _NUMBERS = {
     **dict.fromkeys(("rope_theta", "original_max_position_embeddings"), 1),
     **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), 0),
@@ -122,10 +124,11 @@ def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Proble
     ]
     found += [
         Problem(
-            f"rope_parameters.{key}", f"expected a number greater than {least}, got {given[key]!r}."
+            f"rope_parameters.{key}",
+            f"expected a number greater than {least}, got {repr(given[key])[:40]}.",
         )
         for key, least in _NUMBERS.items()
-        if key in given and not _is_number(given[key], least)
+        if key in given and not _is_number(given[key], least or SMALLEST)
     ]
     if kind == "llama3" and not found and given["high_freq_factor"] <= given["low_freq_factor"]:
         found.append(
@@ -160,11 +163,15 @@ def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Proble
 
 
 def _is_number(value: Any, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > above
+    return type(value) in (int, float) and above < value < LARGEST
 
 
 def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length and all(_is_number(x, 0) for x in value)
+    return (
+        isinstance(value, list)
+        and len(value) == length
+        and all(_is_number(x, SMALLEST) for x in value)
+    )
 
 
 def _default(rope: _Rope) -> Spectrum:
