@@ -50,10 +50,10 @@ def test_insert_is_list_insertion(cuts, length):
             assert got[0, begins[0, m]] == 900 + m
 
 
-@given(seed=st.integers(0, 1000))
-def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed):
+@given(seed=st.integers(0, 1000), end=st.sampled_from([None, 10]))
+def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed, end):
     config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(2, 20), weight=10.0)
-    tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed)
+    tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed, end)
     assert tokens.shape == weights.shape == (8, 64)
     for row, weight in zip(tokens, weights, strict=True):
         found = statements_in(row)
@@ -62,7 +62,9 @@ def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_num
         expected = np.ones(64)
         for position, name, number in found:
             assert known.setdefault(name, number) == number
-            if name in {int(row[p]) for p, *_ in found if p < position}:
+            before = row[:position]  # with a mask, only what stands behind the last end
+            begin = max(np.flatnonzero(before == end), default=0) if end else 0
+            if name in {int(row[p]) for p, *_ in found if begin <= p < position}:
                 expected[position + 1] = 10.0
         assert len(known) <= 5
         np.testing.assert_array_equal(weight, expected)

@@ -94,6 +94,7 @@ def mix_needles(
     vocabulary: NeedleVocabulary,
     config: NeedlesConfig,
     seed: int,
+    end: int | None = None,
 ) -> tuple[Integers, NDArray[np.float32]]:
     """Return training sequences with statements, and each token's weight in the loss.
 
@@ -106,6 +107,8 @@ def mix_needles(
         vocabulary: names and numbers.
         config: share, numbers of names and mentions, weight.
         seed: seed of the run.
+        end: the token after each document, if attention stays within documents: only mentions in
+            the same document then answer a question.
 
     Returns:
         ``[B, T]`` tokens and ``[B, T]`` weights.
@@ -132,8 +135,11 @@ def mix_needles(
     statements = vocabulary.statements(pool[rows, chosen], numbers[rows, chosen])
     tokens, begins = insert(text, statements, cuts)
 
-    earlier = np.tri(M, k=-1, dtype=bool)
-    repeated = ((chosen[:, :, None] == chosen[:, None, :]) & earlier).any(axis=2) & active
+    answers = (chosen[:, :, None] == chosen[:, None, :]) & np.tri(M, k=-1, dtype=bool)
+    if end is not None:
+        documents = (tokens == end).cumsum(axis=1)[rows, np.minimum(begins, T - 1)]
+        answers &= documents[:, :, None] == documents[:, None, :]
+    repeated = answers.any(axis=2) & active
     weights = np.ones((B, T), dtype=np.float32)
     row, mention = repeated.nonzero()
     weights[row, begins[row, mention] + 1] = config.weight
