@@ -13,7 +13,6 @@ nothing else, on stdout.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import zipfile
@@ -29,8 +28,10 @@ MEMBERS = {
 
 def benchmark_directory() -> Path:
     """Where the request files lie, beside the prepared corpora."""
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope")) / "benchmarks"
+    from trainer.data.config import DataConfig
+    from trainer.data.prepared import cache_directory
+
+    return cache_directory(DataConfig()) / "benchmarks"
 
 
 def download(directory: Path) -> Path:

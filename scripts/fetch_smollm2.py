@@ -11,7 +11,6 @@ $UNROPE_CACHE/models or the user's cache. Prints that directory, and nothing els
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -26,8 +25,10 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def model_directory() -> Path:
     """Where the converted model lies, beside the prepared corpora."""
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope")) / "models" / NAME
+    from trainer.data.config import DataConfig
+    from trainer.data.prepared import cache_directory
+
+    return cache_directory(DataConfig()) / "models" / NAME
 
 
 def download(directory: Path) -> Path:

@@ -26,7 +26,9 @@ QUESTIONS = {
 
 
 def test_files_go_where_evaluation_looks(monkeypatch, tmp_path):
-    for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):
+    for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):  # an empty one counts as not set
+        monkeypatch.setenv(name, "")
+        assert fetch_benchmarks.benchmark_directory() == Path.home() / ".cache/unrope/benchmarks"
         monkeypatch.setenv(name, str(tmp_path / name))
         assert fetch_benchmarks.benchmark_directory() == benchmark_directory(MultipleChoiceConfig())
         monkeypatch.delenv(name)
