@@ -67,9 +67,8 @@ def prepare(paths: list[str], workers: int) -> None:
     from tokenizers import Tokenizer
 
     from trainer.data.config import DataConfig, TokenizerConfig
-    from trainer.data.files import find_files
+    from trainer.data.files import find_files, read_rows
     from trainer.data.preparing import Preparation
-    from trainer.data.rows import read_rows
     from trainer.data.tokenizer import train_tokenizer
 
     texts = [r for f in find_files(paths, "paths") for r in read_rows(f.path, "text")]

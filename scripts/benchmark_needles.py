@@ -36,7 +36,7 @@ from tokenizers import Tokenizer
 from trainer.commands.train import read_config
 from trainer.common.errors import UserError
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
-from trainer.data.standard_library import stdlib_docs
+from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
