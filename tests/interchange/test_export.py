@@ -18,8 +18,7 @@ from trainer.interchange.export.custom.configuration_unrope import UnropeConfig
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM, UnropeModel
 from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.engines import OLDEST_TRANSFORMERS, verdicts
-from trainer.interchange.export.plan import make_plan
-from trainer.interchange.export.weights import round_weights, write_weights
+from trainer.interchange.export.plan import make_plan, round_weights, write_weights
 from trainer.interchange.pretrained import read_pretrained, waits
 from trainer.interchange.tensor_files import read_headers
 from trainer.model.config import QKNormConfig, SoftmaxConfig

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError, first_line
 from trainer.data.config import TokenizerConfig
-from trainer.interchange.hub import cached_or_downloaded
-from trainer.interchange.tokenizer_file import tokenizer_from_file
+from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""

@@ -16,8 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, did_you_mean, first_line
-from trainer.interchange.hf_config import named_bos
-from trainer.interchange.own_config import is_own
+from trainer.interchange.hf_config import is_own, named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.interchange.tensor_files import weights_problem
 from trainer.model.config import ModelConfig

@@ -13,26 +13,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.common.errors import UserError
-from trainer.interchange.adapted.cache import as_transformers_cache, cache_name, empty_cache
-from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (
     Rotation,
     Tables,
+    complex_table,
     forget_lengths,
     found_rotation,
     in_one_order,
     no_rotation,
     tables_like,
 )
-from trainer.interchange.adapted.seam import Call, Seam, ordered
+from trainer.interchange.adapted.seam import (
+    Call,
+    Seam,
+    as_transformers_cache,
+    cache_name,
+    empty_cache,
+    ordered,
+)
 from trainer.model.backend_choice import Choice
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
+from trainer.model.masks import Mask, allowed
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import Groups, head_groups
+from trainer.positional.rotation import Groups, head_groups, rotary_table
 
 TRIED = 16
 """Tokens that are read to see what the layers do."""
@@ -40,6 +47,11 @@ CAUSAL = 1e-5
 """Of the largest state: how far a later token may move those of earlier tokens."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 """What families call the number that their norms add."""
+APART = 0.05
+"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
+much at position 10^6."""
+LENGTHS = "analysis.length, or evaluation.choice.length and evaluation.lengths"
+"""Keys of the texts that are watched."""
 
 
 class AdaptedModel(LanguageModel):
@@ -275,7 +287,10 @@ class AdaptedModel(LanguageModel):
         if not changed and self._observe is None:
             return nullcontext()
         groups = head_groups(self.layout, positions, lengths) if changed else []
-        last, longest = ends(positions) if changed else (0, 0)
+        last, longest = 0, 0
+        if changed:  # the last position of the first row, and the last of all
+            rows = positions.reshape(-1, positions.shape[-1])
+            last, longest = int(rows[0, -1]), int(rows[:, -1].max())
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             call = ordered(call, self.rotations[call.index].ordered)
@@ -314,8 +329,48 @@ class AdaptedModel(LanguageModel):
     def _show(self, observe: OnLayer, call: Call, *, by_itself: bool) -> None:
         """Inform the observer after checking that the layer behaves as the layout says."""
         check_scores(call, self.layout.layers[call.index].window)
-        if by_itself:
-            check_rotation(call, self.rotations[call.index])
+        if by_itself and call.tables is not None:
+            rotation, last = self.rotations[call.index], call.q.shape[2] - 1
+            check_tables(call.index, call.tables, rotation, last)
         assert call.plain is not None  # requested whenever there is an observer
         softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
         observe(call.index, *call.plain, call.q, call.k, **softmax)
+
+
+def check_scores(call: Call, window: int | None) -> None:
+    """Check that the mask is causal, within the layer's window.
+
+    Raises:
+        UserError: the mask is another one.
+    """
+    if call.mask is None:
+        return
+    T, mask = call.q.shape[2], call.mask
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if not torch.equal(
+        *torch.broadcast_tensors(seen, allowed(Mask(window), range(T), range(T), mask.device))
+    ):
+        raise UserError.at(
+            "checkpoint",
+            f"layer {call.index} hides other keys than a window would (attention in chunks), of "
+            f"{T:,} tokens; give shorter texts ({LENGTHS}).",
+        )
+
+
+def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
+    """Check that one layer's tables are those of its spectrum at the last position.
+
+    Raises:
+        UserError: the rotation depends on the length of the text.
+    """
+    if not rotation.spectrum.rotates:
+        return
+    table = complex_table(tables)[1][0, -1]
+    at = torch.tensor([position], device=table.device)
+    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
+    if (table - torch.complex(cos, sin)).abs().amax() > APART:
+        raise UserError.at(
+            "checkpoint",
+            f"the rotation of layer {index} follows the length of the text; give texts within the "
+            f"length it was trained at ({LENGTHS}).",
+        )

@@ -19,8 +19,7 @@ from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
-from trainer.interchange.export.plan import Plan, make_plan
-from trainer.interchange.export.weights import DTYPES, round_weights, write_weights
+from trainer.interchange.export.plan import DTYPES, Plan, make_plan, round_weights, write_weights
 from trainer.model.decoder import Decoder
 from trainer.stopping import partial_directory
 
