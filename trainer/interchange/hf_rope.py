@@ -201,22 +201,9 @@ def _is_list(value: Any, length: int) -> bool:
     )
 
 
-def _default(rope: _Rope) -> Spectrum:
-    return rope.plain
-
-
-def _linear(rope: _Rope) -> Spectrum:
-    return _interpolated(rope.plain, rope.factor)
-
-
 def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
     inv_freq = tuple(f / factor for f in spectrum.inv_freq)
     return replace(spectrum, inv_freq=inv_freq)
-
-
-def _dynamic(rope: _Rope) -> Spectrum:
-    """Return the spectrum of dynamic NTK."""
-    return dynamic(rope.plain, ntk_aware, rope.training_length, growth=rope.factor)
 
 
 def _proportional(rope: _Rope) -> Spectrum:
@@ -268,9 +255,11 @@ def _llama3(rope: _Rope) -> Spectrum:
 
 
 _SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
+    "default": lambda rope: rope.plain,
+    "linear": lambda rope: _interpolated(rope.plain, rope.factor),
+    "dynamic": lambda rope: dynamic(
+        rope.plain, ntk_aware, rope.training_length, growth=rope.factor
+    ),
     "yarn": _yarn,
     "longrope": _longrope,
     "llama3": _llama3,

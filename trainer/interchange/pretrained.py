@@ -202,8 +202,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError.at("", f"there is no 'config.json' in {str(directory)!r}.")
     try:
         values = read_plain(path)
-    except ValueError as error:
-        raise UserError.at("", f"'config.json' is damaged: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise UserError.at("", f"'config.json' cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError.at("", "'config.json' holds no keys.")
     return values

@@ -28,11 +28,10 @@ from trainer.interchange.adapted.seam import (
     Seam,
     as_transformers_cache,
     cache_name,
-    empty_cache,
     ordered,
 )
 from trainer.model.backend_choice import Choice
-from trainer.model.cache import KVCache
+from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
@@ -130,6 +129,7 @@ class AdaptedModel(LanguageModel):
         if (after - before)[:, :-1].abs().amax() > CAUSAL * before.abs().amax():
             raise UserError.at("", "its tokens see later ones; expected a causal model.")
         self._outputs = type(found)
+        # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [
             (layer.keys.shape[1::2], layer.values.shape[1::2])
             for layer in found[cache_name(self._base)].layers
@@ -263,7 +263,12 @@ class AdaptedModel(LanguageModel):
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for ``capacity`` tokens in each of ``rows``."""
-        return empty_cache(self._cached, rows, capacity, self.hf.dtype, self.device)
+        like = torch.empty(0, dtype=self.hf.dtype, device=self.device)
+        layers = (
+            [like.new_zeros(rows, heads, capacity, size) for heads, size in shapes]
+            for shapes in self._cached
+        )
+        return KVCache([LayerCache(keys, values) for keys, values in layers])
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:

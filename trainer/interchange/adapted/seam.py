@@ -248,22 +248,3 @@ def cache_name(module: nn.Module) -> str:
 def as_transformers_cache(cache: KVCache) -> Cache:
     """Return a view: what transformers appends goes to ``cache``."""
     return Cache(layers=[_Layer(layer) for layer in cache.layers])
-
-
-def empty_cache(
-    shapes: list[tuple[tuple[int, int], tuple[int, int]]],
-    rows: int,
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    """Allocate a cache for ``capacity`` tokens in each of ``rows``.
-
-    ``shapes``: heads and channels of the keys and of the values of every layer, which differ in
-    models that cache compressed ones.
-    """
-
-    def zeros(heads: int, channels: int) -> Tensor:
-        return torch.zeros(rows, heads, capacity, channels, dtype=dtype, device=device)
-
-    return KVCache([LayerCache(zeros(*keys), zeros(*values)) for keys, values in shapes])
