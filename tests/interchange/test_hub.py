@@ -89,6 +89,7 @@ def test_what_is_here_is_taken_and_else_the_hub_is_asked_where_it_can_be(monkeyp
             "from nothing.",
         ),
         ("./nowhere/x", "there is no directory './nowhere/x'."),
+        (f"./nowhere/{'x' * 300}", f"there is no directory './nowhere/{'x' * 300}'."),
         (
             "./no/SmolLM2-135M-Instruct",
             "there is no directory './no/SmolLM2-135M-Instruct'. `python scripts/fetch_smollm2.py` "

@@ -40,15 +40,17 @@ class NeedleVocabulary:
         """Look up the token ids.
 
         Raises:
-            UserError: the tokenizer splits some of the words.
+            UserError: the tokenizer does not hold some of the words.
         """
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
-        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) > 1]
+        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) != 1]
+        if not split and len({*map(tuple, ids)}) < len(ids):  # one token for unknown words
+            split = WORDS
         if split:
             raise UserError.at(
                 "data.needles",
-                "the tokenizer must hold every name and two-digit number as one token, but "
-                f"splits {split[0]!r} and {len(split) - 1} others; train one "
+                "the tokenizer must hold every name and two-digit number as a token of its own, "
+                f"but lacks {split[0]!r} and {len(split) - 1} others; train one "
                 "(tokenizer.path=null) or set data.needles.share=0.",
             )
         flat = np.array([tokens[0] for tokens in ids])
@@ -175,9 +177,14 @@ def make_trials(
         seed: seed of the trials.
 
     Raises:
-        UserError: the statements do not fit the length.
+        UserError: there are more statements than names, or they do not fit the length.
     """
     N, L = text.shape
+    if needles > len(NAMES):
+        raise UserError.at(
+            "evaluation.needles",
+            f"statements have at most {len(NAMES)} different names, got {needles} needles.",
+        )
     n_values = len(vocabulary.numbers)
     u = uniforms(seed, counters, len(NAMES) + n_values + 1 + needles)
     order, values, asked, places = np.split(u, np.cumsum([len(NAMES), n_values, 1]), axis=1)

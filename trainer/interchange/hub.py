@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -87,9 +88,11 @@ def find_pretrained(given: str) -> Path:
             "from nothing.",
         )
     path = Path(given).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    # os.path: also False for a name that is too long
+    is_file = os.path.isfile(path)  # noqa: PTH113
+    if os.path.isdir(path) or (is_file and path.suffix == ".gguf"):  # noqa: PTH112
         return path
-    if path.is_file():
+    if is_file:
         raise UserError.at(
             KEY,
             f"{given!r} is a file; expected the directory it lies in, or a .gguf file.",

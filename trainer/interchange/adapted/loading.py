@@ -6,6 +6,7 @@ weights safetensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -66,7 +67,7 @@ def read_adapted(given: str) -> Adapted:
             "reads itself.",
         )
     path = Path(given.removeprefix(PREFIX)).expanduser()
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
         nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise UserError.at(
             "checkpoint",
