@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a checkpoint costs the step that saves it: written beside training, and at once.
+"""Measure how long a checkpoint delays its step, written beside training or within the step.
 
     python scripts/benchmark_checkpoint.py
 
@@ -42,7 +42,7 @@ class Clock(L.Callback):
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of every step but the first."""
+        """Return the time of every step but the first."""
         return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
 
 

@@ -1,4 +1,4 @@
-"""How fast text is prepared, opened and read, and how much memory that takes; ratios in one run.
+"""Measure speed and memory of preparing, opening and reading text, as ratios within one run.
 
 python scripts/benchmark_data.py prepare texts/*.jsonl     against `tokenizers` alone
 python scripts/benchmark_data.py memory --tokens=1e9       a stream of made-up text
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the processor's name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -62,14 +62,13 @@ def peak() -> float:
 
 
 def prepare(paths: list[str], workers: int) -> None:
-    """The whole of `prepare` against the library's own batches on as many threads, alternating."""
+    """Time the whole of `prepare` in turns with the library's own batches on as many threads."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from tokenizers import Tokenizer
 
     from trainer.data.config import DataConfig, TokenizerConfig
-    from trainer.data.files import find_files
+    from trainer.data.files import find_files, read_rows
     from trainer.data.preparing import Preparation
-    from trainer.data.rows import read_rows
     from trainer.data.tokenizer import train_tokenizer
 
     texts = [r for f in find_files(paths, "paths") for r in read_rows(f.path, "text")]
@@ -138,7 +137,7 @@ def memory(tokens: int, workers: int) -> None:
 
 
 def sparse(directory: Path, tokens: int) -> None:
-    """A prepared text of empty files: what opens is the same."""
+    """Make a prepared text of sparse files, which opens like a real one."""
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(
@@ -193,7 +192,7 @@ def _opened(directory: str, barrier: object, results: object) -> None:
 
 
 def open_many(tokens: int) -> None:
-    """One process, then 64 at once: until it is open, until sample 10^9 is read, memory."""
+    """Measure opening, reading sample 10^9, and memory, in one process and then in 64 at once."""
     import trainer.data.packing  # noqa: F401  so that forked processes need not
 
     context = multiprocessing.get_context("fork")
@@ -216,7 +215,7 @@ def open_many(tokens: int) -> None:
 
 
 def read(directory: Path, workers: int) -> None:
-    """Tokens a second from a warm page cache, through the loader that training uses."""
+    """Measure tokens per second from a warm page cache, through the loader that training uses."""
     import torch
     from torch.utils.data import DataLoader
 

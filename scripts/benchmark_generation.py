@@ -67,7 +67,7 @@ def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> dict[str, Generate]:
-    """What adds a number of tokens to the prompts ``ids`` ``[B, T]``, ours and theirs."""
+    """Return functions, ours and theirs, that add a number of tokens to prompts ``[B, T]``."""
     model = ours(config, dtype)
     hf = theirs(model, dtype)
     mask, prompts = torch.ones_like(ids), ids.tolist()
@@ -79,7 +79,7 @@ def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> d
 
 
 def seconds(function: Generate, count: int) -> float:
-    """How long ``count`` new tokens take."""
+    """Return the seconds that ``count`` new tokens take."""
     start = time.perf_counter()
     function(count)
     return time.perf_counter() - start

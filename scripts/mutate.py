@@ -53,9 +53,11 @@ Watched = tuple[dict[str, set[Place]], dict[str, float], set[str]]
 
 
 class Watch:
-    """A plugin of pytest that notes which marked functions each test calls, in its own process or
-    in those that it starts, and how long it takes. What a fixture calls that several tests share
-    counts for all that use it."""
+    """Plugin of pytest that records each test's duration and the marked functions that it calls.
+
+    Functions called in processes that a test starts count too, and so do those that its shared
+    fixtures call.
+    """
 
     def __init__(self, to: Path) -> None:
         self.files: dict[str, Path] = {}
@@ -90,19 +92,19 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        """Note what a shared fixture calls by itself, too."""
+        """Record the functions that a shared fixture calls."""
         if fixturedef.scope == "function":
             return (yield)
         with self._noted_for(_key(fixturedef)):
             return (yield)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Tests that fail by themselves tell nothing of a change."""
+        """Record a failed test: it cannot show whether a change is noticed."""
         if report.failed:
             self.failed.add(report.nodeid)
 
     def called(self) -> dict[str, set[Place]]:
-        """The functions that each test was found to call."""
+        """Return the functions that each test called."""
         seen = {name: _places(file) for name, file in self.files.items()}
         return {
             test: seen[test].union(*(seen.get(name, ()) for name in fixtures))
@@ -133,7 +135,7 @@ class Only:
 
 
 def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None:
-    """What ``job`` returns in a process of its own; None where it takes too long."""
+    """Run ``job`` in a child process; return its result, or None after ``seconds``."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -145,7 +147,7 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
         resource.setrlimit(resource.RLIMIT_AS, (16 * GIB, 16 * GIB))
         try:
             code = int(job())
-        except BaseException:  # what a change has broken may raise anything
+        except BaseException:  # a broken program may raise anything
             code = 1
         os._exit(code)
     over, ends = None, time.monotonic() + seconds
@@ -155,7 +157,7 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
             over = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # it, or what it has left behind
+            os.killpg(child, signal.SIGKILL)  # with the processes it started
         status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status) if over else None
 
@@ -170,7 +172,7 @@ class Checkout:
 
     @classmethod
     def copied(cls, to: Path) -> Checkout:
-        """Of every file that git knows or would add."""
+        """Copy every file that git tracks or would add."""
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, names.split("\0")):
@@ -189,15 +191,17 @@ class Checkout:
         return int(pytest.main([*words, *options, base], plugins=[plugin]))
 
     def tests(self) -> list[str]:
-        """The directories and files of tests."""
+        """Return the directories and files of tests."""
         places = sorted((self.root / "tests").iterdir())
         found = [path for path in places if path.is_dir() or path.name.startswith("test_")]
         return [str(path.relative_to(self.root)) for path in found]
 
     def watch(self, tests: str, kept: Path | None) -> None:
-        """Run the tests of a directory or a file once and note what each of them calls; those that
-        fail are left out. What was found, and the text they have prepared, is taken from ``kept``
-        where it was found before for the same files."""
+        """Run the tests of a directory or file once, and record what each test calls.
+
+        Tests that fail are left out. If ``kept`` holds the record of the same files, it is used
+        instead, with the text that the tests prepared.
+        """
         found = self.root.parent / "watched.pickle"
         place = None if kept is None else kept / self.fingerprint(tests)
         if place is not None and place.is_dir():
@@ -215,7 +219,7 @@ class Checkout:
             (self.root / f"{SEEN}.py").unlink()
             for path, (source, times) in before.items():
                 path.write_bytes(source)
-                os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
+                os.utime(path, (times.st_atime, times.st_mtime))  # keep compiled files valid
         if failed:  # some as torch.compile meets marks: they count for files that they reached
             _, again, broken = self._watched(sorted(failed))
             seconds |= again
@@ -234,7 +238,7 @@ class Checkout:
         self._know(tests, found)
 
     def _watched(self, tests: list[str]) -> Watched:
-        """What these tests call, how long they take, and which fail."""
+        """Run these tests; return their calls, their durations, and which of them fail."""
         said, found = self.root.parent / "said.txt", self.root.parent / "found.pickle"
 
         def job() -> int:
@@ -251,7 +255,7 @@ class Checkout:
         return watched
 
     def fingerprint(self, tests: str) -> str:
-        """Of these tests and of all else that may change what they call."""
+        """Return a hash of these tests and of all files that may change their calls."""
         digest = hashlib.sha256(tests.encode())
         for path in sorted(self.root.rglob("*")):
             name = str(path.relative_to(self.root))
@@ -270,16 +274,18 @@ class Checkout:
             print(f"left out, as it does not pass: {name}", file=sys.stderr)
 
     def files(self, room: str = "") -> list[Path]:
-        """The sources of a room, or of all."""
+        """Return the sources of a room, or of all."""
         return sorted((self.root / "trainer" / room).rglob("*.py"))
 
     def tests_of(self, mutant: Mutant) -> list[list[str]]:
-        """The tests that call the function of a change, the quickest first, those of its own room
-        and then the others: for a change of none, or of one that is called nowhere here, those
-        that call any of its file or are named after it, or all."""
+        """Return the tests that call the changed function: of its own room, then the others.
+
+        The quickest come first. For a change outside functions, or in one that no test calls, they
+        are the tests that call any function of the file or are named after it, or else all.
+        """
         place = mutant.file, mutant.function
         names = [name for name, called in self.called.items() if place in called]
-        if not names:  # of what a module names, also those that only read it
+        if not names:  # tests may read a module's names without a call
             path = Path(mutant.file)
             mirror = f"tests/{path.parts[1]}/test_{path.stem}.py::"
             names = [
@@ -295,7 +301,7 @@ class Checkout:
         return [self._first(group, seconds) for group, seconds in groups if group]
 
     def _first(self, names: list[str], seconds: float) -> list[str]:
-        """As many as take so long together."""
+        """Return as many tests as fit into these seconds, at least one."""
         ends = itertools.accumulate(self.seconds[name] for name in names)
         return [name for name, end in zip(names, ends, strict=True) if end < seconds] or names[:1]
 
@@ -374,7 +380,11 @@ def main() -> None:
     lived: list[Mutant] = []
     with tempfile.TemporaryDirectory(prefix="unrope-mutants-") as directory:
         place = Path(directory)
-        for name in ("HOME", "UNROPE_CACHE", "TMPDIR"):  # a change may write what is wrong there
+        for name in (
+            "HOME",
+            "UNROPE_CACHE",
+            "TMPDIR",
+        ):  # a changed program may write anything there
             (place / name).mkdir()
             os.environ[name] = str(place / name)
         os.environ["PYTHONPATH"] = str(place / "checkout")

@@ -56,12 +56,12 @@ class Mutant:
     function: int | None
 
     def applied(self, source: bytes) -> bytes:
-        """The file as it is with this change."""
+        """Return the file with this change."""
         return source[: self.begin] + self.text.encode() + source[self.end :]
 
 
 def mutants(source: bytes, file: str) -> list[Mutant]:
-    """Every change to a file that is tried.
+    """Return every change to try in a file.
 
     Comparisons and arithmetic get another operator, ``and`` becomes ``or``, conditions are negated,
     numbers change, truth values too, keyword arguments are left out, statements that do something
@@ -102,8 +102,10 @@ def _short(text: str) -> str:
 def _changes(
     node: ast.AST, inside: int | None = None, above: tuple[ast.AST, ...] = ()
 ) -> Iterator[tuple[Any, ast.AST, int | None]]:
-    """A node, what takes its place, and the line of the function around it; ``above``: the nodes
-    that it is in, the innermost last."""
+    """Yield nodes, their replacements, and the line of the function around them.
+
+    ``above``: the nodes around it, the innermost last.
+    """
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.pattern) or _is_said(node):
         return
     if isinstance(node, ast.keyword) and not _matters(node.arg):
@@ -389,7 +391,7 @@ def see(place):
 
 
 def marked(source: bytes, file: str) -> str:
-    """A file whose functions tell, when they are called, of which file and line they are."""
+    """Return a file whose functions report their file and line when they are called."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a training step would do on GPUs, counted without one.
+"""Count what a training step would do on GPUs, without one.
 
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
     python scripts/rehearse.py loss            traffic of the loss outside its products
@@ -94,7 +94,7 @@ class Launches(TorchDispatchMode):
 
 
 def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) -> Launches:
-    """Forward and backward of our decoder; ``chunks``: of the loss, None: a GPU's."""
+    """Count forward and backward of our decoder; ``chunks``: of the loss, None: as on a GPU."""
     with fake_tensors(weights):
         if chunks is not None:
             loss.CHUNKS["cpu"] = chunks
@@ -112,7 +112,7 @@ def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) 
 
 
 def theirs(shape: Shape, weights: torch.dtype) -> Launches:
-    """The same of transformers' Llama."""
+    """Count forward and backward of transformers' Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c = shape.model
@@ -145,7 +145,7 @@ def _counted(shape: Shape, step: Callable[[torch.Tensor], torch.Tensor]) -> Laun
 
 
 def launches() -> Rows:
-    """Ours beside theirs, and the loss in chunks beside the loss in one."""
+    """Compare ours with theirs, and the loss in chunks with the loss in one piece."""
     yield "shape", "weights", "", "operators", "of theirs", "traffic, GB", "of theirs"
     whole = loss.Chunks(logits=2**62, tokens=1, rows=2**31)
     for name, shape in SHAPES.items():
@@ -174,7 +174,7 @@ PRODUCTS = ("mm", "add_product")
 
 
 def loss_traffic() -> Rows:
-    """Of the loss alone: in the passes of a CPU, and fused."""
+    """Count the traffic of the loss alone: in the passes of a CPU, and fused."""
     yield "shape", "head", "", "chunks", "operators", "bytes a logit outside products"
     fused = loss.CHUNKS["cuda"]
     for name, shape in SHAPES.items():
@@ -188,7 +188,7 @@ def loss_traffic() -> Rows:
 
 
 def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launches, int]:
-    """Forward and backward of the loss of bfloat16 states; and how many chunks it has."""
+    """Count forward and backward of the loss of bfloat16 states; also return its chunks."""
     width, vocab, tokens = (
         shape.model.hidden_size,
         shape.model.vocab_size,
@@ -233,14 +233,14 @@ def sent(
     shape: tuple[int, int],
     factor: float = 1.0,
 ) -> list[tuple[str, int]]:
-    """The collectives of one update with micro-batches of ``shape``; ``factor``: on gradients."""
+    """Return the collectives of one update of ``shape`` micro-batches; ``factor``: on gradients."""
     with Collectives() as seen:
         train_step(module, optimizer, shape, factor)
     return seen.calls
 
 
 def collectives() -> Rows:
-    """Of a step of 32 ranks; the size is what a rank holds of the larger side."""
+    """List the collectives of a step of 32 ranks, sized by a rank's part of the larger side."""
     cases = [(name, case, 2) for name in SHAPES for case in REDUCED]
     # 16 sequences a rank, of the recipe drope_llama2_7b.
     seven = ("fsdp2", "adamw", "micro_batch"), ("hsdp", "adamw", "micro_batch")
@@ -266,7 +266,7 @@ REDUCED = (
 def _of_a_step(
     shape: Shape, strategy: Any, optimizer: Any, reduced: Any, times: int
 ) -> list[tuple[str, int]]:
-    rows, ranks = 1, 32  # what is sent depends on parameters alone
+    rows, ranks = 1, 32  # rows change no collective
     config = RunConfig(
         model=shape.model,
         strategy=StrategyConfig(
@@ -332,7 +332,7 @@ def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
 
 
 def memory() -> Rows:
-    """By part, when a step of one micro-batch needs most."""
+    """List the memory of a step of one micro-batch by part, at its peak."""
     yield "shape", "ranks", "strategy", "recomputed", "sequences", *MEMORY_PARTS, "GiB"
     for name, ranks, strategy, recomputed, rows in (
         ("SmolLM-360M", 1, "single", "none", 4),

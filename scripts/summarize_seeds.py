@@ -40,7 +40,7 @@ def table(reports: list[Report]) -> str:
 
 
 def claims(reports: list[Report]) -> str:
-    """In how many of the runs each observation of the papers shows."""
+    """Count for each observation of the papers the runs that show it."""
     rows = ["| claim | source | shown in |", "| --- | --- | --- |"]
     for index, observation in enumerate(reports[0].observations):
         count = sum(report.observations[index].shown is True for report in reports)
@@ -49,7 +49,7 @@ def claims(reports: list[Report]) -> str:
 
 
 def drops(reports: list[Report]) -> str:
-    """The effect of the drop in every run."""
+    """Tabulate the effect of the drop in every run."""
     rows = [
         "| run | step | loss before | just after | at the end |",
         "| --- | --- | --- | --- | --- |",

@@ -76,7 +76,7 @@ SECTIONS = {
 
 
 def workspace(entity: str, project: str, name: str) -> Workspace:
-    """The workspace with all sections open."""
+    """Build the workspace with all sections open."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 

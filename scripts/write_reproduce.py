@@ -53,7 +53,7 @@ HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "wh
 
 
 def cost(command: str, costs: dict[str, Any]) -> str:
-    """What the training of a command costs; empty where it trains no experiment.
+    """Return the training cost of a command, empty if it trains no experiment.
 
     Raises:
         KeyError: the cost of its experiment is not in the data.
@@ -66,7 +66,7 @@ def cost(command: str, costs: dict[str, Any]) -> str:
 
 
 def rows(item: dict[str, Any], costs: dict[str, Any]) -> list[list[str]]:
-    """Of the table: a row for each command, the first with all the rest."""
+    """Return the table's rows of an item: one per command, the first with all other cells."""
     result = item.get("result", "")
     name = Path(result.partition("#")[0]).stem.replace("README", "results")
     linked = f"[{name}]({result})" if result else ""
@@ -84,12 +84,12 @@ def rows(item: dict[str, Any], costs: dict[str, Any]) -> list[list[str]]:
 
 
 def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
 
 
 def page(data: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     papers = data["papers"]
     counts = [Counter(item["state"] for item in paper["items"]) for paper in papers]
     counted = [

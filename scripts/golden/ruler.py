@@ -188,7 +188,7 @@ def _prompts(scripts: Path, task: str, length: int, count: int) -> list[dict[str
     }
     sys.argv = [task, *(str(x) for key, value in options.items() for x in (f"--{key}", value))]
     program = _load(data / f"synthetic/{config['task']}.py", task)
-    # The untrained tokenizer knows no abbreviations, and the text has none.
+    # Untrained: the text has no abbreviations.
     program.sent_tokenize = PunktSentenceTokenizer().tokenize  # type: ignore[attr-defined]
     calls: list[tuple[str, int, list[Any]]] = []
     generate = program.generate_input_output

@@ -92,6 +92,10 @@ WRONG = [
         for key in ("names", "mentions")
     ),
     (
+        {"needles": NeedlesConfig(names=(2, 17))},
+        "data.needles.names: expected at most 16, got 17.",
+    ),
+    (
         {"sequence_length": 60, "needles": NeedlesConfig(share=0.1)},
         "data.needles.mentions: 20 statements of 3 tokens do not fit data.sequence_length 60; at "
         "most 19.",

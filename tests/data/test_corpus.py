@@ -193,6 +193,8 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.path"):
         load_tokenizer(str(path))
+    with pytest.raises(UserError, match=r"tokenizer\.path: there is no file 'x"):
+        load_tokenizer("x" * 300 + ".json")
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.data.config import NeedlesConfig
+from trainer.data.config import MOST_NAMES, NeedlesConfig
 from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -50,10 +51,10 @@ def test_insert_is_list_insertion(cuts, length):
             assert got[0, begins[0, m]] == 900 + m
 
 
-@given(seed=st.integers(0, 1000))
-def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed):
+@given(seed=st.integers(0, 1000), end=st.sampled_from([None, 10]))
+def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed, end):
     config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(2, 20), weight=10.0)
-    tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed)
+    tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed, end)
     assert tokens.shape == weights.shape == (8, 64)
     for row, weight in zip(tokens, weights, strict=True):
         found = statements_in(row)
@@ -62,7 +63,9 @@ def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_num
         expected = np.ones(64)
         for position, name, number in found:
             assert known.setdefault(name, number) == number
-            if name in {int(row[p]) for p, *_ in found if p < position}:
+            before = row[:position]  # with a mask, only what stands behind the last end
+            begin = max(np.flatnonzero(before == end), default=0) if end else 0
+            if name in {int(row[p]) for p, *_ in found if begin <= p < position}:
                 expected[position + 1] = 10.0
         assert len(known) <= 5
         np.testing.assert_array_equal(weight, expected)
@@ -159,14 +162,27 @@ def test_trials_do_not_depend_on_how_many_are_made():
     np.testing.assert_array_equal(few.prompts, many.prompts[:3])
 
 
-def test_too_many_needles_for_the_length_is_an_error():
-    with pytest.raises(UserError, match="at most 4"):
-        make_trials(text_of(1, 14), np.arange(1), VOCABULARY, 5, 1)
+@pytest.mark.parametrize(
+    ("needles", "length", "said"),
+    [(5, 14, "at most 4"), (17, 128, "at most 16 different names, got 17 needles")],
+)
+def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, length, said):
+    assert len(NAMES) == MOST_NAMES
+    with pytest.raises(UserError, match=said):
+        make_trials(text_of(1, length), np.arange(1), VOCABULARY, needles, 1)
 
 
-def test_tokenizer_that_splits_the_words_is_refused():
-    with pytest.raises(UserError, match="one token"):
-        NeedleVocabulary.of(train_tokenizer(["some text"], 300, words=[]))
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        train_tokenizer(["some text"], 300, words=[]),
+        Tokenizer(models.WordLevel({"unknown": 0, ".": 1}, unk_token="unknown")),
+    ],
+    ids=["splits them", "knows none"],
+)
+def test_a_tokenizer_without_the_words_is_refused(tokenizer):
+    with pytest.raises(UserError, match="as a token of its own, but lacks ' Alice' and"):
+        NeedleVocabulary.of(tokenizer)
 
 
 def test_words_are_found_by_a_tokenizer_that_puts_a_token_before_every_text():

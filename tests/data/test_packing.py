@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ from trainer.data import plan
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples, as_batch
-from trainer.data.packing import BestFitBlocks, _best_fit, is_packed, packing_problems
+from trainer.data.packing import TABLES, BestFitBlocks, _best_fit, is_packed, packing_problems
 from trainer.data.prepared import open_prepared
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -104,6 +105,36 @@ def test_packing_is_made_once_for_each_length_and_missing_it_is_said(config):
         BestFitBlocks(open_prepared(directory), 16)
     prepare_corpus(replace(config, packing="best_fit"), BPE)  # makes it again
     assert packing_problems(directory) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "value"),
+    [
+        *(("blocks", -1), ("blocks", 2**60)),
+        *(("lengths", 0), ("lengths", -5), ("lengths", 17), ("starts", -1), ("starts", 2**60)),
+    ],
+)
+def test_a_damaged_table_gives_no_wrong_text(config, table, value):
+    text = prepare_corpus(replace(config, packing="best_fit"), BPE).parts[0].text
+    path = text.directory / f"best_fit-16.{table}"
+    numbers = np.fromfile(path, TABLES[table])
+    numbers[:] = value
+    numbers.tofile(path)
+    with pytest.raises(UserError, match=r"data\.packing: the blocks of .* are damaged"):
+        BestFitBlocks(text, 16).read(np.array([0, 1]))
+
+
+def test_an_incomplete_or_misnamed_list_of_tables_is_damaged(config):
+    text = prepare_corpus(replace(config, packing="best_fit"), BPE).parts[0].text
+    path = text.directory / "best_fit-16.json"
+    tables = json.loads(path.read_text())["tables"]
+    path.write_text(json.dumps({"tables": {"starts": tables["starts"]}}))
+    path.with_name("best_fit-x.json").write_text("{}")
+    assert not is_packed(text.directory, 16)
+    assert packing_problems(text.directory) == [
+        "best_fit-16.json is damaged",
+        "best_fit-x.json is damaged",
+    ]
 
 
 def test_positions_restart_behind_every_end_and_first_tokens_need_not_count(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -159,6 +160,10 @@ def harm(directory, what):
             manifest.unlink()
         case "tokenizer":
             (directory / "tokenizer.json").write_text("{}")
+        case "no tokenizer":
+            (directory / "tokenizer.json").write_text("{}")
+            checksum = hashlib.sha256(b"{}").hexdigest()
+            manifest.write_text(json.dumps({**plain, "tokenizer_sha256": checksum}))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,7 @@ def harm(directory, what):
         ("older", "has format 1, which is no longer read"),
         ("unfinished", "was not finished; the command that began it goes on"),
         ("tokenizer", r"tokenizer\.json is not what was written"),
+        ("no tokenizer", r"tokenizer\.json: Model missing"),
     ],
 )
 def test_damage_is_one_line_that_names_the_directory(directory, what, said):
@@ -216,6 +222,7 @@ def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
         (("shards", "train"), {}),
         (("end_of_text",), -1),
         (("end_of_text",), 10**6),
+        (("end_of_text",), 10**12),
         (("end_of_text",), 1.5),
         (("dtype",), ">u2"),
         (("request",), [1]),

@@ -17,9 +17,9 @@ from trainer.data.sources import (
     list_source,
     read_source,
     source_problems,
+    stdlib_docs,
     text_source,
 )
-from trainer.data.standard_library import stdlib_docs
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,15 @@ import pytest
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.data import batches, plan, units
-from trainer.data.config import TokenizerConfig
+from trainer.data import plan, units
+from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
+from trainer.data.files import BadRow
 from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
+from trainer.data.units import DocumentBatch, batches_of
 from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -33,7 +35,7 @@ BPE = TokenizerConfig(vocab_size=300)
 def many_pieces(monkeypatch):
     """Every file a unit, a few documents a batch, a shard every few batches."""
     monkeypatch.setattr(plan, "UNIT", 1)
-    monkeypatch.setattr(batches, "BATCH", 300)
+    monkeypatch.setattr(units, "BATCH", 300)
     monkeypatch.setattr(units, "SHARD", 600)
 
 
@@ -73,7 +75,7 @@ def test_there_are_shards_of_every_split_with_their_documents(config, many_piece
 
 
 def test_several_processes_write_the_same_bytes(config, whole, monkeypatch):
-    monkeypatch.setattr(batches, "SMALL", 0)
+    monkeypatch.setattr(units, "SMALL", 0)
     work = work_of(config)
     assert work.run(workers=2)
     assert bytes_of(work.directory) == whole
@@ -126,7 +128,7 @@ def _killed_at(work, writes):
 
 
 def test_no_worker_outlives_a_reader_that_is_killed(config, monkeypatch):
-    monkeypatch.setattr(batches, "SMALL", 0)
+    monkeypatch.setattr(units, "SMALL", 0)
     receiver, sender = get_context("fork").Pipe(duplex=False)
     process = get_context("fork").Process(target=_killed_with_workers, args=(config, sender))
     process.start()
@@ -142,8 +144,8 @@ def test_no_worker_outlives_a_reader_that_is_killed(config, monkeypatch):
 
 def _killed_with_workers(config, sender):
     plan = make_plan(config, BPE, None, list_source(config))
-    with batches.encoders(plan, 2) as encode:
-        batch = batches.Batch(["Some text."])
+    with units.encoders(plan, 2) as encode:
+        batch = DocumentBatch(["Some text."])
         next(encode(iter([batch] * 20)))
         sender.send([child.pid for child in active_children()])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -327,3 +329,55 @@ def test_text_too_short_leaves_nothing_behind(tmp_path, config):
     with pytest.raises(UserError, match=r"too few different documents \(2\)"):
         work_of(config).run(workers=1)
     assert not (tmp_path / "cache").exists()
+
+
+def bad(number):
+    return BadRow(f"row {number}", "is not JSON")
+
+
+def rows():
+    """Two documents, two malformed rows between them and one after; then a document too short."""
+    return ["a" * 9, bad(2), bad(3), "b" * 12, bad(5), "c", "d" * 3]
+
+
+CONFIG = SourceConfig(bad_rows=1.0, min_characters=2)
+
+
+def in_batches(given, start=None, config=CONFIG):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "BATCH", 8)  # characters
+        return [*batches_of(iter(given), config, start or DocumentBatch())]
+
+
+def test_a_batch_has_its_own_documents_and_counts_all_rows_up_to_its_end():
+    named = ["row 2 is not JSON.", "row 3 is not JSON.", "row 5 is not JSON."]
+    assert in_batches(rows()) == [
+        DocumentBatch(["a" * 9], rows=1, bad=0, named=[], text_bytes=9),
+        DocumentBatch(["b" * 12], rows=4, bad=2, named=named[:2], text_bytes=12),
+        DocumentBatch(["d" * 3], rows=7, bad=3, named=named, text_bytes=3),
+    ]
+
+
+def test_small_documents_fill_a_batch_again_after_the_first():
+    found = in_batches(["aa"] * 9)
+    assert [len(batch.texts) for batch in found] == [4, 4, 1]
+    assert [batch.text_bytes for batch in found] == [8, 8, 2]
+
+
+def test_batches_go_on_where_a_checkpoint_was_and_leave_it_as_it_is():
+    """Whatever was counted before, the second call counts the same as one call would."""
+    whole = in_batches(rows())
+    start = whole[1]
+    kept = list(start.named)
+    assert in_batches(rows()[4:], start) == whole[2:]
+    assert start.named == kept
+    assert in_batches(rows()[4:], start) == whole[2:]
+
+
+def test_malformed_rows_of_the_batches_before_count_in_the_share():
+    """One in ten may be malformed, of more than ten: with 4 before, 7 more are too many."""
+    config = SourceConfig(bad_rows=0.1)
+    few = [bad(n) for n in range(7)]
+    assert in_batches(few, config=config)[-1].bad == 7
+    with pytest.raises(UserError, match=r"11 of the first 27 rows are malformed"):
+        in_batches(few, DocumentBatch(rows=20, bad=4), config)

@@ -284,8 +284,15 @@ def test_tasks_of_an_array_differ_in_seed_or_by_a_line_of_a_file(cluster, words,
     assert said[said.index("stub") + 1 :] == expected
 
 
-def test_task_without_a_line_says_so(cluster):
-    (cluster / "sweep.txt").write_text("seed=1\n")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed=1\n", "sweep.txt has no line for task 1"),
+        ("seed=1\nseed=2 name='x\n", "sweep.txt: line 2 cannot be read; quote its words"),
+    ],
+)
+def test_task_without_a_line_that_can_be_read_says_so(cluster, text, said):
+    (cluster / "sweep.txt").write_text(text)
     result = subprocess.run(
         ["bash", str(ROOT / "slurm/array.sbatch"), "sweep.txt"],
         env={**os.environ, "SLURM_ARRAY_TASK_ID": "1"},
@@ -294,4 +301,4 @@ def test_task_without_a_line_says_so(cluster):
         check=False,
     )
     assert result.returncode == 2
-    assert "sweep.txt has no line for task 1" in result.stderr
+    assert said in result.stderr

@@ -99,6 +99,11 @@ def test_configurations_need_no_torch():
             "evaluation.needles.needles: 10 statements of 3 tokens do not fit 31 tokens.",
         ),
         (
+            {"needles": NeedleTaskSettings(needles=17), "tasks": ["statements"]}, 64,
+            "evaluation.needles.needles: statements have 16 different names, got 17.",
+        ),
+        ({"needles": NeedleTaskSettings(needles=17), "tasks": ["standard"]}, 64, None),
+        (
             {"needles": NeedleTaskSettings(needles=10), "tasks": ["statements"], "lengths": [0.5]},
             60,
             "evaluation.lengths: 0.5 of 60 tokens is 30, too few for 10 statements of 3 tokens; "

@@ -7,11 +7,12 @@ from inspect import signature
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
-from tests.interchange.families import FAMILIES, YARN, made
+from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
@@ -357,6 +358,23 @@ def test_a_model_whose_attention_cannot_be_watched_is_refused():
         AdaptedModel(hf)
 
 
+def test_a_model_whose_tokens_see_later_ones_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, intermediate_size=48, vocab_size=97)
+    with pytest.raises(UserError, match="expected a causal model"):
+        AdaptedModel(transformers.BertLMHeadModel(config))
+
+
+def test_the_text_model_of_a_model_that_reads_images_too():
+    text = {**SHAPE, "head_dim": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    hf = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = AdaptedModel(hf)
+    torch.testing.assert_close(model(IDS), hf(IDS).logits, rtol=0, atol=1e-4)
+
+
 def test_an_export_with_code_is_computed_here_and_not_by_transformers(tiny_decoder, tmp_path):
     model = tiny_decoder(layers=["alibi"])
     plan = make_plan(model.config, model.layout)
@@ -378,7 +396,7 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     assert "config.json" in said(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytest_model.bin").write_bytes(b"pickle")
-    assert "pickles are not read" in said(tmp_path)
+    assert "there is no 'model.safetensors'" in said(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes((saved / "model.safetensors").read_bytes())
     assert "tokenizer.json" in said(tmp_path)
@@ -389,6 +407,23 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     assert "code of a model is never run" in said(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
     assert "tensors that are missing: 'model.layers.3." in said(tmp_path)
+    for key, sub in (("attn_implementation", None), ("_attn_implementation", "text_config")):
+        kernel = {key: "someone/kernel"}
+        changed = values | (kernel if sub is None else {sub: kernel})
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        assert f"config.json: {key}: expected 'eager', 'sdpa', " in said(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"transformers_weights": "../x"}))
+    assert "transformers_weights: not supported" in said(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert "adapter_config.json: an adapter names another model" in said(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "outside").mkdir()
+    moved = weights.rename(tmp_path / "outside" / "x.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside/x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names files outside its directory" in said(tmp_path)
+    moved.rename(weights)
     weights.write_bytes(weights.read_bytes()[:100])
     assert "transformers cannot compute it" in said(tmp_path)
     monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)

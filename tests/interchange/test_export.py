@@ -18,8 +18,7 @@ from trainer.interchange.export.custom.configuration_unrope import UnropeConfig
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM, UnropeModel
 from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.engines import OLDEST_TRANSFORMERS, verdicts
-from trainer.interchange.export.plan import make_plan
-from trainer.interchange.export.weights import round_weights, write_weights
+from trainer.interchange.export.plan import make_plan, round_weights, write_weights
 from trainer.interchange.pretrained import read_pretrained, waits
 from trainer.interchange.tensor_files import read_headers
 from trainer.model.config import QKNormConfig, SoftmaxConfig
@@ -250,6 +249,19 @@ def test_a_native_architecture_computes_the_same(tiny_decoder, tmp_path, kind):
     assert plan.architecture == f"{architecture}ForCausalLM"
     assert plan.values["rope_parameters"]["rope_type"] == rope_type
     assert_same_model(model, loaded(tmp_path, plan))
+    assert_read_back(model, plan, tmp_path)
+
+
+@torch.no_grad()
+def assert_read_back(model, plan, directory):
+    """To the bit where no weight carries a part of the encoding; else as near as float32 is."""
+    again = read_pretrained(str(directory)).decoder().eval()
+    for length in (20, 32, 33, 50):
+        ours, read = model(IDS[:, :length]), again(IDS[:, :length])
+        if plan.changes or (plan.is_native and model.config.softmax.learned_scale):
+            torch.testing.assert_close(read, ours, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(read, ours)
 
 
 @pytest.mark.parametrize("kind", CUSTOM)
@@ -613,42 +625,22 @@ def norms_in_the_first(layout):
     return replace(layout, layers=(replace(first, qk_norm=True), *others))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", READ_BACK)
 def test_what_was_written_with_code_is_read_back_without_it(tiny_decoder, tmp_path, kind):
     """The same layout, weights and logits, to the bit; the code beside them may be anything."""
     model = tiny_decoder(**READ_BACK[kind][0])
     CHANGES.get(kind, lambda model: None)(model)
-    assert not saved(model, tmp_path).is_native
+    plan = saved(model, tmp_path)
+    assert not plan.is_native
     for code in tmp_path.glob("*.py"):
         code.write_text("raise SystemExit('it was run')")
+    assert_read_back(model, plan, tmp_path)
     read = read_pretrained(str(tmp_path))
     assert read.layout == model.layout
-    again = read.decoder().eval()
-    for length in (20, 32, 33, 50):
-        assert torch.equal(again(IDS[:, :length]), model(IDS[:, :length]))
-    assert make_plan(again.config, again.layout) == make_plan(model.config, model.layout)
-    for name, parameter in again.named_parameters():
+    assert make_plan(read.config, read.layout) == plan
+    for name, parameter in read.decoder().named_parameters():
         if not waits(name, model.layout):
             assert torch.equal(parameter, model.get_parameter(name))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", NATIVE)
-def test_what_was_written_natively_is_read_back(tiny_decoder, tmp_path, kind):
-    """To the bit where no weight carries a part of the encoding; else as near as float32 is."""
-    _, _, options, change = NATIVE[kind]
-    model = tiny_decoder(**options)
-    if change is not None:
-        change(model)
-    plan = saved(model, tmp_path)
-    again = read_pretrained(str(tmp_path)).decoder().eval()
-    for length in (20, 32, 33, 50):
-        ours, read = model(IDS[:, :length]), again(IDS[:, :length])
-        if plan.changes or model.config.softmax.learned_scale:
-            torch.testing.assert_close(read, ours, rtol=0, atol=1e-5)
-        else:
-            assert torch.equal(read, ours)
 
 
 def test_an_export_of_the_first_version_is_named_with_the_way_out(tiny_decoder, tmp_path, caplog):

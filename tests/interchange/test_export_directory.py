@@ -66,13 +66,14 @@ def test_prompts_begin_as_sequences_of_the_training_did():
     assert prompting(own, 7).encode("t3").ids == [7, 3]
 
 
-def test_an_export_goes_into_a_directory_that_is_new_or_empty(tmp_path):
+def test_an_export_goes_into_a_directory_that_is_new_or_empty(tiny_decoder, tmp_path):
     check_destination(tmp_path / "new")
     check_destination(tmp_path)
     (tmp_path / "file").touch()
     for place, why in ((tmp_path, "is not empty; choose"), (tmp_path / "file", "is a file")):
         with pytest.raises(UserError, match=re.escape(f"to: {str(place)!r} {why}")):
-            check_destination(place)
+            exported(tiny_decoder(), place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.fixture
@@ -120,8 +121,41 @@ def test_a_place_that_cannot_be_written_is_named(tiny_decoder, tmp_path, differs
         exported(tiny_decoder(), tmp_path / "file" / "model")
 
 
-def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch):
+def again(model, tmp_path, monkeypatch, **settings):
+    """Export ``model`` in the place of a published one; the written JSON files by their names."""
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to = tmp_path / "published", tmp_path / "again"
+    published.mkdir()
+    config = {"bos_token_id": 1, "eos_token_id": [4, 5], "pad_token_id": None}
+    for name, values in {"config": config, **settings}.items():
+        (published / f"{name}.json").write_text(json.dumps(values))
+    exported(model, to, like=published)
+    return {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
+
+
+def test_a_published_model_without_files_of_its_tokens_keeps_those_of_its_config(
+    tiny_decoder, tmp_path, monkeypatch
+):
+    found = again(tiny_decoder(), tmp_path, monkeypatch)
+    assert found["config"]["eos_token_id"] == [4, 5]
+    assert "generation_config" not in found
+    assert found["tokenizer_config"] == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t1", "eos_token": "t4",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }  # fmt: skip
+
+
+def test_no_code_that_a_published_tokenizer_names_comes_along(tiny_decoder, tmp_path, monkeypatch):
+    code = {"auto_map": {"AutoTokenizer": ["someone/code--tokenizer.Mine", None]}}
+    own = {"bos_token": "t1", "image_token": "t2", "chat_template": "{{ messages }}"}
+    model = tiny_decoder(layers=["alibi"])  # whose users trust the code beside it
+    found = again(model, tmp_path, monkeypatch, tokenizer_config=own | code)
+    assert found["tokenizer_config"] == own | {"model_input_names": ["input_ids", "attention_mask"]}
+
+
+def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     done = exported(tiny_decoder(), tmp_path / "a")
     assert done.difference is None
+    assert "was not loaded and compared" in caplog.text
     assert not (tmp_path / "a" / "README.md").exists()

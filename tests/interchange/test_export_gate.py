@@ -172,24 +172,6 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
         assert difference() > 1e-3
 
 
-def test_without_transformers_nothing_is_compared(bilingual, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
-    model, tokenizer = bilingual()
-    with caplog.at_level("WARNING"):
-        exported = export_model(model, tokenizer, 0, tmp_path / "out")
-    assert exported.difference is None
-    assert "was not loaded and compared" in caplog.text
-
-
-def test_a_directory_that_holds_something_is_left_alone(bilingual, tmp_path):
-    model, tokenizer = bilingual()
-    (tmp_path / "mine").touch()
-    for to in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(UserError, match=r"is not empty|is a file"):
-            export_model(model, tokenizer, 0, to)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize(
     ("stderr", "said"),
     [("first\nlast\n", "last"), ("", "it says nothing")],

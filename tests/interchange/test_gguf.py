@@ -293,6 +293,14 @@ def test_a_truncated_file(tmp_path, tokenizer, small, left):
         read_pretrained(str(path))
 
 
+def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, tokenizer, small):
+    model = small().double()
+    model.model.norm.float()
+    write(tmp_path / "small.gguf", model, tokenizer)
+    with pytest.raises(UserError, match=r"tensor '.*': Dequantization for F64 is not yet"):
+        read_pretrained(str(tmp_path / "small.gguf"))
+
+
 def test_other_models_are_refused(tmp_path, tokenizer, small):
     path = tmp_path / "small.gguf"
     write(path, small(), tokenizer, architecture="qwen2")

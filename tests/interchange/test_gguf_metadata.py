@@ -56,6 +56,7 @@ WANTED = {
             },
         ),
         ({"llama.rope.dimension_count": 16}, {}),
+        ({"llama.expert_count": 0, "llama.rope.scaling.finetuned": True}, {}),
     ],
 )  # fmt: skip
 def test_keys_become_those_of_a_config_json(more, changed):
@@ -77,6 +78,14 @@ def test_keys_become_those_of_a_config_json(more, changed):
             {"llama.rope.dimension_count": 8},
             "llama.rope.dimension_count: 8 of 16 channels rotate; a file is supported where all "
             "do.",
+        ),
+        (
+            {"llama.attention.head_count": [4, 4, 4]},
+            "llama.attention.head_count: expected a number, got [4, 4, 4].",
+        ),
+        (
+            {"llama.rope.scaling.attn_factor": 2.0},
+            "llama.rope.scaling.attn_factor: not supported: 2.0.",
         ),
     ],
 )
@@ -147,4 +156,14 @@ def test_only_llama_s_words_are_tokens_whatever_the_merges_say(pre):
 def test_other_tokenizers_are_refused(changes):
     words = WORDS | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises(UserError, match=r"^the tokenizer .* is not supported; expected 'gpt2'"):
+        _tokenizer(words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": None}, {"tokens": [1, 2]}, {"merges": ["a c"]}, {"merges": ["a b b"]}],
+)
+def test_a_damaged_tokenizer_is_one_line(changes):
+    words = WORDS | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    with pytest.raises(UserError, match=r"^tokenizer\.ggml: .* are damaged \(.*\)\.$"):
         _tokenizer(words)

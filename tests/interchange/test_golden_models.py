@@ -19,8 +19,7 @@ from trainer.commands.hydra import composing as configuration
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted.model import AdaptedModel
-from trainer.interchange.drope_config import TARGETS
-from trainer.interchange.hf_config import ARCHITECTURES
+from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
 from trainer.interchange.pretrained import read_pretrained
 from trainer.workflows import evaluate
 

@@ -258,6 +258,13 @@ def test_what_cannot_be_computed_is_refused_by_name(changes, said):
     assert str(error.value).startswith("here: ")
 
 
+def test_a_null_where_a_number_is_needed_stands_for_the_default():
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    assert read(**qwen, max_window_layers=None) == read(**qwen)
+    smollm = {"architectures": ["SmolLM3ForCausalLM"]}
+    assert read(**smollm, no_rope_layer_interval=None) == read(**smollm)
+
+
 def test_all_problems_come_at_once():
     with pytest.raises(UserError) as error:
         read(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "linear"})

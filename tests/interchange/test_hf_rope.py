@@ -1,6 +1,7 @@
 """Spectra out of rope_parameters against transformers' own frequencies and attention factors."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -235,6 +236,9 @@ WRONG = [
         )
     ),
     *(({key: -1}, f"{key}: {NUMBER} -1, got -1.") for key in ("mscale", "mscale_all_dim")),
+    ({"rope_theta": math.inf}, f"rope_theta: {NUMBER} 1, got inf."),
+    ({"rope_theta": 10**400}, f"rope_theta: {NUMBER} 1, got 1{'0' * 39}."),
+    ({"factor": 1e-320}, f"factor: {NUMBER} 0, got 1e-320."),
     ({"factor": True}, f"factor: {NUMBER} 0, got True."),
     *(
         (

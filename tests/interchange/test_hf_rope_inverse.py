@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.positional.examples import slowed
-from trainer.interchange.hf_rope import spectrum_from_rope_parameters
-from trainer.interchange.hf_rope_inverse import NO_ROTATION, rope_parameters
+from trainer.interchange.hf_rope import NO_ROTATION, rope_parameters, spectrum_from_rope_parameters
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, yarn
 from trainer.positional.spectrum import LongFrequencies, Spectrum

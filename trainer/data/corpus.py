@@ -16,7 +16,7 @@ from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
-from trainer.data.tokenizer import load_tokenizer, same_tokens
+from trainer.data.tokenizer import is_tokenizer_file, load_tokenizer, same_tokens
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) 
     Raises:
         UserError: the text was prepared with a tokenizer other than the configured or given one.
     """
-    wanted = load_tokenizer(path) if path and Path(path).is_file() else given
+    wanted = load_tokenizer(path) if path and is_tokenizer_file(path) else given
     if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
         of = f"tokenizer.path={path}" if path else "the model's"
         raise UserError.at(

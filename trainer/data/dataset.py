@@ -96,8 +96,9 @@ class TrainingSamples(Dataset[Batch]):
             targets[mine], filled[mine] = self.blocks[part].read(blocks[mine])
         weights = (np.arange(targets.shape[1]) < filled[:, None]).astype(np.float32)
         if self.vocabulary is not None:
+            end = self.corpus.end_of_text if self.config.document_mask else None
             targets, of_needles = mix_needles(
-                targets, numbers, self.vocabulary, self.config.needles, self.seed
+                targets, numbers, self.vocabulary, self.config.needles, self.seed, end
             )
             weights *= of_needles
         return targets, weights

@@ -1,25 +1,42 @@
-"""Text files by address, directory or glob, local or remote."""
+"""Text files by address, directory or glob, local or remote, and the documents in them.
+
+Files are read in pieces, so that memory does not grow with their size. A row without text is
+yielded as a :class:`BadRow` with its place; a file that cannot be read is an error.
+"""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import glob
+import json
 import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from trainer.common.errors import Problem, UserError, first_line
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-READ = f"{', '.join(KINDS)}, .gz or .zst"
+READABLE = f"{', '.join(KINDS)}, .gz or .zst"
 AT_ONCE = 16
 """Addresses that are asked about at once."""
+READ = 1 << 20
+"""Bytes read at a time."""
+LONGEST = 64 << 20
+"""Bytes of the longest line or row that is read; a longer one is malformed."""
+PIECE = 8192
+"""Characters of the documents that a ``.txt`` file is cut into, at line ends."""
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
@@ -79,7 +96,7 @@ def find_files(patterns: list[str], key: str) -> list[File]:
             try:
                 kind_of(path)
             except ValueError:
-                problems.append(Problem(key, f"{path!r} is not in {READ}."))
+                problems.append(Problem(key, f"{path!r} is not in {READABLE}."))
             else:
                 if not size:
                     problems.append(Problem(key, f"{path!r} is empty."))
@@ -108,7 +125,7 @@ def _attempt(pattern: str) -> tuple[dict[str, int], str]:
     if matched:
         return matched, ""
     if any(c in pattern for c in "*?[") or pattern.endswith("/") or Path(pattern).is_dir():
-        return {}, f"{pattern!r} names no file in {READ}"
+        return {}, f"{pattern!r} names no file in {READABLE}"
     return {}, f"there is no file {pattern!r}"
 
 
@@ -188,3 +205,182 @@ def _common_root(paths: list[str]) -> str:
         while not path.startswith(shared):
             shared = shared[:-1]
     return shared[: shared.rfind("/") + 1]
+
+
+class UnreachableError(UserError):
+    """A file behind a network could not be read; a second attempt may succeed."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row without text: its place and the reason."""
+
+    place: str
+    problem: str
+
+
+def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
+    """Yield the documents of a file, in order.
+
+    Raises:
+        UserError: the file cannot be read, or not to its end.
+    """
+    kind, compression = kind_of(path)
+    try:
+        with _opened(path, compression) as file:
+            if kind == ".txt":
+                yield from _pieces(file, path)
+            elif kind == ".jsonl":
+                yield from _json_lines(file, path, text_field)
+            else:
+                yield from _columns(file, path, kind, text_field)
+    except UserError:
+        raise
+    except Exception as error:  # transports raise whatever they like
+        error_type = UnreachableError if "://" in path else UserError
+        raise error_type.at(
+            "data.files", f"{path!r} cannot be read to its end: {one_line(error)}."
+        ) from error
+
+
+@contextmanager
+def _opened(path: str, compression: str | None) -> Iterator[IO[bytes]]:
+    with fsspec.open(path, "rb") as raw:
+        if compression is None:
+            yield raw
+        else:
+            with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) as file:
+                yield file
+
+
+def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
+    """Split a long text into documents, so that part of a single file can be held out."""
+    piece = ""
+    for line in _text_lines(file, path):
+        for start in range(0, len(line), PIECE):
+            if len(piece) >= PIECE:
+                yield piece
+                piece = ""
+            piece += line[start : start + PIECE]
+    yield piece
+
+
+def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
+    """Yield lines with their line ends; a very long line comes in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, done = "", 0
+    while data := file.read(READ):
+        if (zero := data.find(b"\0")) >= 0:
+            raise UserError.at("data.files", f"{path!r} is not text: byte {done + zero:,} is NUL.")
+        text = rest + _decoded(decoder, data, path, done)
+        *lines, last = text.splitlines(keepends=True) or [""]
+        yield from lines
+        # The line may continue, even after a carriage return.
+        rest = last if len(last) < READ else ""
+        if not rest:
+            yield last
+        done += len(data)
+    yield from (rest + _decoded(decoder, b"", path, done, final=True)).splitlines(keepends=True)
+
+
+def _decoded(
+    decoder: codecs.IncrementalDecoder, data: bytes, path: str, done: int, final: bool = False
+) -> str:
+    try:
+        return decoder.decode(data, final)
+    except UnicodeDecodeError as error:
+        raise UserError.at(
+            "data.files", f"{path!r} is not UTF-8 text, at about byte {done + error.start:,}."
+        ) from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield lines without line ends; None for a line that is too long."""
+    rest, skipping = b"", False
+    while data := file.read(READ):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield None if skipping or len(line) > LONGEST else line
+            skipping = False
+        if len(rest) > LONGEST:
+            rest, skipping = b"", True
+    if rest or skipping:
+        yield None if skipping else rest
+
+
+def _json_lines(file: IO[bytes], path: str, text_field: str) -> Iterator[str | BadRow]:
+    for number, line in enumerate(_lines(file), 1):
+        place = f"{path!r} line {number}"
+        if line is None:
+            yield BadRow(place, f"is longer than {LONGEST >> 20} MiB")
+        elif line.strip():
+            try:
+                yield _text_of(json.loads(line), text_field, place)
+            except (ValueError, RecursionError) as error:  # also for text that is not UTF-8
+                yield BadRow(place, f"is not JSON ({one_line(error)})")
+
+
+def whole_characters(text: str) -> str:
+    """Replace unpaired surrogates, which JSON can name and UTF-8 cannot hold, by question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _text_of(row: Any, text_field: str, place: str) -> str | BadRow:
+    text = row.get(text_field) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        return whole_characters(text)
+    if not isinstance(row, dict):
+        return BadRow(place, f"is no object but {json.dumps(row)[:40]}")
+    if text_field in row:
+        return BadRow(place, f"has no text under {text_field!r} but {json.dumps(text)[:40]}")
+    has = ", ".join(map(repr, row)) or "nothing"
+    return BadRow(place, f"has no {text_field!r} (data.text_field); it has {has}")
+
+
+def _columns(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[str | BadRow]:
+    number = 0
+    for batch in _batches(file, path, kind, text_field):
+        for value in batch:
+            number += 1
+            place = f"{path!r} row {number}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:
+                yield BadRow(place, "is not UTF-8 text")
+                continue
+            if not isinstance(text, str):
+                yield BadRow(place, f"has no text under {text_field!r} but {str(text)[:40]}")
+            elif len(text) > LONGEST:
+                yield BadRow(place, f"is longer than {LONGEST >> 20} MiB")
+            else:
+                yield text
+
+
+def _batches(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[pa.Array]:
+    if kind == ".parquet":
+        table = pq.ParquetFile(file)
+        _check_column(table.schema_arrow, text_field, path)
+        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+            yield batch.column(0)
+        return
+    source = pa.PythonFile(file, mode="r")
+    magic = source.read(6)
+    source.seek(0)
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(source)
+        _check_column(reader.schema, text_field, path)
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index).column(text_field)
+        return
+    stream = pa.ipc.open_stream(source)
+    _check_column(stream.schema, text_field, path)
+    for batch in stream:
+        yield batch.column(text_field)
+
+
+def _check_column(schema: pa.Schema, text_field: str, path: str) -> None:
+    if text_field not in schema.names:
+        raise UserError.at(
+            "data.text_field",
+            f"{path!r} has no field {text_field!r}; it has {', '.join(schema.names)}.",
+        )

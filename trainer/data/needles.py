@@ -40,15 +40,17 @@ class NeedleVocabulary:
         """Look up the token ids.
 
         Raises:
-            UserError: the tokenizer splits some of the words.
+            UserError: the tokenizer does not hold some of the words.
         """
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
-        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) > 1]
+        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) != 1]
+        if not split and len({*map(tuple, ids)}) < len(ids):  # one token for unknown words
+            split = WORDS
         if split:
             raise UserError.at(
                 "data.needles",
-                "the tokenizer must hold every name and two-digit number as one token, but "
-                f"splits {split[0]!r} and {len(split) - 1} others; train one "
+                "the tokenizer must hold every name and two-digit number as a token of its own, "
+                f"but lacks {split[0]!r} and {len(split) - 1} others; train one "
                 "(tokenizer.path=null) or set data.needles.share=0.",
             )
         flat = np.array([tokens[0] for tokens in ids])
@@ -94,6 +96,7 @@ def mix_needles(
     vocabulary: NeedleVocabulary,
     config: NeedlesConfig,
     seed: int,
+    end: int | None = None,
 ) -> tuple[Integers, NDArray[np.float32]]:
     """Return training sequences with statements, and each token's weight in the loss.
 
@@ -107,6 +110,8 @@ def mix_needles(
         vocabulary: names and numbers.
         config: share, numbers of names and mentions, weight.
         seed: seed of the run.
+        end: the token after each document, if attention stays within documents: only mentions in
+            the same document then answer a question.
 
     Returns:
         ``[B, T]`` tokens and ``[B, T]`` weights.
@@ -130,8 +135,7 @@ def mix_needles(
     cuts.sort(axis=1)
 
     same_name = (chosen[:, :, None] == chosen[:, None, :]) & np.tri(M, k=-1, dtype=bool)
-    repeated = same_name.any(axis=2)
-    changed = repeated & (change < config.changes)
+    changed = same_name.any(axis=2) & (change < config.changes)
     # The number that holds is that of the name's last change; -1: still its first.
     until_now = same_name | np.eye(M, dtype=bool)
     last_change = np.where(until_now & changed[:, None, :], np.arange(M), -1).max(axis=2)
@@ -140,8 +144,12 @@ def mix_needles(
     stated = np.where(last_change < 0, numbers[rows, chosen], new_numbers[rows, last_change])
     tokens, begins = insert(text, vocabulary.statements(pool[rows, chosen], stated), cuts)
 
+    answers = same_name & (np.arange(M) >= last_change[:, :, None])
+    if end is not None:
+        documents = (tokens == end).cumsum(axis=1)[rows, np.minimum(begins, T - 1)]
+        answers &= documents[:, :, None] == documents[:, None, :]
     weights = np.ones((B, T), dtype=np.float32)
-    row, mention = (repeated & ~changed & active).nonzero()
+    row, mention = (answers.any(axis=2) & active).nonzero()
     weights[row, begins[row, mention] + 1] = config.weight
     return tokens, weights
 
@@ -182,9 +190,14 @@ def make_trials(
             model then needs their order; it answers one of ``1 + changes`` trials without.
 
     Raises:
-        UserError: the statements do not fit the length.
+        UserError: there are more statements than names, or they do not fit the length.
     """
     N, L = text.shape
+    if needles > len(NAMES):
+        raise UserError.at(
+            "evaluation.needles",
+            f"statements have at most {len(NAMES)} different names, got {needles} needles.",
+        )
     n_values = len(vocabulary.numbers)
     sizes = len(NAMES), n_values, 1, needles, needles
     u = uniforms(seed, counters, sum(sizes))

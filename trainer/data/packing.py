@@ -71,7 +71,7 @@ class BestFitBlocks:
                 f"the blocks of {str(text.directory)!r} for sequences of {length} tokens {why}; "
                 "`python -m trainer prepare` makes them.",
             )
-        self._sequences = tables["blocks"].count - 1
+        self._sequences, self._pieces = tables["blocks"].count - 1, tables["starts"].count
         self._tables = {
             name: FlatFile(packing_path(text.directory, length, name), TABLES[name])
             for name in TABLES
@@ -82,18 +82,35 @@ class BestFitBlocks:
         return self._sequences
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
-        """Return documents one after the other, padded with end-of-text tokens."""
+        """Return documents one after the other, padded with end-of-text tokens.
+
+        Raises:
+            UserError: a table is damaged.
+        """
+        tokens = len(self.text.train)
         found = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
         for row, index in enumerate(indices.tolist()):
             first, end = self._tables["blocks"].read(index, 2).tolist()
+            if not 0 <= first <= end <= self._pieces:
+                raise self._damaged()
             starts, lengths = (
-                self._tables[name].read(first, end - first) for name in ("starts", "lengths")
+                self._tables[name].read(first, end - first).tolist()
+                for name in ("starts", "lengths")
             )
-            for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
+            for start, size in zip(starts, lengths, strict=True):
+                if not 0 < size <= self.length - filled[row] or not 0 <= start <= tokens - size:
+                    raise self._damaged()
                 self.text.train.read(start, found[row, filled[row] : filled[row] + size])
                 filled[row] += size
         return found, filled
+
+    def _damaged(self) -> UserError:
+        return UserError.at(
+            "data.packing",
+            f"the blocks of {str(self.text.directory)!r} for sequences of {self.length} tokens are "
+            f"damaged; remove its best_fit-{self.length}.* and run `python -m trainer prepare`.",
+        )
 
 
 TABLES: dict[TableName, str] = {"starts": "<i8", "lengths": "<i4", "blocks": "<i8"}
@@ -116,7 +133,8 @@ def packing_problems(directory: Path) -> list[str]:
     """Return a clause for each damaged packing file of a prepared text."""
     found = []
     for path in sorted(directory.glob("best_fit-*.json")):
-        length = int(path.stem.partition("-")[2])
+        number = path.stem.removeprefix("best_fit-")
+        length = int(number) if number.isdecimal() else 0
         tables = _tables(directory, length)
         if not tables:
             found.append(f"{path.name} is damaged")
@@ -131,9 +149,10 @@ def packing_problems(directory: Path) -> list[str]:
 def _tables(directory: Path, length: int) -> dict[TableName, Table]:
     """Return what was written of each table; empty if any table is missing."""
     try:
-        return read_json(packing_path(directory, length, "json"), Packing).tables
+        tables = read_json(packing_path(directory, length, "json"), Packing).tables
     except (OSError, ValueError):
         return {}
+    return tables if tables.keys() == TABLES.keys() else {}
 
 
 def _size_problem(directory: Path, length: int, tables: dict[TableName, Table]) -> str | None:

@@ -23,10 +23,9 @@ from tokenizers import Tokenizer
 from trainer.common.errors import Problem, UserError
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
-from trainer.data.files import File
+from trainer.data.files import BadRow, File
 from trainer.data.manifest import read_json
 from trainer.data.needles import WORDS
-from trainer.data.rows import BadRow
 from trainer.data.sources import Listing, list_source, read_source
 from trainer.data.tokenizer import (
     end_of_text,

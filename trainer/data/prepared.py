@@ -105,14 +105,17 @@ def open_prepared(directory: Path) -> Prepared:
         raise UserError.at("data", message, transient=is_transient(error)) from None
     if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
         raise UserError.at("data", f"{where}: tokenizer.json is not what was written; {again}.")
-    tokenizer = Tokenizer.from_str(text.decode())
-    if tokenizer.id_to_token(end) is None:
+    try:
+        tokenizer = Tokenizer.from_str(text.decode())
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError.at("data", f"{where}: tokenizer.json: {error}; {again}.") from None
+    vocabulary = vocabulary_size(tokenizer)
+    if end >= vocabulary or tokenizer.id_to_token(end) is None:
         raise UserError.at("data", f"{where}: end_of_text is {end}, which is no token; {again}.")
     problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
     if found := [problem for problem in problems if problem]:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise UserError.at("data", f"{where}: {found[0]}{more}; {again}.")
-    vocabulary = vocabulary_size(tokenizer)
     streams = {
         split: TokenStream(
             [Place(directory, shard, manifest.dtype, vocabulary) for shard in shards[split]]

@@ -88,8 +88,11 @@ def wrong_size(path: Path, size: int) -> str | None:
 
 def wrong_bytes(path: Path, sha256: str) -> str | None:
     """Return a clause if a file's checksum differs, or None."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
     return None if found == sha256 else f"{path.name} is not what was written"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError, first_line
 from trainer.data.config import TokenizerConfig
-from trainer.interchange.hub import cached_or_downloaded
-from trainer.interchange.tokenizer_file import tokenizer_from_file
+from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
@@ -49,9 +49,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         UserError: the file is missing or malformed, or has no end-of-text token.
     """
-    if Path(path).is_file():
+    if is_tokenizer_file(path):
         tokenizer = _read(path)
-    elif Path(path).is_dir():
+    elif os.path.isdir(path):  # noqa: PTH112
         raise UserError.at(
             "tokenizer.path",
             f"{path!r} is a directory; name the file in it, such as "
@@ -75,6 +75,11 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 
+def is_tokenizer_file(path: str) -> bool:
+    """Whether ``tokenizer.path`` names a file here, not a model on the hub."""
+    return os.path.isfile(path)  # noqa: PTH113  also False for a name that is too long
+
+
 def _read(path: str) -> Tokenizer:
     try:
         if path.endswith(".gguf"):
@@ -96,7 +101,7 @@ def tokenizer_identity(
 ) -> dict[str, Any]:
     """Return what identifies a tokenizer: its content, its name on the hub, or its training
     request."""
-    if config.path and not Path(config.path).is_file() and config.path.count("/") == 1:
+    if config.path and not is_tokenizer_file(config.path) and config.path.count("/") == 1:
         return {"hub": config.path}
     if config.path:
         given = load_tokenizer(config.path)

@@ -13,24 +13,25 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import UserError
-from trainer.data.batches import Batch, Map, batches_of, encoders
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import SourceConfig
-from trainer.data.encoding import SPLITS
-from trainer.data.files import File
+from trainer.data.encoding import SPLITS, Encoded, Encoder, encode, start_worker
+from trainer.data.files import BadRow, File, UnreachableError
 from trainer.data.manifest import Manifest, Piece, Split, read_json
-from trainer.data.plan import FORMAT, Plan
-from trainer.data.rows import UnreachableError
+from trainer.data.plan import BYTES_PER_TOKEN, FORMAT, NAMED, SMALL, Plan, is_kept
 from trainer.data.shards import (
     ShardWriter,
     size_problem,
@@ -47,6 +48,103 @@ SHARD = 512 << 20
 WAITS = (5.0, 20.0, 60.0)
 """Seconds before a file behind a network is tried again."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+BATCH = 1 << 18
+"""Characters of the documents that are tokenised together."""
+
+
+@dataclass
+class DocumentBatch:
+    """Documents to tokenize together, and row counts of the unit up to the last of them."""
+
+    texts: list[str] = field(default_factory=list)
+    rows: int = 0
+    bad: int = 0
+    named: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+
+
+Map = Callable[[Iterator[DocumentBatch]], Iterator[tuple[DocumentBatch, dict[Split, Encoded]]]]
+
+
+def batches_of(
+    rows: Iterable[str | BadRow], config: SourceConfig, start: DocumentBatch
+) -> Iterator[DocumentBatch]:
+    """Group documents into batches; the last batch holds the rest and may be empty.
+
+    Raises:
+        UserError: too many rows are malformed.
+    """
+    batch = DocumentBatch(rows=start.rows, bad=start.bad, named=list(start.named))
+    size = 0
+    rows = iter(rows)
+    for row in rows:
+        batch.rows += 1
+        if isinstance(row, BadRow):
+            batch.bad += 1
+            if len(batch.named) < NAMED:
+                batch.named.append(f"{row.place} {row.problem}.")
+            _check_bad(batch, config, rows)
+        elif is_kept(row, config):
+            batch.texts.append(row)
+            size += len(row)
+            if size >= BATCH:
+                batch.text_bytes = size
+                yield batch
+                batch = DocumentBatch(rows=batch.rows, bad=batch.bad, named=list(batch.named))
+                size = 0
+    batch.text_bytes = size
+    yield batch
+
+
+def _check_bad(batch: DocumentBatch, config: SourceConfig, rows: Iterator[str | BadRow]) -> None:
+    allowed = config.allowed_bad
+    if allowed and batch.bad <= max(NAMED, allowed * batch.rows):
+        return
+    for row in rows if not allowed else ():  # report several bad rows in one error
+        batch.rows += 1
+        if isinstance(row, BadRow):
+            batch.bad += 1
+            batch.named.append(f"{row.place} {row.problem}.")
+            if len(batch.named) >= NAMED:
+                break
+    raise UserError(
+        *(Problem("data", named) for named in batch.named),
+        Problem(
+            "data.bad_rows",
+            f"{batch.bad} of the first {batch.rows:,} rows are malformed, and a share of "
+            f"{allowed:g} may be.",
+        ),
+    )
+
+
+@contextmanager
+def encoders(plan: Plan, workers: int) -> Iterator[Map]:
+    """Yield a function that tokenizes batches in order, in other processes if the text is large."""
+    arguments = (plan.tokenizer, plan.end, plan.thresholds, plan.dtype)
+    few = plan.tokens is not None and plan.tokens * BYTES_PER_TOKEN <= SMALL // 4
+    if workers == 1 or few:
+        encoder = Encoder(*arguments)
+        yield lambda batches: ((batch, encoder(batch.texts)) for batch in batches)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, arguments)
+
+    def several(
+        batches: Iterator[DocumentBatch],
+    ) -> Iterator[tuple[DocumentBatch, dict[Split, Encoded]]]:
+        waiting: deque[tuple[DocumentBatch, Future[dict[Split, Encoded]]]] = deque()
+        for batch in batches:
+            waiting.append((batch, pool.submit(encode, batch.texts)))
+            batch.texts = []  # the pool has a copy: free the memory
+            if len(waiting) > 3 * workers:
+                first, encoded = waiting.popleft()
+                yield first, encoded.result()
+        for batch, encoded in waiting:
+            yield batch, encoded.result()
+
+    try:
+        yield several
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -218,7 +316,7 @@ def _prepare_unit(
     last = records[-1] if records else Piece(0, 0, [], False, {})
     expected = sum(file.text_bytes for file in files)
     rows = chain.from_iterable(read_source(config, file) for file in files)
-    start = Batch(rows=last.rows, bad=last.bad, named=list(last.named))
+    start = DocumentBatch(rows=last.rows, bad=last.bad, named=list(last.named))
     batches = batches_of(islice(rows, start.rows, None), config, start)
     writers: dict[Split, ShardWriter] = {}
     piece, done, batch = len(records), 0, start
@@ -248,7 +346,7 @@ def _commit(
     unit: int,
     piece: int,
     writers: dict[Split, ShardWriter],
-    batch: Batch,
+    batch: DocumentBatch,
     *,
     last: bool,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Count, Multiple, configuration
+from trainer.data.config import MOST_NAMES
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
@@ -107,6 +108,9 @@ class EvaluationConfig(MethodsConfig):
         """Whether the statements fit the shortest length, and which key is wrong where not."""
         shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
         statements = f"{self.needles.needles} statements of 3 tokens"
+        if self.needles.needles > MOST_NAMES:
+            more = f"statements have {MOST_NAMES} different names, got {self.needles.needles}."
+            return [Problem("evaluation.needles.needles", more)]
         if least > training_length:
             return [
                 Problem("evaluation.needles.needles", f"{statements} do not fit {shortest} tokens.")

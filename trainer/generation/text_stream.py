@@ -29,8 +29,7 @@ class _Characters:
             if "Invalid prefix" not in str(error):
                 raise
             # Invalid bytes can make a byte-fallback decoder change its reading of earlier bytes.
-            # Text
-            # already returned stays as it is; decoding continues with the rest.
+            # Text already returned stays as it is; decoding continues with the rest.
             new = self._tokenizer.decode(self._tokens[self._whole :])
             self._begin()
             return new

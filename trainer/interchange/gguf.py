@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError, first_line, raise_all
 from trainer.interchange.tensor_files import PIECE
 
 _NAMES = {
@@ -53,6 +53,13 @@ _REQUIRED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
+_IGNORED = ("tensor_data_layout", "attention.value_length", "rope.scaling.finetuned")
+"""Keys ``llama.*`` that change nothing, or whose effect the shapes of the tensors show."""
+_ROPE = {
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -125,6 +132,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
     values = _config(metadata)
     values["tie_word_embeddings"] = all(t.name != "output.weight" for t in reader.tensors)
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
+    for stored in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+        _check_type(stored)
     tensors = {}
     for stored in reader.tensors:
         if stored.name == _ROPE_FACTORS:
@@ -134,6 +143,20 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
         shape = tuple(int(size) for size in reversed(stored.shape))
         tensors[_hf_name(stored.name)] = GgufTensor(stored.name, shape, stored, heads.get(kind))
     return values, tensors, _tokenizer(metadata)
+
+
+def _check_type(stored: Any) -> None:
+    """Check that a tensor's type can be dequantized, by its first row.
+
+    Raises:
+        UserError: it cannot.
+    """
+    from gguf import dequantize
+
+    try:
+        dequantize(stored.data.reshape(-1, stored.data.shape[-1])[:1], stored.tensor_type)
+    except NotImplementedError as error:
+        raise UserError.at("", f"tensor {stored.name!r}: {first_line(error)}.") from error
 
 
 def convert_gguf(source: Path, directory: Path) -> None:
@@ -167,6 +190,7 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {key: metadata.get(f"llama.{name}") for key, name in _KEYS.items()}
     if missing := [f"llama.{_KEYS[key]}" for key in _REQUIRED if not values[key]]:
         raise UserError.at("", f"metadata is missing: {', '.join(missing)}.")
+    _check_metadata(metadata)
     heads = values["num_attention_heads"]
     head_dim = values["head_dim"] or values["hidden_size"] // heads
     if (rotary_dim := metadata.get("llama.rope.dimension_count", head_dim)) != head_dim:
@@ -179,20 +203,32 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "vocab_size": values["vocab_size"] or len(metadata.get("tokenizer.ggml.tokens", ())),
+        "vocab_size": values["vocab_size"] or len(_listed(metadata, "tokens")),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    if kind != "none":
-        values["rope_scaling"] = {
-            "rope_type": kind,
-            "factor": metadata.get("llama.rope.scaling.factor"),
-            "original_max_position_embeddings": metadata.get(
-                "llama.rope.scaling.original_context_length"
-            ),
-        }
+    if metadata.get("llama.rope.scaling.type", "none") != "none":
+        values["rope_scaling"] = {key: metadata.get(f"llama.{name}") for key, name in _ROPE.items()}
     return values
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Check that the keys ``llama.*`` are known, and hold one number each.
+
+    Raises:
+        UserError: a key has a list or text, or is unknown and may change the computation.
+    """
+    known = {"rope.dimension_count", *_KEYS.values(), *_ROPE.values(), *_IGNORED}
+    problems = []
+    for key, value in metadata.items():
+        prefix, _, name = key.partition(".")
+        if prefix != "llama":
+            continue
+        if name not in known and value:  # 0 and false ask for nothing
+            problems.append(Problem(key, f"not supported: {str(value)[:40]}."))
+        elif name in _KEYS.values() and type(value) not in (int, float):
+            problems.append(Problem(key, f"expected a number, got {str(value)[:40]}."))
+    raise_all(problems)
 
 
 def _divided_frequencies(stored: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,21 +267,30 @@ def _hf_name(name: str) -> str:
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
-    kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata.
+
+    Raises:
+        UserError: the tokenizer is not supported, or damaged.
+    """
+    kind, pre = (str(metadata.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre"))
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UserError.at(
             "",
             f"the tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; expected 'gpt2' "
             f"with {' or '.join(map(repr, _PRE_TOKENIZERS))}.",
         )
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    tokens, types = _listed(metadata, "tokens"), _listed(metadata, "token_type")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS))
+    pairs: list[Any] = [tuple(str(merge).split(" ")) for merge in _listed(metadata, "merges")]
+    try:
+        bpe = models.BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError.at(
+            "tokenizer.ggml", f"the vocabulary and merges are damaged ({first_line(error)})."
+        ) from error
+    tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", ())
     for add, wanted in (
         (tokenizer.add_special_tokens, _CONTROL),
         (tokenizer.add_tokens, _USER_DEFINED),
@@ -253,3 +298,9 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         whole = [token for token, given in zip(tokens, types, strict=False) if given == wanted]
         add([AddedToken(token, normalized=False) for token in whole])
     return tokenizer
+
+
+def _listed(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a list of the tokenizer's metadata; empty if there is none."""
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    return value if isinstance(value, list) else []

@@ -1,20 +1,26 @@
-"""Shape and layout from a Hugging Face ``config.json``.
+"""Shape and layout from a ``config.json``: of published architectures that this decoder computes
+exactly, of models exported with custom code, and of checkpoints released by DroPE's authors.
 
-Supports the published architectures that this decoder computes exactly.
+An export's file contains our layout unchanged. The classes of DroPE's authors (SakanaAI/DroPE,
+``custom_models``) are Llama and Qwen2 without rotation, and with norms over the full projections of
+queries, keys or both. The code beside either is for transformers and never run here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.validation import validated
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.stored_layout import read_layout
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ _OPTIONAL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     "no_rope_layer_interval",
 )
+_NEVER_NULL = ("max_window_layers", "no_rope_layer_interval")
+"""Keys whose null stands for the default."""
 _PLAIN = (
     ("rms_norm_eps", (int, float), "a number"),
     ("tie_word_embeddings", (bool,), "true or false"),
@@ -101,8 +109,9 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
             are missing or wrong; names every problem.
     """
     architecture = _architecture(values, name)
-    values = dict(architecture.defaults) | dict(values)
-    found = malformed(values)
+    given = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
+    values = dict(architecture.defaults) | given
+    found = _malformed(values)
     problems = [*found, *_unsupported(values)]
     if not found:
         try:
@@ -137,7 +146,7 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     )
 
 
-def malformed(values: Mapping[str, Any]) -> list[Problem]:
+def _malformed(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each key that is missing or of the wrong type."""
     found = [
         Problem(key, f"expected a positive whole number, got {values.get(key)!r}.")
@@ -184,7 +193,24 @@ def _unsupported(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[ModelConfig, Layout]:
-    heads = values["num_attention_heads"]
+    config = _model_config(
+        values,
+        default_eps=1e-6,
+        qkv_bias=architecture.qkv_bias,
+        qk_norm={"when": "always" if architecture.qk_norm else "never"},
+    )
+    return config, _layout(values, architecture, config)
+
+
+def _model_config(
+    values: Mapping[str, Any], *, default_eps: float, **properties: Any
+) -> ModelConfig:
+    """Return the shape that well-formed keys describe; ``properties`` are those of other keys.
+
+    Raises:
+        UserError: the keys contradict each other.
+    """
+    heads, eps = values["num_attention_heads"], values.get("rms_norm_eps")
     shape = {
         "hidden_size": values["hidden_size"],
         "intermediate_size": values["intermediate_size"],
@@ -193,16 +219,14 @@ def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[Model
         "num_key_value_heads": values.get("num_key_value_heads") or heads,
         "head_dim": values.get("head_dim"),
         "vocab_size": values["vocab_size"],
-        "rms_norm_eps": 1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
+        "rms_norm_eps": default_eps if eps is None else eps,
         "tie_word_embeddings": values.get("tie_word_embeddings") or False,
-        "qkv_bias": architecture.qkv_bias,
-        "qk_norm": {"when": "always" if architecture.qk_norm else "never"},
     }
-    config, problems = validated(ModelConfig, shape)
+    config, problems = validated(ModelConfig, shape | properties)
     if problems := problems or config.problems():
         keys = {f"model.{key}": key for key in vars(config)}
         raise UserError(*(problem.renamed(keys) for problem in problems))
-    return config, _layout(values, architecture, config)
+    return config
 
 
 def _layout(values: Mapping[str, Any], architecture: Architecture, config: ModelConfig) -> Layout:
@@ -278,6 +302,185 @@ def named_bos(values: Mapping[str, Any]) -> int | None:
 
     The model's tokenizer may not add this token itself.
     """
-    values = values.get("text_config") or values
+    if isinstance(text := values.get("text_config"), Mapping):
+        values = text
     token, size = values.get("bos_token_id"), values.get("vocab_size")
     return token if type(token) is type(size) is int and 0 <= token < size else None
+
+
+OWN = "UnropeForCausalLM"
+"""The architecture that such files name."""
+CODE_VERSION = 2
+"""Version of the code in ``export/custom``.
+
+2: knows the key-value cache by both names (``past_key_values``, and ``cache`` from transformers
+5.24 on) and refuses unknown arguments. The first version, which files do not name, ignores them.
+"""
+_KINDS, _TARGETS = ("per_head", "full"), ("both", "q", "k")
+
+
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` belongs to a model exported with custom code."""
+    return values.get("architectures") == [OWN]
+
+
+def code_remark(values: Mapping[str, Any], given: str) -> str | None:
+    """Return a remark about an export whose code is older than this program's, or None.
+
+    Args:
+        values: contents of its ``config.json``.
+        given: its directory, as the user named it.
+    """
+    version = values.get("code_version", 1)
+    if not is_own(values) or version == CODE_VERSION:
+        return None
+    if type(version) is not int or version > CODE_VERSION:
+        return (
+            f"{given}: config.json: code_version is {version!r}, and this program writes "
+            f"{CODE_VERSION}; the code in that directory may compute something else than this "
+            "program does with its weights."
+        )
+    return (
+        f"The code in {given!r} is of an earlier version, which generates wrong text under "
+        "transformers 5.24 or newer without an error. Export it again: "
+        f"python -m trainer export checkpoint={given} to=DIRECTORY"
+    )
+
+
+def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+    """Return shape and layout; the inverse of what an export writes.
+
+    Args:
+        values: contents of ``config.json``.
+        name: how errors call the file.
+
+    Raises:
+        UserError: keys are missing, wrong, or contradict each other.
+    """
+    problems = _malformed(values)
+    problems += [
+        Problem(key, f"expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}.")
+        for key, allowed in (
+            ("qkv_bias", (True, False)),
+            ("qk_norm_kind", _KINDS),
+            ("qk_norm_targets", _TARGETS),
+        )
+        if values.get(key) not in allowed
+    ]
+    if problems:
+        raise UserError(*(problem.in_file(name) for problem in problems))
+    try:
+        config = _model_config(
+            values,
+            default_eps=1e-5,
+            qkv_bias=values["qkv_bias"],
+            softmax=values.get("softmax") or {},
+            qk_norm={"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]},
+        )
+    except UserError as error:
+        raise UserError(*(problem.in_file(name) for problem in error.problems)) from None
+    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_size
+    try:
+        layout = read_layout(values.get("layout"), *sizes)
+    except ValueError as error:
+        raise UserError.at(name, f"{error}.") from None
+    _check_slopes(values.get("alibi_slopes"), config, layout, name)
+    norms = {layer.qk_norm for layer in layout.layers}
+    # Norms in some layers only: the other layers get theirs at a later drop.
+    when: Literal["never", "always", "after_drop"]
+    when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
+    return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
+
+
+def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:
+    ours = alibi_slopes(config.num_attention_heads)
+    fits = (
+        isinstance(given, list)
+        and len(given) == len(ours)
+        and all(
+            isinstance(x, float) and math.isclose(x, y) for x, y in zip(given, ours, strict=True)
+        )
+    )
+    if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
+        raise UserError.at(
+            name, f"alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
+        )
+
+
+BASES = {"DroPELlamaForCausalLM": "LlamaForCausalLM", "DroPEQwen2ForCausalLM": "Qwen2ForCausalLM"}
+"""The architectures that such files name, and what they are beside their attention."""
+MODEL_TYPES = {"llama_drope": "DroPELlamaForCausalLM", "qwen2_drope": "DroPEQwen2ForCausalLM"}
+TARGETS: dict[str, Literal["both", "q", "k"] | None] = {
+    "nope": None,
+    "qk_norm_nope": "both",
+    "q_norm_nope": "q",
+    "k_norm_nope": "k",
+}
+"""Which projections each ``attention_type`` normalises."""
+_UNUSED = {"q_norm_nope": "self_attn.k_norm.weight", "k_norm_nope": "self_attn.q_norm.weight"}
+_ROTATIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+def is_drope(values: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` belongs to a checkpoint of DroPE's own classes."""
+    return _drope_architecture(values) in BASES
+
+
+def _drope_architecture(values: Mapping[str, Any]) -> str | None:
+    listed = values.get("architectures")
+    if isinstance(listed, list) and listed:
+        return str(listed[0])
+    return MODEL_TYPES.get(str(values.get("model_type")))
+
+
+def is_unused(values: Mapping[str, Any], tensor: str) -> bool:
+    """Whether a checkpoint stores this tensor without using it: the norm of the other side."""
+    unused = _UNUSED.get(str(values.get("attention_type")))
+    return is_drope(values) and unused is not None and tensor.endswith(unused)
+
+
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Bounds of a factor on attention scores."""
+
+
+def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+    """Return shape and layout; C is ``max_position_embeddings``.
+
+    Args:
+        values: contents of ``config.json``. ``softmax_scale``, if set, replaces 1 / sqrt(head size)
+            as the factor on the scores.
+        name: how errors call the file.
+
+    Raises:
+        UserError: a key is missing, wrong or not supported; names every problem.
+    """
+    base = {key: value for key, value in values.items() if key not in _ROTATIONS}
+    problems: list[Problem] = []
+    attention, scale = values.get("attention_type", "nope"), values.get("softmax_scale")
+    if not isinstance(attention, str) or attention not in TARGETS:
+        expected = " or ".join(map(repr, TARGETS))
+        problems.append(Problem(name, f"attention_type: expected {expected}, got {attention!r}."))
+    if scale is not None and (type(scale) not in (int, float) or not SMALLEST < scale < LARGEST):
+        problems.append(
+            Problem(
+                name,
+                f"softmax_scale: expected a number from {SMALLEST:g} to {LARGEST:g}, got "
+                f"{str(scale)[:40]}.",
+            )
+        )
+    try:
+        architecture = BASES[str(_drope_architecture(values))]
+        config, layout = from_hf_config(base | {"architectures": [architecture]}, name)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+    if problems:
+        raise UserError(*problems)
+    factor = 1.0 if scale is None else scale * math.sqrt(config.head_size)
+    spectrum = Spectrum(temperature=Temperature(scale=factor))
+    if (targets := TARGETS[attention]) is not None:
+        config = replace(config, qk_norm=QKNormConfig("always", "full", targets))
+    layers = (
+        replace(layer, groups=((spectrum, config.num_key_value_heads),), qk_norm=bool(targets))
+        for layer in layout.layers
+    )
+    return config, Layout(layout.training_length, tuple(layers))

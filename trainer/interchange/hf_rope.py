@@ -1,14 +1,17 @@
-"""Spectrum from the ``rope_parameters`` (formerly ``rope_scaling``) of a Hugging Face config.json.
+"""Spectrum from the ``rope_parameters`` of a Hugging Face config.json, and the reverse.
 
-Every rope type of transformers 5 (``modeling_rope_utils.py``) is a rescaling of RoPE's spectrum.
+Older files call the parameters ``rope_scaling``. Every rope type of transformers 5
+(``modeling_rope_utils.py``) is a rescaling of RoPE's spectrum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from trainer.common.errors import Problem, UserError, did_you_mean
@@ -21,7 +24,7 @@ from trainer.positional.rescaling import (
     rescaled,
     yarn,
 )
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -36,8 +39,10 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 STILL = 1e-20
 """Radians per token below which a pair does not turn in any sequence."""
+SMALLEST, LARGEST = 1e-38, 1e38
+"""Bounds (exclusive) of positive numbers: frequencies would overflow beyond them."""
 
-# Lower bound (exclusive) of every number.
+# Lower bound (exclusive) of every number; 0 stands for SMALLEST.
 _NUMBERS = {
     **dict.fromkeys(("rope_theta", "original_max_position_embeddings"), 1),
     **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), 0),
@@ -46,6 +51,30 @@ _NUMBERS = {
 }
 _LISTS = ("short_factor", "long_factor")
 _OTHERS = ("rope_type", "type", "truncate", "partial_rotary_factor", "finetuned")
+
+
+Parameters = dict[str, Any]
+Frequencies = tuple[float, ...]
+
+PRECISION = 1e-8
+"""Relative; transformers computes frequencies in float32, to 1e-7."""
+STANDSTILL = 1e30
+"""Factor that divides the frequency of a pair that does not rotate."""
+NO_ROTATION: Parameters = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": STANDSTILL,
+    "low_freq_factor": 8192.0,
+    "high_freq_factor": 16384.0,
+    "original_max_position_embeddings": 2,
+}
+"""Parameters that leave queries and keys as they are.
+
+Every wavelength, at least 2 pi, is above original_max_position_embeddings / low_freq_factor, so all
+frequencies are divided. That also holds for 8192, which llama.cpp's converter takes as the original
+length of a file that does not name one beside the parameters. ``proportional`` with a share of 0
+says the same more plainly, and vLLM refuses it.
+"""
 
 
 @dataclass(frozen=True)
@@ -122,10 +151,11 @@ def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Proble
     ]
     found += [
         Problem(
-            f"rope_parameters.{key}", f"expected a number greater than {least}, got {given[key]!r}."
+            f"rope_parameters.{key}",
+            f"expected a number greater than {least}, got {repr(given[key])[:40]}.",
         )
         for key, least in _NUMBERS.items()
-        if key in given and not _is_number(given[key], least)
+        if key in given and not _is_number(given[key], least or SMALLEST)
     ]
     if kind == "llama3" and not found and given["high_freq_factor"] <= given["low_freq_factor"]:
         found.append(
@@ -160,29 +190,20 @@ def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Proble
 
 
 def _is_number(value: Any, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > above
+    return type(value) in (int, float) and above < value < LARGEST
 
 
 def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length and all(_is_number(x, 0) for x in value)
-
-
-def _default(rope: _Rope) -> Spectrum:
-    return rope.plain
-
-
-def _linear(rope: _Rope) -> Spectrum:
-    return _interpolated(rope.plain, rope.factor)
+    return (
+        isinstance(value, list)
+        and len(value) == length
+        and all(_is_number(x, SMALLEST) for x in value)
+    )
 
 
 def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
     inv_freq = tuple(f / factor for f in spectrum.inv_freq)
     return replace(spectrum, inv_freq=inv_freq)
-
-
-def _dynamic(rope: _Rope) -> Spectrum:
-    """Return the spectrum of dynamic NTK."""
-    return dynamic(rope.plain, ntk_aware, rope.training_length, growth=rope.factor)
 
 
 def _proportional(rope: _Rope) -> Spectrum:
@@ -234,11 +255,162 @@ def _llama3(rope: _Rope) -> Spectrum:
 
 
 _SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
+    "default": lambda rope: rope.plain,
+    "linear": lambda rope: _interpolated(rope.plain, rope.factor),
+    "dynamic": lambda rope: dynamic(
+        rope.plain, ntk_aware, rope.training_length, growth=rope.factor
+    ),
     "yarn": _yarn,
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
 }
+
+
+def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
+    """Return parameters with which transformers rotates all pairs of a head like this spectrum.
+
+    Prefers the most specific type that fits: ``default``, ``linear``, ``dynamic``,
+    ``proportional``, ``llama3``, ``yarn``; otherwise ``longrope``, which can express any
+    frequencies. ``yarn`` and ``longrope`` also express the scale of rotated channels. The caller
+    handles the rest of that scale and the temperature.
+
+    Args:
+        spectrum: the spectrum to express. Its missing pairs, at the end, do not rotate.
+        head_dim: channels per head, even.
+        training_length: C in tokens.
+
+    Returns:
+        None if no type fits.
+    """
+    for candidate in _candidates(spectrum, head_dim, training_length):
+        with suppress(UserError):  # a candidate may be out of bounds
+            read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
+            if _rotate_alike(read_back, spectrum, head_dim // 2, training_length):
+                return candidate
+    return None
+
+
+def whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
+    """Pad ``inv_freq`` with zeros to ``pairs`` entries."""
+    return inv_freq + (0.0,) * (pairs - len(inv_freq))
+
+
+def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int, training_length: int) -> bool:
+    def close(a: Frequencies, b: Frequencies) -> bool:
+        both = zip(whole_head(a, pairs), whole_head(b, pairs), strict=True)
+        return all(math.isclose(x, y, rel_tol=PRECISION, abs_tol=1e-12) for x, y in both)
+
+    if not close(read_back.inv_freq, wanted.inv_freq):
+        return False
+    theirs, ours = read_back.long, wanted.long
+    if theirs is None or ours is None:
+        return theirs is ours or (theirs is not None and close(theirs.inv_freq, read_back.inv_freq))
+    return (
+        close(theirs.inv_freq, ours.inv_freq)
+        and theirs.length == ours.length
+        and _stretches_alike(theirs, ours, training_length)
+    )
+
+
+def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies, training_length: int) -> bool:
+    if held.stretch is None or wanted.stretch is None:
+        return held.stretch is wanted.stretch
+    references = [one.reference or training_length for one in (held, wanted)]
+    growth = math.isclose(held.growth, wanted.growth)
+    return held.stretch == wanted.stretch and growth and references[0] == references[1]
+
+
+def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:
+    """Yield every candidate worth a comparison."""
+    pairs = head_dim // 2
+    moving = [f for f in spectrum.inv_freq if f > 0]
+    if not moving:
+        yield dict(NO_ROTATION)
+        return
+    theta, factor = 10_000.0, _short(1 / moving[0])
+    if len(moving) > 1:
+        theta = _short((moving[0] / moving[-1]) ** (pairs / (len(moving) - 1)))
+    default: Parameters = {"rope_type": "default", "rope_theta": theta}
+    yield default
+    yield default | {"rope_type": "linear", "factor": factor}
+    if spectrum.long is not None:
+        yield default | {"rope_type": "dynamic", "factor": spectrum.long.growth}
+    # int() truncates 28.999... to 28.
+    exact = int(len(moving) / pairs * pairs) == len(moving)
+    share = {"partial_rotary_factor": (len(moving) if exact else len(moving) + 0.5) / pairs}
+    yield default | {"rope_type": "proportional"} | share
+    yield default | {"rope_type": "proportional", "factor": factor} | share
+    if len(moving) == pairs:
+        # Outside the ramps of YaRN and Llama 3, neighbours differ by the ratio of plain RoPE.
+        steps = (_short((a / b) ** pairs) for a, b in pairwise(moving))
+        for base in dict.fromkeys(steps):
+            if base > 1:
+                yield from _ramps(spectrum, base, training_length)
+    yield _any_frequencies(spectrum, pairs, training_length)
+
+
+def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters]:
+    """Yield types that divide slow pairs by a factor, fast pairs by 1, others on a ramp."""
+    plain = geometric(theta, len(spectrum.inv_freq))
+    shares = [f / g for f, g in zip(spectrum.inv_freq, plain, strict=True)]
+    factor = _short(1 / shares[-1])
+    if not factor > 1:
+        return
+    common = {"rope_theta": theta, "factor": factor}
+    kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
+    between = [(f, k) for f, k in zip(plain, kept, strict=True) if 1e-6 < k < 1 - 1e-6]
+    if len(between) > 1:
+        # The kept share is linear in the frequency: 0 at one turn, 1 at the fast end.
+        (f, kept_f), (g, kept_g) = between[0], between[-1]
+        slope = (kept_f - kept_g) / (f - g)
+        slow, fast = f - kept_f / slope, f + (1 - kept_f) / slope
+        if 0 < slow < fast:
+            yield common | {
+                "rope_type": "llama3",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": _short(fast / slow),
+                "original_max_position_embeddings": round(2 * math.pi / slow),
+            }
+    attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
+    # Omit YaRN's default: not every engine reads the key.
+    usual = math.isclose(attention, 0.1 * math.log(factor) + 1, rel_tol=1e-9)
+    beside = {} if usual else {"attention_factor": attention}
+    for original in dict.fromkeys((round(length / factor), length)):
+        for truncate in (True, False):
+            yield (
+                common
+                | beside
+                | {
+                    "rope_type": "yarn",
+                    "original_max_position_embeddings": original,
+                    "truncate": truncate,
+                }
+            )
+
+
+def _any_frequencies(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
+    """Return LongRoPE parameters with a factor for every pair."""
+    long = spectrum.long
+    original = length if long is None else long.length
+    theta = 10_000.0
+
+    def factors(inv_freq: Frequencies) -> list[float]:
+        both = zip(geometric(theta, pairs), whole_head(inv_freq, pairs), strict=True)
+        return [g / f if f else STANDSTILL for g, f in both]
+
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "factor": max(length / original, 1.0),
+        "short_factor": factors(spectrum.inv_freq),
+        "long_factor": factors(spectrum.inv_freq if long is None else long.inv_freq),
+        "original_max_position_embeddings": original,
+        "attention_factor": spectrum.rotary_scale,
+    }
+
+
+def _short(value: float) -> float:
+    """Return the shortest decimal number within rounding: 10000 for 9999.999999."""
+    digits = (float(f"{value:.{n}g}") for n in range(1, 17))
+    return next((d for d in digits if math.isclose(d, value, rel_tol=1e-11)), value)

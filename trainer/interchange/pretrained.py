@@ -19,12 +19,18 @@ from torch import Tensor
 
 from trainer.common.errors import Problem, UserError
 from trainer.formats import read_plain
-from trainer.interchange.drope_config import from_drope_config, is_drope, is_unused
-from trainer.interchange.finding import find_pretrained
-from trainer.interchange.hf_config import from_hf_config, named_bos
-from trainer.interchange.own_config import code_remark, from_own_config, is_own
+from trainer.interchange.hf_config import (
+    code_remark,
+    from_drope_config,
+    from_hf_config,
+    from_own_config,
+    is_drope,
+    is_own,
+    is_unused,
+    named_bos,
+)
+from trainer.interchange.hub import find_pretrained, tokenizer_from_file
 from trainer.interchange.tensor_files import FileTensor, read_headers
-from trainer.interchange.tokenizer_file import tokenizer_from_file
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
@@ -196,8 +202,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError.at("", f"there is no 'config.json' in {str(directory)!r}.")
     try:
         values = read_plain(path)
-    except ValueError as error:
-        raise UserError.at("", f"'config.json' is damaged: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise UserError.at("", f"'config.json' cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError.at("", "'config.json' holds no keys.")
     return values
@@ -222,7 +228,7 @@ def _check(
     shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor], tied: bool
 ) -> None:
     """Check that the tensors are those of a decoder with parameters of these shapes."""
-    missing = [_published(name) for name in shapes if name not in tensors]
+    missing = [published_name(name) for name in shapes if name not in tensors]
     extra = [
         tensor.name
         for name, tensor in tensors.items()
@@ -259,7 +265,8 @@ def _is_harmless(name: str, tensors: Mapping[str, StoredTensor], tied: bool) -> 
     )
 
 
-def _published(name: str) -> str:
+def published_name(name: str) -> str:
+    """Return a parameter's name in Hugging Face's Llama."""
     return name if name.startswith("lm_head") else f"model.{name}"
 
 

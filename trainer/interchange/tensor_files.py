@@ -98,7 +98,7 @@ def _shards(directory: Path) -> list[Path]:
         index = read_plain(directory / INDEX)
         names = sorted(set(index["weight_map"].values()))
         elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError.at(
             "",
             f"{INDEX!r} is damaged: its 'weight_map' should name the file of every tensor "

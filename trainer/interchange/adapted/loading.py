@@ -6,6 +6,8 @@ weights safetensors.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,15 +17,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, did_you_mean, first_line
-from trainer.interchange.hf_config import named_bos
-from trainer.interchange.own_config import is_own
+from trainer.interchange.hf_config import is_own, named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
+from trainer.interchange.tensor_files import weights_problem
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 PREFIX = "hf:"
 """Before the directory of a model that transformers is to compute."""
+IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+"""Implementations of attention and experts that a configuration may ask for. For any other name,
+transformers may download a kernel from the hub and run it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def read_adapted(given: str) -> Adapted:
             "reads itself.",
         )
     path = Path(given.removeprefix(PREFIX)).expanduser()
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
         nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise UserError.at(
             "checkpoint",
@@ -71,14 +76,15 @@ def read_adapted(given: str) -> Adapted:
         )
     try:
         values = read_config(path)
-        if not any(path.glob("*.safetensors")):
-            raise UserError.at("", "there are no weights '*.safetensors'; pickles are not read.")
+        if problem := weights_problem(path):
+            raise UserError.at("", problem)
         tokenizer = read_tokenizer(path)
         if tokenizer is None:
             raise UserError.at(
                 "", "there is no tokenizer.json; put the model's beside its weights."
             )
         _check_type(values)
+        _check_own_files(path, values)
         model = _read(path)
     except UserError as error:
         key = f"checkpoint: {given}"
@@ -105,6 +111,36 @@ def _check_type(values: dict[str, Any]) -> None:
             "model is never run.",
             did_you_mean(str(kind), CONFIG_MAPPING_NAMES),
         )
+
+
+def _check_own_files(path: Path, values: dict[str, Any]) -> None:
+    """Refuse models for which transformers would read or run something outside their directory."""
+    if (path / "adapter_config.json").exists():
+        raise UserError.at(
+            "adapter_config.json",
+            "an adapter names another model's weights; merge it into them and save the result.",
+        )
+    if values.get("transformers_weights") is not None:
+        raise UserError.at(
+            "config.json",
+            "transformers_weights: not supported; call the weights model.safetensors.",
+        )
+    for key, value in _implementations(values):
+        if value not in IMPLEMENTATIONS:
+            raise UserError.at(
+                "config.json",
+                f"{key}: expected {', '.join(map(repr, IMPLEMENTATIONS[1:]))} or null, got "
+                f"{value!r}.",
+            )
+
+
+def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every ``*_implementation`` key at any depth, with its value."""
+    for key, value in values.items():
+        if str(key).endswith("_implementation"):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _implementations(value)
 
 
 def _read(path: Path) -> Any:

@@ -13,31 +13,44 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.common.errors import UserError
-from trainer.interchange.adapted.cache import as_transformers_cache, cache_name, empty_cache
-from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (
     Rotation,
     Tables,
+    complex_table,
     forget_lengths,
     found_rotation,
     in_one_order,
     no_rotation,
     tables_like,
 )
-from trainer.interchange.adapted.seam import Call, Seam, ordered
+from trainer.interchange.adapted.seam import (
+    Call,
+    Seam,
+    as_transformers_cache,
+    cache_name,
+    ordered,
+)
 from trainer.model.backend_choice import Choice
-from trainer.model.cache import KVCache
+from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
+from trainer.model.masks import Mask, allowed
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import Groups, head_groups
+from trainer.positional.rotation import Groups, head_groups, rotary_table
 
 TRIED = 16
 """Tokens that are read to see what the layers do."""
+CAUSAL = 1e-5
+"""Of the largest state: how far a later token may move those of earlier tokens."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 """What families call the number that their norms add."""
+APART = 0.05
+"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
+much at position 10^6."""
+LENGTHS = "analysis.length, or evaluation.choice.length and evaluation.lengths"
+"""Keys of the texts that are watched."""
 
 
 class AdaptedModel(LanguageModel):
@@ -95,18 +108,28 @@ class AdaptedModel(LanguageModel):
     @torch.no_grad()
     def _tried(self) -> list[Call]:
         """Run a few tokens; return the attention call of every layer, and record the shapes in the
-        cache."""
+        cache.
+
+        Raises:
+            UserError: tokens see later ones.
+        """
         calls: list[Call] = []
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             calls.append(call)
             return call.q, call.k
 
-        ids = torch.arange(TRIED, device=self.device)[None] % self.hf.config.vocab_size
+        vocab_size = self.hf.config.get_text_config().vocab_size
+        ids = torch.arange(TRIED, device=self.device)[None] % vocab_size
         with self._seam.watching(see, plain=True):
             self.hf(ids, use_cache=False)
         found = self._base(ids, use_cache=True)
+        ids[:, -1] = ids[:, 0]
+        before, after = found.last_hidden_state, self._base(ids).last_hidden_state
+        if (after - before)[:, :-1].abs().amax() > CAUSAL * before.abs().amax():
+            raise UserError.at("", "its tokens see later ones; expected a causal model.")
         self._outputs = type(found)
+        # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [
             (layer.keys.shape[1::2], layer.values.shape[1::2])
             for layer in found[cache_name(self._base)].layers
@@ -240,7 +263,12 @@ class AdaptedModel(LanguageModel):
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for ``capacity`` tokens in each of ``rows``."""
-        return empty_cache(self._cached, rows, capacity, self.hf.dtype, self.device)
+        like = torch.empty(0, dtype=self.hf.dtype, device=self.device)
+        layers = (
+            [like.new_zeros(rows, heads, capacity, size) for heads, size in shapes]
+            for shapes in self._cached
+        )
+        return KVCache([LayerCache(keys, values) for keys, values in layers])
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:
@@ -264,7 +292,10 @@ class AdaptedModel(LanguageModel):
         if not changed and self._observe is None:
             return nullcontext()
         groups = head_groups(self.layout, positions, lengths) if changed else []
-        last, longest = ends(positions) if changed else (0, 0)
+        last, longest = 0, 0
+        if changed:  # the last position of the first row, and the last of all
+            rows = positions.reshape(-1, positions.shape[-1])
+            last, longest = int(rows[0, -1]), int(rows[:, -1].max())
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             call = ordered(call, self.rotations[call.index].ordered)
@@ -303,8 +334,48 @@ class AdaptedModel(LanguageModel):
     def _show(self, observe: OnLayer, call: Call, *, by_itself: bool) -> None:
         """Inform the observer after checking that the layer behaves as the layout says."""
         check_scores(call, self.layout.layers[call.index].window)
-        if by_itself:
-            check_rotation(call, self.rotations[call.index])
+        if by_itself and call.tables is not None:
+            rotation, last = self.rotations[call.index], call.q.shape[2] - 1
+            check_tables(call.index, call.tables, rotation, last)
         assert call.plain is not None  # requested whenever there is an observer
         softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
         observe(call.index, *call.plain, call.q, call.k, **softmax)
+
+
+def check_scores(call: Call, window: int | None) -> None:
+    """Check that the mask is causal, within the layer's window.
+
+    Raises:
+        UserError: the mask is another one.
+    """
+    if call.mask is None:
+        return
+    T, mask = call.q.shape[2], call.mask
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if not torch.equal(
+        *torch.broadcast_tensors(seen, allowed(Mask(window), range(T), range(T), mask.device))
+    ):
+        raise UserError.at(
+            "checkpoint",
+            f"layer {call.index} hides other keys than a window would (attention in chunks), of "
+            f"{T:,} tokens; give shorter texts ({LENGTHS}).",
+        )
+
+
+def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
+    """Check that one layer's tables are those of its spectrum at the last position.
+
+    Raises:
+        UserError: the rotation depends on the length of the text.
+    """
+    if not rotation.spectrum.rotates:
+        return
+    table = complex_table(tables)[1][0, -1]
+    at = torch.tensor([position], device=table.device)
+    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
+    if (table - torch.complex(cos, sin)).abs().amax() > APART:
+        raise UserError.at(
+            "checkpoint",
+            f"the rotation of layer {index} follows the length of the text; give texts within the "
+            f"length it was trained at ({LENGTHS}).",
+        )

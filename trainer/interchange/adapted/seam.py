@@ -1,4 +1,4 @@
-"""Attention layers of a transformers model, observed and modified in place.
+"""Attention layers and caches of a transformers model, observed and modified in place.
 
 Nearly all models of transformers 5 call attention by a name registered with its
 ``AttentionInterface``. A name of ours routes the call through this module, with queries and keys as
@@ -7,6 +7,7 @@ they enter the scores, and then to the function that the model would have called
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.common.errors import UserError
-from trainer.interchange.adapted.cache import cache_name
 from trainer.interchange.adapted.rotation import Tables, no_rotation
+from trainer.model.cache import KVCache, LayerCache
 
 Result = tuple[Tensor, Tensor | None]
 _ATTEND: ContextVar[Callable[..., Result]] = ContextVar("attend")
@@ -197,3 +199,52 @@ def ordered(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     if plain is not None:
         plain = change(plain[0]), change(plain[1])
     return replace(call, q=change(call.q), k=change(call.k), plain=plain)
+
+
+class _Layer(CacheLayerMixin):
+    """All tokens of a layer, even with a sliding window: masks hide what the window excludes."""
+
+    is_sliding = False
+
+    def __init__(self, own: LayerCache) -> None:
+        super().__init__()
+        self.own = own
+        self.keys, self.values, self.is_initialized = own.keys, own.values, True
+
+    def lazy_initialization(self, *states: Tensor) -> None:
+        """Do nothing: memory is allocated already."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append; return all keys and values so far."""
+        return self.own.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far."""
+        return self.own.length
+
+    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
+        """Return the number of keys after appending ``queries`` tokens, and the index of the first
+        key."""
+        new = queries.shape[0] if isinstance(queries, Tensor) else queries
+        return self.own.length + new, 0
+
+    def get_max_length(self) -> int:
+        """Return None: transformers need not know the capacity."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+def cache_name(module: nn.Module) -> str:
+    """Return the name of a model's or layer's cache argument.
+
+    It is ``cache`` from transformers 5.24 on, ``past_key_values`` before.
+    """
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
+def as_transformers_cache(cache: KVCache) -> Cache:
+    """Return a view: what transformers appends goes to ``cache``."""
+    return Cache(layers=[_Layer(layer) for layer in cache.layers])

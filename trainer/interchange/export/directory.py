@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,7 @@ from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
-from trainer.interchange.export.plan import Plan, make_plan
-from trainer.interchange.export.weights import DTYPES, round_weights, write_weights
+from trainer.interchange.export.plan import DTYPES, Plan, make_plan, round_weights, write_weights
 from trainer.model.decoder import Decoder
 from trainer.stopping import partial_directory
 
@@ -28,10 +27,16 @@ log = logging.getLogger(__name__)
 
 CODE = Path(__file__).with_name("custom")
 TOKEN_FILES = (
-    *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("special_tokens_map.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""Files of a published model about its tokens."""
+"""Files of a published model about its tokens, beside tokenizer_config.json."""
+TOKENIZER_KEYS = (
+    *("tokenizer_class", "model_max_length", "added_tokens_decoder", "chat_template", "errors"),
+    *("add_prefix_space", "clean_up_tokenization_spaces", "spaces_between_special_tokens"),
+    *("padding_side", "truncation_side", "legacy", "trim_offsets", "use_default_system_prompt"),
+)
+"""Keys of tokenizer_config.json that are kept, beside those of special tokens."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +152,45 @@ def write_files(
 
 
 def _keep_tokens(published: Path, directory: Path) -> None:
-    """Replace the directory's token settings by those of a published model."""
-    config = _read_keys(directory / "config.json")
+    """Replace the directory's token settings by those of a published model.
+
+    Of its tokenizer_config.json, only keys that are known to describe tokens are kept: others, such
+    as ``auto_map``, can name code.
+    """
     theirs = _read_keys(published / "config.json")
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    _write_json(directory / "config.json", config | {k: theirs.get(k) for k in keys})
+    tokens = {key: theirs.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    path = directory / "config.json"
+    _write_json(path, _read_keys(path) | tokens)
+    # Without this file, transformers takes the tokens of config.json.
+    (directory / "generation_config.json").unlink()
     for name in TOKEN_FILES:
         if (published / name).is_file():
             if name.endswith(".json"):
                 _read_keys(published / name)
             shutil.copyfile(published / name, directory / name)
-    path = directory / "tokenizer_config.json"
-    names = {"model_input_names": ["input_ids", "attention_mask"]}
-    _write_json(path, _read_keys(path) | names)
+    path = published / "tokenizer_config.json"
+    if path.is_file():
+        settings = {
+            key: value
+            for key, value in _read_keys(path).items()
+            if key in TOKENIZER_KEYS or key.endswith(("_token", "_tokens", "_token_id"))
+        }
+    else:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | _named(tokens, directory)
+    inputs = {"model_input_names": ["input_ids", "attention_mask"]}
+    _write_json(directory / "tokenizer_config.json", settings | inputs)
+
+
+def _named(tokens: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """Return the special tokens of the directory's tokenizer that have these ids, by their kind."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    words = {index: word for word, index in tokenizer.get_vocab().items()}
+    named = {}
+    for key, given in tokens.items():
+        first = next(iter(given), None) if isinstance(given, list) else given
+        if type(first) is int and first in words:
+            named[key.removesuffix("_id")] = words[first]
+    return named
 
 
 def _read_keys(path: Path) -> dict[str, Any]:

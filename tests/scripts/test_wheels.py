@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from scripts.wheels import check_sum, download_wheel
 from trainer.common.errors import UserError
-from trainer.interchange.wheels import check_sum, download_wheel
 
 
 @pytest.fixture

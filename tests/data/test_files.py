@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.data import rows
-from trainer.data.files import find_files
-from trainer.data.rows import PIECE, BadRow, read_rows
+from trainer.data import files
+from trainer.data.files import PIECE, BadRow, find_files, read_rows
 
 TEXTS = ["one", "zwei ü", "three\nlines\u2028here"]
 
@@ -50,7 +49,7 @@ def test_tables_are_one_document_a_row(tmp_path, kind):
 def test_a_long_text_becomes_documents_that_can_be_split(tmp_path, monkeypatch, read):
     """The same text comes back, whatever pieces it is read in, and through characters of several
     bytes and line ends of two."""
-    monkeypatch.setattr(rows, "READ", read)
+    monkeypatch.setattr(files, "READ", read)
     text = "".join(f"Line {i} – ü.\r\n" for i in range(2_000)) + "x" * 20_000
     (tmp_path / "a.txt").write_bytes(text.encode())
     documents = list(read_rows(str(tmp_path / "a.txt"), "text"))
@@ -75,8 +74,8 @@ def test_a_long_text_becomes_documents_that_can_be_split(tmp_path, monkeypatch, 
     ids=range(9),
 )
 def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, monkeypatch, line, problem):
-    monkeypatch.setattr(rows, "LONGEST", 200 if b"xxx" in line else 1 << 20)
-    monkeypatch.setattr(rows, "READ", 64)
+    monkeypatch.setattr(files, "LONGEST", 200 if b"xxx" in line else 1 << 20)
+    monkeypatch.setattr(files, "READ", 64)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
     before, bad, after = read_rows(str(path), "text")
@@ -88,8 +87,8 @@ def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("read", [10, 33, 1000])
 def test_the_longest_line_is_read_wherever_a_piece_of_the_file_ends(tmp_path, monkeypatch, read):
-    monkeypatch.setattr(rows, "LONGEST", 100)
-    monkeypatch.setattr(rows, "READ", read)
+    monkeypatch.setattr(files, "LONGEST", 100)
+    monkeypatch.setattr(files, "READ", read)
     path = tmp_path / "a.jsonl"
     lines = [b'{"text": "' + b"x" * (size - 12) + b'"}' for size in (100, 101, 100)]
     path.write_bytes(b"\n".join(lines))
@@ -99,8 +98,8 @@ def test_the_longest_line_is_read_wherever_a_piece_of_the_file_ends(tmp_path, mo
 
 
 def test_a_line_without_end_needs_no_memory_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LONGEST", 1000)
-    monkeypatch.setattr(rows, "READ", 100)
+    monkeypatch.setattr(files, "LONGEST", 1000)
+    monkeypatch.setattr(files, "READ", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * 50_000 + b'"}\n{"text": "after"}')
     bad, after = read_rows(str(path), "text")
