@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import numpy as np
+import pytest
 
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Claims, Share, Store
 
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
@@ -49,3 +51,12 @@ def test_what_is_kept_is_taken_for_the_same_weights_text_and_settings_alone(tmp_
     ]  # fmt: skip
     assert [kept(**other) for other in others] == [2, 3, 4, 5, 6, 7]
     assert kept() == 1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_that_is_not_a_number_is_the_worst_one(tmp_path, processes):
+    """Also where processes share the values through the store, whose JSON has no NaN."""
+    claims = Claims(tmp_path, Share(0, processes, "now"))
+    fitting = Fitting(None, "weights", TEXT, Store(tmp_path), 64, claims=claims)
+    losses = {0.0: math.nan, 0.5: 2.0, 1.0: math.inf}
+    assert fitting.of_each("settings", [*losses], losses.get) == [math.inf, 2.0, math.inf]

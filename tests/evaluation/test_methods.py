@@ -327,6 +327,24 @@ def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
         assert have.temperature.get("layers") == said
 
 
+def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting):
+    """Stored under a key of their own for every choice of layers."""
+    have = fitting(windows=[16, None])
+    keys = []
+    for layers in (None, "all"):
+        have.of_each = lambda settings, values, loss: keys.append(settings) or [0.0] * len(values)
+        layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("fit", ["sum", "line"])
+def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, fit):
+    have = fitting()
+    settings = replace(CONFIG.temperature, fit=fit)
+    config = replace(CONFIG, lengths=[1.001], temperature=settings)
+    assert layout_of("temperature", have, 1.0, config) == have.model.layout
+
+
 def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
     free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
     for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
@@ -462,6 +480,9 @@ def test_what_is_read_for_another_length_is_known_before(fitting):
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]), fit_windows=2)
     assert recipe("temperature", layout, once).fits(8.0) == {2.0: 4}
     assert recipe("temperature", layout, once).fits(1.0) == {}
+    # A temperature that is fitted at another length chooses what comes before it there, too.
+    assert recipe("dope+temperature", layout, once).fits(8.0) == {2.0: 4 + 2, 8.0: 2}
+    assert recipe("temperature+dope", layout, once).fits(8.0) == {2.0: 4, 8.0: 2}
 
 
 @pytest.mark.parametrize("fit", ["sum", "line"])

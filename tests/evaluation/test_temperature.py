@@ -90,6 +90,11 @@ def test_a_worse_refinement_is_not_taken(monkeypatch, tiny_decoder):
     assert fit(tiny_decoder(training_length=C)) == 0.5
 
 
+def test_coefficients_of_infinite_loss_are_not_taken(monkeypatch, tiny_decoder):
+    stand_in(monkeypatch, lambda c: 1.0 if c == 1.0 else np.inf)
+    assert fit(tiny_decoder(training_length=C)) == 1.0
+
+
 def test_the_layout_may_depend_on_the_extension_too(monkeypatch, tiny_decoder):
     model, told, factors = tiny_decoder(training_length=C), [], []
     read = lambda *shape: told.append(shape)  # noqa: E731

@@ -76,7 +76,11 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     if not any(factor > 1 for factor in config.factors):
         return before
     windows = fitting.at(settings.lengths or config.factors)
+    if not windows:  # 1.001 times the training length rounds to it
+        return before
     C = fitting.model.layout.training_length
+    some = some_layers(fitting.model.layout, config)
+    of_some = [] if some is None else [some]
 
     def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, per, layers=layers)
@@ -91,15 +95,14 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
             settings.grid,
             fitting.batch_tokens,
             fitting.read,
-            partial(fitting.of_each, [layouts, per, list(on)]),
+            partial(fitting.of_each, [layouts, per, list(on), *of_some]),
         )
 
     def fit() -> float:
         return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
 
     layouts = [told_apart(before(n / C)) for n in windows]
-    some = some_layers(fitting.model.layout, config)
-    asked = [layouts, plain(settings), *([] if some is None else [some])]
+    asked = [layouts, plain(settings), *of_some]
     coefficient = fitting.kept("temperature", asked, fit)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")

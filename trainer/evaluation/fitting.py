@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,23 +96,28 @@ class Fitting:
     def of_each(
         self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
     ) -> list[float]:
-        """Return the loss of each value.
+        """Return the loss of each value, infinite if it is not a number.
 
         Processes that fit together share the values, and read the others' losses from the store.
         """
+
+        def measured(value: float) -> float | None:
+            found = loss(value)
+            return found if math.isfinite(found) else None  # JSON has no NaN
+
         claims = self.claims
         if claims is None or claims.share.processes == 1:
-            return [loss(value) for value in values]
-        keys = [
-            {"model": self.fingerprint, **self.text.key, "settings": settings, "value": value}
-            for value in values
-        ]
-        losses = {}
-        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
-            if self.store.has("tried", key) or claims.take("tried", key):
-                losses[place] = self.store.get("tried", key, partial(loss, value))
-        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
-            while place not in losses and not self.store.has("tried", key):
-                claims.pause()
-            losses[place] = self.store.get("tried", key, partial(loss, value))
-        return [losses[place] for place in range(len(values))]
+            losses = [measured(value) for value in values]
+        else:
+            model = {"model": self.fingerprint, **self.text.key, "settings": settings}
+            keys = {value: {**model, "value": value} for value in values}
+            for value, key in keys.items():
+                if claims.take("tried", key):
+                    self.store.get("tried", key, partial(measured, value))
+            for key in keys.values():
+                while not self.store.has("tried", key):
+                    claims.pause()
+            losses = [
+                self.store.get("tried", keys[value], partial(measured, value)) for value in values
+            ]
+        return [math.inf if loss is None else loss for loss in losses]

@@ -33,7 +33,7 @@ from trainer.evaluation.layouts import (
     tempered,
     windowed,
 )
-from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
+from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, ON_TEXT, MethodsConfig
 from trainer.evaluation.outcomes import AS_IS_TITLE
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -72,7 +72,8 @@ class Recipe:
 
     ``settings``: all that it depends on besides the model; ``fits``: numbers of sequences that its
     choices read, by extension factor; ``fixed``: the method itself if it chooses nothing and needs
-    no model.
+    no model; ``also_at``: extension factors, besides those evaluated, for which parts before a
+    temperature choose something because it is fitted there.
     """
 
     key: str
@@ -81,6 +82,7 @@ class Recipe:
     fits: Callable[[float], dict[float, int]]
     make: Callable[[Fitting], Method]
     fixed: Method | None = None
+    also_at: tuple[float, ...] = ()
 
     @property
     def fit_is_shared(self) -> bool:
@@ -139,16 +141,19 @@ def recipe(
         used[LAYERS] = some  # omitted for all layers, so that older cells stay valid
 
     def fits(factor: float) -> dict[float, int]:
-        # A head selection at another length applies the methods before it at that length, too.
-        at = {factor, (config.choice.length or factor) if CHOICE in used else factor}
         found: Counter[float] = Counter()
-        for part in parts:
-            found.update({s: n for one in at for s, n in part.fits(config, one).items()})
+        at = {factor}
+        for part in reversed(parts):
+            reads = {s: n for one in at for s, n in part.fits(config, one).items()}
+            found.update(reads)
+            at |= reads.keys()  # where a part is fitted, it applies the parts before it
         return dict(found)
 
     # Parts without a fit do not depend on the text.
     fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
-    return Recipe(name, title, used, fits, make, fixed)
+    before = keys[: keys.index("temperature")] if "temperature" in keys else []
+    also_at = tuple(config.temperature.lengths or ()) if {*before} & {*ON_TEXT} else ()
+    return Recipe(name, title, used, fits, make, fixed, also_at)
 
 
 def _idle_by_layer(

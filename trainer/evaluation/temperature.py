@@ -83,13 +83,13 @@ def fit_line(
 def _lowest_point(points: list[tuple[float, float]]) -> float | None:
     """Return the minimum of the parabola through the lowest point and its neighbours.
 
-    Return None if the lowest point is at an end, or the points lie on a line.
+    Return None if the lowest point is at an end, the points lie on a line, or one is infinite.
     """
     best = min(range(len(points)), key=lambda i: points[i][1])
     if not 0 < best < len(points) - 1:
         return None
     (a, loss_a), (b, loss_b), (c, loss_c) = points[best - 1 : best + 2]
     before, after = (b - a) * (loss_c - loss_b), (c - b) * (loss_a - loss_b)
-    if before + after == 0:
+    if before + after == 0 or not math.isfinite(before + after):
         return None
     return b + ((c - b) * after - (b - a) * before) / (2 * (before + after))

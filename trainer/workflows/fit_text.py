@@ -63,7 +63,8 @@ def fit_text(
     """
     settings, C = config.choice, training_length
     fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
-    at = lengths if settings.length is None else [round(settings.length * C)]
+    every = {*lengths, *(round(s * C) for one in recipes for s in one.also_at)}
+    at = sorted(every) if settings.length is None else [round(settings.length * C)]
     chooses = any(CHOICE in one.settings for one in recipes)
 
     def haystack() -> Haystack:
@@ -88,7 +89,7 @@ def fit_text(
         corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
-            for n in sorted({*lengths, *at})
+            for n in sorted({*every, *at})
             if straw is not None and n > C
         },
         choice_texts(settings, prompts or Prompts(), haystack, at if chooses else ()),
