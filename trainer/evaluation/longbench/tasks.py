@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS, Kind
 from trainer.evaluation.longbench.metrics import classification
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
-from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.scoring import Prompt, Task, list_problems
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,7 @@ class LongBenchSettings:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            Problem(
-                "evaluation.longbench.tasks", f"unknown task {name!r}.", did_you_mean(name, KINDS)
-            )
-            for name in self.tasks
-            if name not in KINDS
-        ]
-        if not self.tasks:
-            found.append(
-                Problem(
-                    "evaluation.longbench.tasks", "expected one or more, for instance [qasper,lcc]."
-                )
-            )
+        found = list_problems("evaluation.longbench.tasks", self.tasks, KINDS)
         if self.directory is not None and not Path(self.directory).is_dir():
             found.append(Problem(KEY, f"there is no directory {self.directory!r}."))
         return found

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.evaluation.ruler.niah import Essay, Needles
 from trainer.evaluation.ruler.question import Kind
@@ -30,6 +30,7 @@ from trainer.evaluation.scoring import (
     Task,
     after_all,
     after_any,
+    list_problems,
     string_match_all,
     string_match_part,
 )
@@ -271,11 +272,7 @@ class RulerSettings:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            Problem("evaluation.ruler.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS))
-            for name in self.tasks
-            if name not in TASKS
-        ]
+        found = list_problems("evaluation.ruler.tasks", self.tasks, TASKS)
         for key, _, _ in READERS.values():
             file = getattr(self, key)
             if file is not None and not Path(file).is_file():
