@@ -17,7 +17,7 @@ from trainer.evaluation.method_config import (
     LongRopeSettings,
     TemperatureSettings,
 )
-from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
 
 

@@ -378,7 +378,7 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     }
     assert spectrum.temperature.per == "query"
     monkeypatch.setattr(
-        "trainer.evaluation.fitted_parts.fit_coefficient",
+        "trainer.evaluation.methods.fit_coefficient",
         lambda *_: pytest.fail("fitted a second time"),
     )
     assert layout_of("temperature", have, 2.0, config) == first

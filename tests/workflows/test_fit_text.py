@@ -24,7 +24,7 @@ from trainer.evaluation.method_config import (
     TemperatureSettings,
 )
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store
 from trainer.workflows.fit_text import Prompts, _of_task, choice_texts, fit_text
 

@@ -11,7 +11,7 @@ from trainer.common.fields import Count, Multiple, configuration
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.scoring import list_problems

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.evaluation.longbench.rows import read_rows
+from trainer.evaluation.longbench.tasks import read_rows
 from trainer.evaluation.scoring import Prompt, Task, list_problems
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")

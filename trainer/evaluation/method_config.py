@@ -27,7 +27,7 @@ from trainer.common.fields import (
 )
 from trainer.evaluation.layouts import read_factors
 from trainer.evaluation.many_shot import LONG_TASKS
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import list_problems
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerChoice, LayerEncoding, Layout, layer_problems

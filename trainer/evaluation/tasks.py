@@ -15,7 +15,7 @@ from trainer.evaluation.longbench.tasks import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 

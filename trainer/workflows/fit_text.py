@@ -16,12 +16,12 @@ from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench.rows import read_rows
+from trainer.evaluation.longbench.tasks import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import ManyShotSettings, many_shot_tasks
 from trainer.evaluation.method_config import ChoiceSettings, MethodsConfig
 from trainer.evaluation.methods import CHOICE, Recipe
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.scoring import Task
 from trainer.evaluation.tasks import HAYSTACK
 

@@ -18,11 +18,17 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, configuration
-from trainer.evaluation.ruler.niah import Essay, Needles
-from trainer.evaluation.ruler.question import Kind
-from trainer.evaluation.ruler.question_answering import read_hotpotqa, read_squad
-from trainer.evaluation.ruler.variable_tracking import VariableTracking
-from trainer.evaluation.ruler.word_extraction import LONG, CommonWords, FrequentWords
+from trainer.evaluation.ruler.kinds import (
+    LONG,
+    CommonWords,
+    Essay,
+    FrequentWords,
+    Needles,
+    RulerKind,
+    VariableTracking,
+    read_hotpotqa,
+    read_squad,
+)
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -79,7 +85,7 @@ class RulerTask:
     def __init__(
         self,
         name: str,
-        kind: Kind,
+        kind: RulerKind,
         score: Score,
         stop: Stop,
         tokenizer: Tokenizer,
@@ -205,7 +211,7 @@ class OneOrder(Random):
         Random(str(self.order)).shuffle(x)
 
 
-def step(kind: Kind, length: int) -> int:
+def step(kind: RulerKind, length: int) -> int:
     """Return the units by which a haystack shrinks if its prompt is longer than ``length``."""
     if isinstance(kind, Needles) and kind.essay:
         return 500
@@ -218,7 +224,7 @@ def step(kind: Kind, length: int) -> int:
     return 10
 
 
-def size(kind: Kind, most: int, length: int) -> int:
+def size(kind: RulerKind, most: int, length: int) -> int:
     """Return the initial number of units of all trials, if ``most`` fit the first one.
 
     It is ``most``, except for frequent words, which grow by :func:`step` from a sixth of the
@@ -230,7 +236,7 @@ def size(kind: Kind, most: int, length: int) -> int:
     return most - (most - start) % step(kind, length)
 
 
-KINDS: dict[str, Callable[[Tokenizer, Essay], Kind]] = {
+KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
     "niah_single_1": lambda _, essay: Needles(),
     "niah_single_2": lambda _, essay: Needles(essay),
     "niah_single_3": lambda _, essay: Needles(essay, value="uuid"),
@@ -300,7 +306,7 @@ def ruler_tasks(
     notes: list[str] = []
     for name in settings.tasks:
         trials = settings.trials
-        kind: Kind
+        kind: RulerKind
         if name in KINDS:
             kind, score, stop = KINDS[name](tokenizer, essay), string_match_all, after_all
         else:
