@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -63,16 +62,6 @@ def test_the_defaults_are_possible():
 def test_impossible_values_are_named(changes, said):
     (problem,) = map(str, EvaluationConfig(**changes).problems())
     assert said in problem
-
-
-def test_statements_fit_the_shortest_length_where_they_are_asked_for():
-    config = EvaluationConfig(needles=NeedleTaskSettings(needles=12), lengths=[0.5, 1])
-    assert config.problems() == config.problems(128) == []
-    (problem,) = map(str, config.problems(64))
-    assert problem.startswith("evaluation.lengths: 0.5 of 64 tokens is 32, too few for 12 statemen")
-    (problem,) = map(str, config.problems(32))
-    assert problem.startswith("evaluation.needles.needles: 12 statements of 3 tokens do not fit 16")
-    assert replace(config, tasks=["perplexity"]).problems(64) == []
 
 
 def test_configurations_need_no_torch():

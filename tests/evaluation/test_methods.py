@@ -173,12 +173,6 @@ def test_cropping_reads_as_many_tokens_as_in_training(fitting):
     assert recipe("none", have.model.layout, CONFIG).make(have).reads is None
 
 
-def test_dropping_leaves_no_encoding(fitting):
-    have = fitting()
-    dropped = layout_of("drop", have, 2.0)
-    assert not any(s.rotates for s in dropped.spectra)
-
-
 def test_dropping_keeps_a_temperature_that_was_trained(fitting):
     have = fitting(temperature=TemperatureConfig(coefficient=1.0, reference=1))
     (before,), (dropped,) = have.model.layout.spectra, layout_of("drop", have, 2.0).spectra
