@@ -40,7 +40,7 @@ from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export.directory import export_model
 from trainer.interchange.pretrained import read_pretrained

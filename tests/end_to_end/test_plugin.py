@@ -16,7 +16,7 @@ from trainer.__main__ import main
 from trainer.analysis.settings import ANALYSES
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.sources import TEXT_SOURCES
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.longbench.tasks import LongBenchSettings
+from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import (
     ChoiceSettings,
     DopeSettings,
     LongRopeSettings,
     TemperatureSettings,
 )
-from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.needles import NeedleTaskSettings
+from trainer.evaluation.ruler.tasks import RulerSettings
 
 
 def test_the_defaults_are_possible():
@@ -49,21 +51,17 @@ def test_the_defaults_are_possible():
             "evaluation.methods: in 'weighted_rope+dope' both parts change the same heads",
         ),
         ({"layers": []}, "evaluation.layers: expected one layer or more, got none"),
+        ({"methods": ["pi", "yarn", "pi"]}, "evaluation.methods: expected each one once, got 'pi'"),
+        ({"tasks": ["standard"] * 2}, "evaluation.tasks: expected each one once, got 'standard' 2"),
+        ({"ruler": RulerSettings([])}, "evaluation.ruler.tasks: expected one or more, got none"),
+        ({"ruler": RulerSettings(["vt"] * 3)}, "evaluation.ruler.tasks: expected each one once"),
+        ({"many_shot": ManyShotSettings([])}, "evaluation.many_shot.tasks: expected one or more"),
+        ({"longbench": LongBenchSettings(tasks=[])}, "evaluation.longbench.tasks: expected one or"),
     ],
 )
 def test_impossible_values_are_named(changes, said):
     (problem,) = map(str, EvaluationConfig(**changes).problems())
     assert said in problem
-
-
-def test_statements_fit_the_shortest_length_where_they_are_asked_for():
-    config = EvaluationConfig(needles=NeedleTaskSettings(needles=12), lengths=[0.5, 1])
-    assert config.problems() == config.problems(128) == []
-    (problem,) = map(str, config.problems(64))
-    assert problem.startswith("evaluation.lengths: 0.5 of 64 tokens is 32, too few for 12 statemen")
-    (problem,) = map(str, config.problems(32))
-    assert problem.startswith("evaluation.needles.needles: 12 statements of 3 tokens do not fit 16")
-    assert replace(config, tasks=["perplexity"]).problems(64) == []
 
 
 def test_configurations_need_no_torch():
@@ -93,7 +91,16 @@ def test_configurations_need_no_torch():
             "less, or null.",
         ),
         ({"last": 33, "lengths": [0.5], "tasks": ["standard"]}, 64, None),
+        (
+            {"lengths": [1.0, 2.0, 2.01], "tasks": ["perplexity"]}, 32,
+            "evaluation.lengths: expected each length once, got [1.0, 2.0, 2.01] times the "
+            "training length of 32 tokens, more than one of which is 64 tokens.",
+        ),
         ({"needles": NeedleTaskSettings(needles=10), "tasks": ["statements"]}, 32, None),
+        (
+            {"needles": NeedleTaskSettings(needles=10), "tasks": ["statements"], "lengths": [2.0]},
+            16, None,
+        ),
         (
             {"needles": NeedleTaskSettings(needles=10), "tasks": ["statements"]}, 31,
             "evaluation.needles.needles: 10 statements of 3 tokens do not fit 31 tokens.",

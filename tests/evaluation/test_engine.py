@@ -307,11 +307,11 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     whole, _ = evaluation(["none"], at="whole", tokens=64)
     read, parts = Perplexity.read, []
 
-    def counting(task, model, length, reads, tokens, done, piece):
+    def counting(task, reading):
         if len(parts) == 2:
             raise KeyboardInterrupt
-        parts.append((length, piece.index))
-        return read(task, model, length, reads, tokens, done, piece)
+        parts.append((reading.length, reading.piece.index))
+        return read(task, reading)
 
     with monkeypatch.context() as patch:
         patch.setattr(Perplexity, "read", counting)
@@ -321,9 +321,9 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     assert len(list((tmp_path / "killed").glob("part-*"))) == 2
     resumed = []
 
-    def resuming(task, model, length, reads, tokens, done, piece):
-        resumed.append((length, piece.index))
-        return read(task, model, length, reads, tokens, done, piece)
+    def resuming(task, reading):
+        resumed.append((reading.length, reading.piece.index))
+        return read(task, reading)
 
     monkeypatch.setattr(Perplexity, "read", resuming)
     cells, _ = evaluation(["none"], at="killed", tokens=64)

@@ -181,6 +181,18 @@ def test_no_more_is_tried_than_the_budget_allows(model, budget, search):
     assert len(tried) == len(set(tried)) == budget
 
 
+def test_factors_whose_loss_is_not_a_number_are_not_taken(model):
+    losses = iter([math.nan, 3.0, math.nan, 1.0, 2.0, *[math.nan] * 11])
+    tried = []
+
+    def loss():
+        tried.append(model.layout)
+        return next(losses)
+
+    found = search_longrope(model, loss, S, budget=16)
+    assert with_factors(model.layout, found) == tried[3]
+
+
 def slowest(layout):
     return next(s for s in layout.at(C + 1).spectra if s.rotates).inv_freq[-1]
 

@@ -173,12 +173,6 @@ def test_cropping_reads_as_many_tokens_as_in_training(fitting):
     assert recipe("none", have.model.layout, CONFIG).make(have).reads is None
 
 
-def test_dropping_leaves_no_encoding(fitting):
-    have = fitting()
-    dropped = layout_of("drop", have, 2.0)
-    assert not any(s.rotates for s in dropped.spectra)
-
-
 def test_dropping_keeps_a_temperature_that_was_trained(fitting):
     have = fitting(temperature=TemperatureConfig(coefficient=1.0, reference=1))
     (before,), (dropped,) = have.model.layout.spectra, layout_of("drop", have, 2.0).spectra
@@ -327,6 +321,24 @@ def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
         assert have.temperature.get("layers") == said
 
 
+def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting):
+    """Stored under a key of their own for every choice of layers."""
+    have = fitting(windows=[16, None])
+    keys = []
+    for layers in (None, "all"):
+        have.of_each = lambda settings, values, loss: keys.append(settings) or [0.0] * len(values)
+        layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("fit", ["sum", "line"])
+def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, fit):
+    have = fitting()
+    settings = replace(CONFIG.temperature, fit=fit)
+    config = replace(CONFIG, lengths=[1.001], temperature=settings)
+    assert layout_of("temperature", have, 1.0, config) == have.model.layout
+
+
 def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
     free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
     for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
@@ -360,7 +372,7 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     }
     assert spectrum.temperature.per == "query"
     monkeypatch.setattr(
-        "trainer.evaluation.fitted_parts.fit_coefficient",
+        "trainer.evaluation.methods.fit_coefficient",
         lambda *_: pytest.fail("fitted a second time"),
     )
     assert layout_of("temperature", have, 2.0, config) == first
@@ -462,6 +474,9 @@ def test_what_is_read_for_another_length_is_known_before(fitting):
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]), fit_windows=2)
     assert recipe("temperature", layout, once).fits(8.0) == {2.0: 4}
     assert recipe("temperature", layout, once).fits(1.0) == {}
+    # A temperature that is fitted at another length chooses what comes before it there, too.
+    assert recipe("dope+temperature", layout, once).fits(8.0) == {2.0: 4 + 2, 8.0: 2}
+    assert recipe("temperature+dope", layout, once).fits(8.0) == {2.0: 4, 8.0: 2}
 
 
 @pytest.mark.parametrize("fit", ["sum", "line"])

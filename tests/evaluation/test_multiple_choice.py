@@ -135,3 +135,10 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     line = r"\d+" if damage == "cut" else 11  # behind the ten of the questions
     with pytest.raises(UserError, match=rf"t\.jsonl\.gz: line {line} is no request"):
         read_questions(path)
+
+
+def test_a_file_without_questions_is_refused(tmp_path):
+    with gzip.open(tmp_path / "t.jsonl.gz", "wt"):
+        pass
+    with pytest.raises(UserError, match=r"t\.jsonl\.gz: expected a question or more"):
+        read_questions(tmp_path / "t.jsonl.gz")

@@ -16,7 +16,7 @@ from trainer.data.config import DataConfig
 from trainer.evaluation.answering import answers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import TemperatureSettings, WeightedRopeSettings
-from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.scoring import Prompt
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate

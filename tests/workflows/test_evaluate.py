@@ -24,7 +24,7 @@ from trainer.evaluation.method_config import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
-from trainer.evaluation.needles.tasks import NeedleTaskSettings
+from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.results import Report
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.model.backends import BACKENDS

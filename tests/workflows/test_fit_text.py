@@ -15,11 +15,17 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.method_config import ChoiceSettings, LongRopeSettings
+from trainer.evaluation.method_config import (
+    ChoiceSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+)
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.store import Store
 from trainer.workflows.fit_text import Prompts, _of_task, choice_texts, fit_text
 
 BOS = 0
@@ -172,6 +178,26 @@ def test_texts_are_made_for_what_is_chosen_on_them_alone(tiny_decoder, corpus, m
     at = [640] if length else [320, 640]
     shapes = None if found.choice is None else {n: x.shape[0] for n, x in found.choice.items()}
     assert shapes == (dict.fromkeys(at, 2) if method == "dope" else None)
+
+
+@pytest.mark.parametrize("name", ["dope+temperature", "longrope+temperature"])
+def test_what_comes_before_a_temperature_has_text_at_its_lengths(
+    tiny_decoder, corpus, tmp_path, name
+):
+    """The temperature is fitted at a length of its own, where the parts before it choose, too."""
+    model = tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
+    config = EvaluationConfig(
+        lengths=[10],
+        fit_windows=2,
+        choice=ChoiceSettings(text="standard", texts=2),
+        longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
+        temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
+    )
+    made = recipe(name, model.layout, config)
+    text = fit_text(corpus, corpus.end_of_text, config, [made], [320], 32)
+    fitting = Fitting(model, "weights", text, Store(tmp_path), 4096)
+    assert made.make(fitting).layout_at(10.0) != model.layout
+    assert fitting.temperature["lengths"] == [384]
 
 
 def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import field
 from typing import Literal
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem
 from trainer.common.fields import Count, Multiple, configuration
 from trainer.data.config import MOST_NAMES
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.scoring import list_problems
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 
@@ -65,16 +67,9 @@ class EvaluationConfig(MethodsConfig):
 
     def problems(self, training_length: int | None = None) -> list[Problem]:
         """Check the values for models of this training length."""
-        found = [
-            Problem(f"evaluation.{key}", "expected one or more, got none.")
-            for key in ("lengths", "tasks")
-            if not getattr(self, key)
-        ]
-        found += [
-            Problem("evaluation.tasks", f"unknown task {name!r}.", did_you_mean(name, task_names()))
-            for name in self.tasks
-            if name not in task_names()
-        ]
+        found = list_problems("evaluation.tasks", self.tasks, task_names())
+        if not self.lengths:
+            found.append(Problem("evaluation.lengths", "expected one or more, got none."))
         found += self.method_problems()
         for group in (self.needles, self.ruler, self.longbench, self.many_shot):
             found += group.problems()
@@ -92,7 +87,18 @@ class EvaluationConfig(MethodsConfig):
                     f"{self.lengths} of {training_length}.",
                 )
             ]
-        found = [] if STATEMENTS not in self.tasks else self._statement_problems(training_length)
+        found = []
+        tokens = [round(training_length * factor) for factor in self.lengths]
+        if repeated := [length for length, times in Counter(tokens).items() if times > 1]:
+            found.append(
+                Problem(
+                    "evaluation.lengths",
+                    f"expected each length once, got {self.lengths} times the training length of "
+                    f"{training_length} tokens, more than one of which is {repeated[0]} tokens.",
+                )
+            )
+        if STATEMENTS in self.tasks:
+            found += self._statement_problems(training_length)
         found += self.choice_problems(training_length, self.methods or ())
         if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
             found.append(
@@ -111,17 +117,17 @@ class EvaluationConfig(MethodsConfig):
         if self.needles.needles > MOST_NAMES:
             more = f"statements have {MOST_NAMES} different names, got {self.needles.needles}."
             return [Problem("evaluation.needles.needles", more)]
+        if least <= shortest:
+            return []
         if least > training_length:
             return [
                 Problem("evaluation.needles.needles", f"{statements} do not fit {shortest} tokens.")
             ]
-        if least > shortest:
-            return [
-                Problem(
-                    "evaluation.lengths",
-                    f"{min(self.lengths):g} of {training_length} tokens is {shortest}, too few "
-                    f"for {statements}; expected {least} tokens or more, or fewer "
-                    "evaluation.needles.needles.",
-                )
-            ]
-        return []
+        return [
+            Problem(
+                "evaluation.lengths",
+                f"{min(self.lengths):g} of {training_length} tokens is {shortest}, too few for "
+                f"{statements}; expected {least} tokens or more, or fewer "
+                "evaluation.needles.needles.",
+            )
+        ]

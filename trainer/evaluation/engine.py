@@ -18,6 +18,7 @@ import torch
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.measurements import Reading
 from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.plan import (
@@ -184,11 +185,10 @@ class _Worker:
         def measured() -> dict[str, Any]:
             method, fitting = self._method(job.plans)
             model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
+            reading = Reading(model, plan.length, reads, self.batch_tokens, done, job.piece)
             began = time.perf_counter()
             with model.using(method.layout_at(plan.factor)):
-                results = plan.task.read(
-                    model, plan.length, reads, self.batch_tokens, done, job.piece
-                )
+                results = plan.task.read(reading)
             return {**results, "seconds": time.perf_counter() - began}
 
         part: dict[str, Any] = self.store.get(job.kind, job.key, measured)

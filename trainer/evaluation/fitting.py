@@ -1,7 +1,8 @@
-"""The held-out text on which methods fit their parameters, and the parameters fitted so far."""
+"""The held-out text on which methods fit their parameters, the fits, and that of a temperature."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.loss import AnsweredTexts, losses_by_position
 from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
 
 _NOT_OF_FITS = {
     "windows": "their sizes stand for them: they end at places that follow from the sizes",
@@ -95,23 +97,102 @@ class Fitting:
     def of_each(
         self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
     ) -> list[float]:
-        """Return the loss of each value.
+        """Return the loss of each value, infinite if it is not a number.
 
         Processes that fit together share the values, and read the others' losses from the store.
         """
+
+        def measured(value: float) -> float | None:
+            found = loss(value)
+            return found if math.isfinite(found) else None  # JSON has no NaN
+
         claims = self.claims
         if claims is None or claims.share.processes == 1:
-            return [loss(value) for value in values]
-        keys = [
-            {"model": self.fingerprint, **self.text.key, "settings": settings, "value": value}
-            for value in values
-        ]
-        losses = {}
-        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
-            if self.store.has("tried", key) or claims.take("tried", key):
-                losses[place] = self.store.get("tried", key, partial(loss, value))
-        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
-            while place not in losses and not self.store.has("tried", key):
-                claims.pause()
-            losses[place] = self.store.get("tried", key, partial(loss, value))
-        return [losses[place] for place in range(len(values))]
+            losses = [measured(value) for value in values]
+        else:
+            model = {"model": self.fingerprint, **self.text.key, "settings": settings}
+            keys = {value: {**model, "value": value} for value in values}
+            for value, key in keys.items():
+                if claims.take("tried", key):
+                    self.store.get("tried", key, partial(measured, value))
+            for key in keys.values():
+                while not self.store.has("tried", key):
+                    claims.pause()
+            losses = [
+                self.store.get("tried", keys[value], partial(measured, value)) for value in values
+            ]
+        return [math.inf if loss is None else loss for loss in losses]
+
+
+def fit_coefficient(
+    fitting: Fitting,
+    tempered_with: Callable[[float], Callable[[float], Layout]],
+    windows: Mapping[int, Integers],
+    grid: Sequence[float],
+    settings: Any,
+) -> float:
+    """Return the coefficient c of the temperature 1 + c ln s (DroPE, App. C.2) with the least loss
+    of held-out text, summed over the lengths.
+
+    This is the best of the grid, or the minimum of the parabola through it and its neighbours if
+    its loss is lower.
+
+    Args:
+        fitting: the model, and where losses are stored.
+        tempered_with: maps a coefficient to a function from extension factor to layout.
+        windows: ``[N, length]`` held-out tokens for every length.
+        grid: coefficients to try.
+        settings: what the loss of a coefficient depends on besides model and text.
+    """
+    model = fitting.model
+    C = model.layout.training_length
+
+    def loss(coefficient: float) -> float:
+        layout_at, total = tempered_with(coefficient), 0.0
+        for length, tokens in windows.items():
+            with model.using(layout_at(length / C)):
+                by_position = losses_by_position(
+                    model, tokens, fitting.text.end_of_text, fitting.batch_tokens
+                )
+            total += by_position.mean().item()
+            fitting.read(*tokens.shape)
+        return total
+
+    coefficients = sorted(set(grid))
+    tried = dict(zip(coefficients, fitting.of_each(settings, coefficients, loss), strict=True))
+    lowest = _lowest_point(list(tried.items()))
+    if lowest is not None and lowest not in tried:
+        (tried[lowest],) = fitting.of_each(settings, [lowest], loss)
+    return min(tried, key=lambda coefficient: tried[coefficient])
+
+
+def fit_line(
+    best: Callable[[Mapping[int, Integers]], float],
+    windows: Mapping[int, Integers],
+    training_length: int,
+) -> float:
+    """Fit the line 1 + c ln s to the best scale of each length by least squares, as in YaRN.
+
+    ``best``: returns the coefficient that :func:`fit_coefficient` finds on the given windows.
+    """
+    numerator = denominator = 0.0
+    for length, tokens in windows.items():
+        log_s = math.log(length / training_length)
+        numerator += best({length: tokens}) * log_s**2
+        denominator += log_s**2
+    return numerator / denominator
+
+
+def _lowest_point(points: list[tuple[float, float]]) -> float | None:
+    """Return the minimum of the parabola through the lowest point and its neighbours.
+
+    Return None if the lowest point is at an end, the points lie on a line, or one is infinite.
+    """
+    best = min(range(len(points)), key=lambda i: points[i][1])
+    if not 0 < best < len(points) - 1:
+        return None
+    (a, loss_a), (b, loss_b), (c, loss_c) = points[best - 1 : best + 2]
+    before, after = (b - a) * (loss_c - loss_b), (c - b) * (loss_a - loss_b)
+    if before + after == 0 or not math.isfinite(before + after):
+        return None
+    return b + ((c - b) * after - (b - a) * before) / (2 * (before + after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import lm_eval
@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, first_line
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
 from trainer.generation.generate import generate
@@ -138,35 +138,33 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             order = order[size:]
 
 
-def unknown_tasks(config: HarnessConfig) -> list[Problem]:
-    """A sentence for every task that lm-eval does not know."""
-    manager = TaskManager(include_path=config.include_path)
-    return [
+@cache
+def _manager(include_path: str | None) -> TaskManager:
+    """Return lm-eval's index of tasks, which takes seconds to make."""
+    return TaskManager(include_path=include_path)
+
+
+def task_problems(config: HarnessConfig) -> list[Problem]:
+    """Check that lm-eval knows every task, and can load it and its data, which it then caches."""
+    manager = _manager(config.include_path)
+    unknown = [
         Problem(KEY, f"lm-eval has no task {task!r}.", did_you_mean(task, manager.all_tasks))
         for task in config.tasks
         if not manager.match_tasks([task])
     ]
-
-
-def task_problems(config: HarnessConfig) -> list[Problem]:
-    """A sentence for every task that lm-eval does not know, or for data that it cannot get; what it
-    gets is then on this machine."""
-    if problems := unknown_tasks(config):
-        return problems
+    if unknown:
+        return unknown
+    asked = ", ".join(config.tasks)
     try:
-        get_task_dict(config.tasks, TaskManager(include_path=config.include_path))
+        get_task_dict(config.tasks, manager)
     except OSError as error:
-        return [_no_data(config, error)]
+        said = " ".join(str(error).split())
+        instead = "Without a network, multiple_choice scores request files."
+        return [Problem(KEY, f"lm-eval cannot get the data of {asked} ({said}). {instead}")]
+    except (ImportError, KeyError, RuntimeError, ValueError) as error:
+        # Such as a package that a task needs, or a data set that is a script
+        return [Problem(KEY, f"lm-eval cannot load {asked} ({first_line(error)}).")]
     return []
-
-
-def _no_data(config: HarnessConfig, error: OSError) -> Problem:
-    return Problem(
-        KEY,
-        f"lm-eval cannot get the data of {', '.join(config.tasks)} "
-        f"({' '.join(str(error).split())}). Without a network, multiple_choice scores "
-        "request files.",
-    )
 
 
 def score_tasks(
@@ -177,25 +175,15 @@ def score_tasks(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """Score every task of a configuration with lm-eval; see :class:`HarnessModel` for the last
-    arguments.
-
-    Raises:
-        UserError: lm-eval does not know a task, or cannot get its data.
-    """
-    if problems := unknown_tasks(config):
-        raise UserError(*problems)
-    manager = TaskManager(include_path=config.include_path)
-    try:
-        results = lm_eval.simple_evaluate(
-            model=HarnessModel(model, encoder, config.batch_tokens, spread, silent=silent),
-            tasks=config.tasks,
-            num_fewshot=config.num_fewshot,
-            limit=config.limit,
-            task_manager=manager,
-        )
-    except OSError as error:
-        raise UserError(_no_data(config, error)) from error
+    """Score every task of a configuration that has no :func:`task_problems` with lm-eval; see
+    :class:`HarnessModel` for the last arguments."""
+    results = lm_eval.simple_evaluate(
+        model=HarnessModel(model, encoder, config.batch_tokens, spread, silent=silent),
+        tasks=config.tasks,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        task_manager=_manager(config.include_path),
+    )
     return [score for task in results["results"] for score in _scores(results, task)]
 
 

@@ -250,7 +250,8 @@ def search_longrope(
 
     def measure(individual: Individual) -> None:
         with model.using(with_factors(layout, space.factors(individual), layers)):
-            tried[individual] = loss()
+            found = loss()
+        tried[individual] = found if math.isfinite(found) else math.inf
 
     for individual in space.starts()[:budget]:
         measure(individual)

@@ -19,7 +19,7 @@ from trainer.common.errors import UserError
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles.quiz import one_of_many
+from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.model.language_model import LanguageModel
 

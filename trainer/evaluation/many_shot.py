@@ -20,11 +20,11 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.evaluation.longbench.rows import read_rows
-from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.longbench.tasks import read_rows
+from trainer.evaluation.scoring import Prompt, Task, list_problems
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 LONG_TASKS = TASKS[:2]
@@ -57,13 +57,7 @@ class ManyShotSettings:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            Problem(
-                "evaluation.many_shot.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS)
-            )
-            for name in self.tasks
-            if name not in TASKS
-        ]
+        found = list_problems("evaluation.many_shot.tasks", self.tasks, TASKS)
         if not self.depths:
             found.append(Problem("evaluation.many_shot.depths", "expected one or more, got none."))
         if self.file is not None and not Path(self.file).is_file():

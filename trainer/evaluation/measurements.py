@@ -38,6 +38,22 @@ def _no_progress(sequences: int) -> None:
     """Ignore progress; the default callback."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model reads the sequences of a cell.
+
+    ``reads``: number of last tokens that it reads (None: every token). ``done``: receives the
+    number of sequences read. ``piece``: the part of the sequences to read.
+    """
+
+    model: LanguageModel
+    length: int
+    reads: int | None
+    batch_tokens: int
+    done: Done = _no_progress
+    piece: Piece = WHOLE
+
+
 _NAMES = {
     "key": "the key of a cell names its task",
     "title": "a heading, without influence on the measurement",
@@ -71,19 +87,8 @@ class Measurement(ABC):
         """Return a hash of everything that a cell reads and expects."""
 
     @abstractmethod
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        reads: int | None,
-        batch_tokens: int,
-        done: Done = _no_progress,
-        piece: Piece = WHOLE,
-    ) -> dict[str, Any]:
-        """Measure a part of the sequences, and return JSON values.
-
-        ``reads``: number of last tokens that the model reads (None: every token).
-        """
+    def read(self, reading: Reading) -> dict[str, Any]:
+        """Measure a part of the sequences, and return JSON values."""
 
     @abstractmethod
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -97,8 +102,8 @@ class Measurement(ABC):
         batch_tokens: int,
         done: Done = _no_progress,
     ) -> dict[str, Any]:
-        """Read all sequences, and return fields of a :class:`Cell`; see :meth:`read`."""
-        return self.cell(length, [self.read(model, length, reads, batch_tokens, done)])
+        """Read all sequences, and return fields of a :class:`Cell`; see :class:`Reading`."""
+        return self.cell(length, [self.read(Reading(model, length, reads, batch_tokens, done))])
 
 
 @dataclass
@@ -133,23 +138,20 @@ class Perplexity(Measurement):
         """Number of last tokens reported, equal for all lengths."""
         return self.last or min([self.training_length, *self.windows])
 
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        reads: int | None,
-        batch_tokens: int,
-        done: Done = _no_progress,
-        piece: Piece = WHOLE,
-    ) -> dict[str, Any]:
+    def read(self, reading: Reading) -> dict[str, Any]:
         """Return the losses of every window, and the size of each batch."""
-        windows, end = self.windows[length], self.end_of_text
-        batches = list(
-            losses_of_batches(
-                model, windows, end, batch_tokens, reads=reads, done=done, piece=piece
-            )
+        losses_of = losses_of_batches(
+            reading.model,
+            self.windows[reading.length],
+            self.end_of_text,
+            reading.batch_tokens,
+            reads=reading.reads,
+            done=reading.done,
+            piece=reading.piece,
         )
-        losses = torch.cat(batches).numpy() if batches else np.zeros((0, length), np.float32)
+        batches = list(losses_of)
+        nothing = np.zeros((0, reading.length), np.float32)
+        losses = torch.cat(batches).numpy() if batches else nothing
         return {"sizes": [len(batch) for batch in batches], "losses": pack(losses)}
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -218,22 +220,14 @@ class Statements(Measurement):
             },
         )
 
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        reads: int | None,
-        batch_tokens: int,
-        done: Done = _no_progress,
-        piece: Piece = WHOLE,
-    ) -> dict[str, Any]:
+    def read(self, reading: Reading) -> dict[str, Any]:
         """Return a score for each trial of the part."""
-        asked = self.trials[length]
-        if reads is not None and reads < length:
+        asked, reads = self.trials[reading.length], reading.reads
+        if reads is not None and reads < reading.length:
             prompts = asked.prompts[:, -reads:].copy()
             prompts[:, 0] = self.end_of_text
             asked = Trials(prompts, asked.answers, asked.depths)
-        hits = successes(model, asked, batch_tokens, done, piece)
+        hits = successes(reading.model, asked, reading.batch_tokens, reading.done, reading.piece)
         return {"scores": [float(hit) for hit in hits]}
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -317,20 +311,18 @@ class Prompted(Measurement):
         ]
         return len(prompts), fingerprint(asked)
 
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        reads: int | None,
-        batch_tokens: int,
-        done: Done = _no_progress,
-        piece: Piece = WHOLE,
-    ) -> dict[str, Any]:
+    def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""
-        prompts = self._prompts(length)
-        asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
-        stop = self.task.stop
-        texts = answers_of(piece, model, self.tokenizer, asked, batch_tokens, done, stop)
+        prompts, reads = self._prompts(reading.length), reading.reads
+        texts = answers_of(
+            reading.piece,
+            reading.model,
+            self.tokenizer,
+            prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts],
+            reading.batch_tokens,
+            reading.done,
+            self.task.stop,
+        )
         scores = [float(self.task.score(text, prompts[i].answers)) for i, text in texts.items()]
         return {"places": list(texts), "scores": scores}
 

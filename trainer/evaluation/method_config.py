@@ -27,7 +27,8 @@ from trainer.common.fields import (
 )
 from trainer.evaluation.layouts import read_factors
 from trainer.evaluation.many_shot import LONG_TASKS
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.scoring import list_problems
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerChoice, LayerEncoding, Layout, layer_problems
 from trainer.positional.rescaling import RESCALINGS
@@ -284,9 +285,7 @@ class MethodsConfig(ABC):
 
     def method_problems(self) -> list[Problem]:
         """Check the methods and their settings."""
-        problems = []
-        if not self.names:
-            problems.append(Problem("evaluation.methods", "expected one or more, got none."))
+        problems = list_problems("evaluation.methods", self.names)
         problems += layer_problems(LAYERS_KEY, self.layers)
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:

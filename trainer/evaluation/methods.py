@@ -6,24 +6,19 @@ every intervention can be combined with every rescaling.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any, cast
 
-from trainer.evaluation.fitted_parts import (
-    choice_fits,
-    denoised,
-    fitted_temperature,
-    longrope,
-    longrope_fits,
-    plain,
-    some_layers,
-    temperature_fits,
-    weighted,
-)
-from trainer.evaluation.fitting import Fitting
+from torch import Tensor
+
+from trainer.common.words import counted
+from trainer.data.order import Integers
+from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line
 from trainer.evaluation.layouts import (
     TITLES,
     LayoutAt,
@@ -32,10 +27,19 @@ from trainer.evaluation.layouts import (
     read_factors,
     tempered,
     windowed,
+    with_factors,
+    with_published,
 )
-from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
+from trainer.evaluation.longrope import fitted_factors
+from trainer.evaluation.method_config import (
+    BY_LAYER,
+    LAYERS_KEY,
+    ON_TEXT,
+    LongRopeSettings,
+    MethodsConfig,
+)
 from trainer.evaluation.outcomes import AS_IS_TITLE
-from trainer.positional.layout import LayerChoice, Layout
+from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
@@ -72,7 +76,8 @@ class Recipe:
 
     ``settings``: all that it depends on besides the model; ``fits``: numbers of sequences that its
     choices read, by extension factor; ``fixed``: the method itself if it chooses nothing and needs
-    no model.
+    no model; ``also_at``: extension factors, besides those evaluated, for which parts before a
+    temperature choose something because it is fitted there.
     """
 
     key: str
@@ -81,6 +86,7 @@ class Recipe:
     fits: Callable[[float], dict[float, int]]
     make: Callable[[Fitting], Method]
     fixed: Method | None = None
+    also_at: tuple[float, ...] = ()
 
     @property
     def fit_is_shared(self) -> bool:
@@ -133,22 +139,25 @@ def recipe(
         return Method(at, layout.training_length if "crop" in keys else None)
 
     title = " + ".join(part.title for part in parts)
-    used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
-    some = some_layers(layout, config)
+    used = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
+    some = _some_layers(layout, config)
     if some is not None and by_layer:
         used[LAYERS] = some  # omitted for all layers, so that older cells stay valid
 
     def fits(factor: float) -> dict[float, int]:
-        # A head selection at another length applies the methods before it at that length, too.
-        at = {factor, (config.choice.length or factor) if CHOICE in used else factor}
         found: Counter[float] = Counter()
-        for part in parts:
-            found.update({s: n for one in at for s, n in part.fits(config, one).items()})
+        at = {factor}
+        for part in reversed(parts):
+            reads = {s: n for one in at for s, n in part.fits(config, one).items()}
+            found.update(reads)
+            at |= reads.keys()  # where a part is fitted, it applies the parts before it
         return dict(found)
 
     # Parts without a fit do not depend on the text.
     fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
-    return Recipe(name, title, used, fits, make, fixed)
+    before = keys[: keys.index("temperature")] if "temperature" in keys else []
+    also_at = tuple(config.temperature.lengths or ()) if {*before} & {*ON_TEXT} else ()
+    return Recipe(name, title, used, fits, make, fixed, also_at)
 
 
 def _idle_by_layer(
@@ -223,6 +232,145 @@ def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConf
     return lambda factor: tempered(before(factor), c, settings.per, exponent, config.layers)
 
 
+def _plain(value: Any) -> Any:
+    """Convert settings to JSON values."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, LongRopeSettings):
+        return value.of_choice
+    # The choice of models to fit does not affect the models that are fitted.
+    return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
+
+
+def _told_apart(layout: Layout) -> Any:
+    """Return what identifies a layout in the key of a stored choice."""
+    if any(layer.intervention is not None for layer in layout.layers):
+        return hashlib.sha256(repr(layout).encode()).hexdigest()
+    return layout.to_dict()
+
+
+def _some_layers(layout: Layout, config: MethodsConfig) -> list[int] | None:
+    """Return the layers that rescalings and temperatures change; None for all."""
+    chosen = layout.chosen(config.layers)
+    return None if len(chosen) == len(layout.layers) else chosen
+
+
+def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Divide each pair by its own factor: published ones, or searched at each length beyond C."""
+    settings = config.longrope
+    if settings.factors is not None:
+        published = read_factors(settings.factors)
+        return lambda factor: with_published(before(factor), published, factor, config.layers)
+
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        if factor <= 1:
+            return layout
+        some = _some_layers(layout, config)
+        asked = [factor, settings.of_choice, _told_apart(layout), *([] if some is None else [some])]
+        search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
+        factors = fitting.kept("longrope", asked, search)
+        return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)
+
+    return at
+
+
+def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
+    per, settings, layers = config.temperature.per, config.temperature, config.layers
+    if not any(factor > 1 for factor in config.factors):
+        return before
+    windows = fitting.at(settings.lengths or config.factors)
+    if not windows:  # 1.001 times the training length rounds to it
+        return before
+    C = fitting.model.layout.training_length
+    some = _some_layers(fitting.model.layout, config)
+    of_some = [] if some is None else [some]
+
+    def tempered_with(coefficient: float) -> LayoutAt:
+        return lambda factor: tempered(before(factor), coefficient, per, layers=layers)
+
+    def best(on: Mapping[int, Integers]) -> float:
+        layouts = [_told_apart(before(n / C)) for n in on]
+        asked = [layouts, per, list(on), *of_some]
+        return fit_coefficient(fitting, tempered_with, on, settings.grid, asked)
+
+    def fit() -> float:
+        return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
+
+    layouts = [_told_apart(before(n / C)) for n in windows]
+    asked = [layouts, _plain(settings), *of_some]
+    coefficient = fitting.kept("temperature", asked, fit)
+    how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
+    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
+    fitting.temperature = {
+        "coefficient": coefficient,
+        "per": per,
+        "lengths": list(windows),
+        "tokens": sum(of_length.size for of_length in windows.values()),
+        "text": fitting.text.fingerprint,
+    } | ({} if some is None else {"layers": some})
+    return tempered_with(coefficient)
+
+
+def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Remove what heads of extreme matrix entropy lose (DoPE)."""
+
+    @cache
+    def chosen(factor: float) -> dope.Selection:
+        ids = fitting.ids(factor, config.choice.texts)
+        found = dope.select(fitting.model, ids, config.dope, before(factor))
+        fitting.notes.append(f"{found.words}, {_chosen_on(ids, config)}")
+        return found
+
+    return lambda factor: dope.apply(before(factor), chosen(config.choice.length or factor))
+
+
+def _weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Multiply pairs of extreme frequency entropy by a factor (Weighted RoPE)."""
+
+    @cache
+    def chosen(factor: float) -> tuple[Intervention, ...]:
+        ids = fitting.ids(factor, config.choice.texts)
+        found = weighted_rope.select(fitting.model, ids, config.weighted_rope, before(factor))
+        pairs = counted(weighted_rope.pairs(found), "pair")
+        fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
+        return found
+
+    return lambda factor: weighted_rope.apply(
+        before(factor), chosen(config.choice.length or factor)
+    )
+
+
+def _chosen_on(ids: Tensor, config: MethodsConfig) -> str:
+    texts, tokens = ids.shape
+    kind = config.choice.text
+    return f"chosen on {counted(texts, 'text')} of {tokens:,} tokens ({kind})"
+
+
+def _longrope_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Return the numbers of sequences that the search reads, by extension factor."""
+    settings = config.longrope
+    if factor <= 1 or settings.factors is not None:
+        return {}
+    most = settings.windows if settings.search == "needles" else config.fit_windows
+    return {factor: settings.evaluations * min(settings.windows, most)}
+
+
+def _temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Return the numbers of sequences that the fit reads, by extension factor."""
+    tried = len(config.temperature.grid) * config.fit_windows
+    return dict.fromkeys(config.temperature.lengths or [factor], tried) if factor > 1 else {}
+
+
+def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Return the numbers of texts that heads or pairs are chosen on, by extension factor."""
+    settings = config.choice
+    of_windows = settings.text == "validation"
+    texts = min(settings.texts, config.fit_windows) if of_windows else settings.texts
+    return {settings.length or factor: texts}
+
+
 CHOICE, LAYERS = "choice", "layers"
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
@@ -237,13 +385,15 @@ MAKERS: dict[str, Part] = {
         for name, rescaling in RESCALINGS.items()
     },
     "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
-    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits),
+    "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
     "temperature": Part(
-        "temperature", fitted_temperature, False, ("temperature",), temperature_fits
+        "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    "dope": Part("DoPE", denoised, True, ("dope", CHOICE), choice_fits),
-    "weighted_rope": Part("Weighted RoPE", weighted, True, ("weighted_rope", CHOICE), choice_fits),
+    "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
+    "weighted_rope": Part(
+        "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits
+    ),
     "drop": Part("dropped", _dropped),
     "drop_channels": Part("rotary channels removed", _without_channels, rotation=True),
 }

@@ -71,7 +71,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     ``context`` and ``continuation``, as OLMES writes them.
 
     Raises:
-        UserError: a line is malformed.
+        UserError: a line is malformed, or there is none.
     """
     choices: dict[int, list[Pair]] = defaultdict(list)
     labels: dict[int, int] = {}
@@ -86,6 +86,8 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
                 labels[question] = int(row["label"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError.at(str(path), f"line {number} is no request ({error!r}).") from error
+    if not choices:
+        raise UserError.at(str(path), "expected a question or more, got none.")
     asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
         Question(tuple(choices[n]), labels[n], tuple(choices.get(n + UNCONDITIONAL, ())))

@@ -15,7 +15,7 @@ from trainer.evaluation.longbench.tasks import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 
@@ -41,6 +41,12 @@ class HeldOut:
         """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
         return self.corpus.documents(self.stream, HAYSTACK)
 
+    @cached_property
+    def haystack(self) -> Haystack:
+        """The documents as a haystack; its tokens are computed once for all tasks."""
+        bos = () if self.bos_token is None else (self.bos_token,)
+        return Haystack(self.corpus.tokenizer, self.documents, bos)
+
 
 def make_tasks(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
@@ -53,7 +59,6 @@ def make_tasks(
     found: list[Measurement] = []
     notes: list[str] = []
     bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
-    bos = () if bos_token is None else (bos_token,)
     for name in config.tasks:
         if name == PERPLEXITY:
             windows = windows_with_common_ends(text.stream, config.windows, lengths)
@@ -70,8 +75,7 @@ def make_tasks(
             counts = needles.trials, needles.needles, needles.seed, needles.changes
             found.append(Statements.of(text.stream, lengths, vocabulary, end, *counts))
         elif name in NEEDLE_TASKS:
-            haystack = Haystack(tokenizer, text.documents, bos)
-            found.append(Prompted(NEEDLE_TASKS[name](haystack, config.needles), tokenizer))
+            found.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
         else:
             groups = {
                 RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),

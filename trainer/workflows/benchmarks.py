@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.files import write_atomically
 from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
@@ -83,8 +83,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
             method changes any of the models.
     """
     config = request.evaluation
-    if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
-        raise UserError(*problems)
+    raise_all(_task_problems(config))
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
@@ -125,6 +124,16 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return found, path
+
+
+def _task_problems(config: BenchmarkConfig) -> list[Problem]:
+    """Check that all tasks and their data are on this machine."""
+    if isinstance(config, HarnessConfig):
+        from trainer.evaluation import harness
+
+        return harness.task_problems(config)
+    assert isinstance(config, MultipleChoiceConfig)
+    return missing_tasks(config)
 
 
 def _fit_text(

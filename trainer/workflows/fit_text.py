@@ -16,12 +16,12 @@ from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench.rows import read_rows
+from trainer.evaluation.longbench.tasks import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import ManyShotSettings, many_shot_tasks
 from trainer.evaluation.method_config import ChoiceSettings, MethodsConfig
 from trainer.evaluation.methods import CHOICE, Recipe
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.scoring import Task
 from trainer.evaluation.tasks import HAYSTACK
 
@@ -63,7 +63,8 @@ def fit_text(
     """
     settings, C = config.choice, training_length
     fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
-    at = lengths if settings.length is None else [round(settings.length * C)]
+    every = {*lengths, *(round(s * C) for one in recipes for s in one.also_at)}
+    at = sorted(every) if settings.length is None else [round(settings.length * C)]
     chooses = any(CHOICE in one.settings for one in recipes)
 
     def haystack() -> Haystack:
@@ -88,7 +89,7 @@ def fit_text(
         corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
-            for n in sorted({*lengths, *at})
+            for n in sorted({*every, *at})
             if straw is not None and n > C
         },
         choice_texts(settings, prompts or Prompts(), haystack, at if chooses else ()),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import NeedlePrompt
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles.quiz import one_of_many
+from trainer.evaluation.needles import one_of_many
 
 PROMPTS = 4
 

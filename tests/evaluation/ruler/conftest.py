@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.ruler.question import NOISE
+from trainer.evaluation.ruler.kinds import NOISE
 from trainer.evaluation.ruler.tasks import RulerSettings, ruler_tasks
 
 BOS = 0

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.golden.files import GOLDEN
-from trainer.evaluation.ruler.niah import DEPTHS
-from trainer.evaluation.ruler.question import vocabulary
+from trainer.evaluation.ruler.kinds import DEPTHS, vocabulary
 from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks
 
 SEED = 42

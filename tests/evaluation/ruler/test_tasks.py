@@ -6,9 +6,8 @@ import pytest
 
 from tests.evaluation.ruler.conftest import BOS, DOCUMENTS
 from trainer.common.errors import UserError
-from trainer.evaluation.ruler.niah import Essay, Needles
+from trainer.evaluation.ruler.kinds import CommonWords, Essay, FrequentWords, Needles
 from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks, step
-from trainer.evaluation.ruler.word_extraction import CommonWords, FrequentWords
 from trainer.evaluation.scoring import string_match_all, string_match_part
 
 LENGTHS = (2048, 6144)

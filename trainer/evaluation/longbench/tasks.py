@@ -6,24 +6,106 @@ Reports average questions by label: the category (RoPE-ID, Table 7) and the leng
 
 from __future__ import annotations
 
+import zipfile
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from random import Random
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, first_line
 from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.data.tokenizer import end_of_text
-from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS, Kind
-from trainer.evaluation.longbench.metrics import classification
-from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
-from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS, LongBenchKind, classification
+from trainer.evaluation.scoring import Prompt, Task, list_problems
+from trainer.interchange.hub import cached_or_downloaded
+
+HUB_NAME = "THUDM/LongBench"
+HUB_FILE = "data.zip"
+"""Holds ``data/TASK.jsonl``. The data set's loading script would be code of others."""
+
+KEY = "evaluation.longbench.directory"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LongBenchRow:
+    """One question as the benchmark distributes it.
+
+    ``length``: number of words in total; ``all_classes``: classes of a classification task.
+    """
+
+    input: str
+    context: str
+    answers: Annotated[list[str], Field(min_length=1)]
+    length: int
+    all_classes: list[str] | None = None
+
+
+def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
+    """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
+
+    Args:
+        file: on disk or in an archive.
+        row: a dataclass, whose fields are the keys of a line.
+        key: configuration key for error messages.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a malformed line; names the first.
+    """
+    adapter, rows = TypeAdapter(row), []
+    try:
+        with file.open("r", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_row(adapter, line, f"{key}: {str(file)!r} line {number}"))
+    except UnicodeDecodeError:
+        raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
+    except OSError as error:
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
+    if not rows:
+        raise UserError.at(key, f"{str(file)!r} is empty.")
+    return rows
+
+
+def _row(adapter: TypeAdapter[T], line: str, where: str) -> T:
+    try:
+        return adapter.validate_json(line)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError.at(where, f"{f'{place}: ' if place else ''}{first['msg']}.") from None
+
+
+def root(directory: str | None) -> Traversable:
+    """Return what contains ``TASK.jsonl``: the directory, or the archive on the hub or in its
+    cache.
+
+    Raises:
+        UserError: the archive is unavailable.
+    """
+    if directory is not None:
+        return Path(directory)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
+        return zipfile.Path(path, "data/")
+    except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
+        raise UserError.at(
+            KEY,
+            f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
+            f"({first_line(error)}); give a directory with TASK.jsonl files.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -36,8 +118,8 @@ class LongBenchTask:
     """
 
     name: str
-    kind: Kind
-    rows: Sequence[Row]
+    kind: LongBenchKind
+    rows: Sequence[LongBenchRow]
     tokenizer: Tokenizer
     bos: int | None
     training_length: int
@@ -159,19 +241,7 @@ class LongBenchSettings:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            Problem(
-                "evaluation.longbench.tasks", f"unknown task {name!r}.", did_you_mean(name, KINDS)
-            )
-            for name in self.tasks
-            if name not in KINDS
-        ]
-        if not self.tasks:
-            found.append(
-                Problem(
-                    "evaluation.longbench.tasks", "expected one or more, for instance [qasper,lcc]."
-                )
-            )
+        found = list_problems("evaluation.longbench.tasks", self.tasks, KINDS)
         if self.directory is not None and not Path(self.directory).is_dir():
             found.append(Problem(KEY, f"there is no directory {self.directory!r}."))
         return found
@@ -199,7 +269,7 @@ def longbench_tasks(
         if not file.is_file():
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
-        rows = read_rows(file, Row, KEY)
+        rows = read_rows(file, LongBenchRow, KEY)
         if KINDS[name].metric is classification and not rows[0].all_classes:
             raise UserError.at(
                 KEY, f"{str(file)!r} line 1: all_classes: expected names of classes."
@@ -214,7 +284,9 @@ def longbench_tasks(
     return tasks, notes
 
 
-def _chosen(rows: Sequence[Row], settings: LongBenchSettings, task: str) -> Sequence[Row]:
+def _chosen(
+    rows: Sequence[LongBenchRow], settings: LongBenchSettings, task: str
+) -> Sequence[LongBenchRow]:
     """Return a random sample in the file's order."""
     if settings.limit is None or settings.limit >= len(rows):
         return rows

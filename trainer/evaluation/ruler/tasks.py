@@ -16,13 +16,19 @@ from typing import Annotated, Any
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, configuration
-from trainer.evaluation.ruler.niah import Essay, Needles
-from trainer.evaluation.ruler.question import Kind
-from trainer.evaluation.ruler.question_answering import read_hotpotqa, read_squad
-from trainer.evaluation.ruler.variable_tracking import VariableTracking
-from trainer.evaluation.ruler.word_extraction import LONG, CommonWords, FrequentWords
+from trainer.evaluation.ruler.kinds import (
+    LONG,
+    CommonWords,
+    Essay,
+    FrequentWords,
+    Needles,
+    RulerKind,
+    VariableTracking,
+    read_hotpotqa,
+    read_squad,
+)
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -30,6 +36,7 @@ from trainer.evaluation.scoring import (
     Task,
     after_all,
     after_any,
+    list_problems,
     string_match_all,
     string_match_part,
 )
@@ -78,7 +85,7 @@ class RulerTask:
     def __init__(
         self,
         name: str,
-        kind: Kind,
+        kind: RulerKind,
         score: Score,
         stop: Stop,
         tokenizer: Tokenizer,
@@ -204,7 +211,7 @@ class OneOrder(Random):
         Random(str(self.order)).shuffle(x)
 
 
-def step(kind: Kind, length: int) -> int:
+def step(kind: RulerKind, length: int) -> int:
     """Return the units by which a haystack shrinks if its prompt is longer than ``length``."""
     if isinstance(kind, Needles) and kind.essay:
         return 500
@@ -217,7 +224,7 @@ def step(kind: Kind, length: int) -> int:
     return 10
 
 
-def size(kind: Kind, most: int, length: int) -> int:
+def size(kind: RulerKind, most: int, length: int) -> int:
     """Return the initial number of units of all trials, if ``most`` fit the first one.
 
     It is ``most``, except for frequent words, which grow by :func:`step` from a sixth of the
@@ -229,7 +236,7 @@ def size(kind: Kind, most: int, length: int) -> int:
     return most - (most - start) % step(kind, length)
 
 
-KINDS: dict[str, Callable[[Tokenizer, Essay], Kind]] = {
+KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
     "niah_single_1": lambda _, essay: Needles(),
     "niah_single_2": lambda _, essay: Needles(essay),
     "niah_single_3": lambda _, essay: Needles(essay, value="uuid"),
@@ -271,11 +278,7 @@ class RulerSettings:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [
-            Problem("evaluation.ruler.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS))
-            for name in self.tasks
-            if name not in TASKS
-        ]
+        found = list_problems("evaluation.ruler.tasks", self.tasks, TASKS)
         for key, _, _ in READERS.values():
             file = getattr(self, key)
             if file is not None and not Path(file).is_file():
@@ -303,7 +306,7 @@ def ruler_tasks(
     notes: list[str] = []
     for name in settings.tasks:
         trials = settings.trials
-        kind: Kind
+        kind: RulerKind
         if name in KINDS:
             kind, score, stop = KINDS[name](tokenizer, essay), string_match_all, after_all
         else:

@@ -1,1 +1,0 @@
-"""Needle-in-a-haystack tasks in natural language."""
