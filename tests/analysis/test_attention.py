@@ -23,6 +23,7 @@ from trainer.analysis.attention import (
 from trainer.analysis.capture import capture
 from trainer.common.errors import UserError
 from trainer.model.config import SoftmaxConfig
+from trainer.model.softmax import capped
 from trainer.positional.encodings import alibi_slopes
 
 
@@ -196,6 +197,17 @@ def test_measures_are_the_plain_loop(tiny_decoder, monkeypatch, layout, scores):
     assert tuple(found) == MEASURES
     for name, values in zip(MEASURES, np.array(expected).T, strict=True):
         assert found[name] == pytest.approx(list(values), rel=1e-4), name
+
+
+def test_a_short_window_keeps_the_blocks_of_scores_small(tiny_decoder, monkeypatch):
+    """Queries of a block read the keys of their window and their own, whose number squares."""
+    model, sizes = tiny_decoder(windows=[2]), []
+    monkeypatch.setattr(
+        module, "capped", lambda scores, cap: sizes.append(scores.numel()) or capped(scores, cap)
+    )
+    monkeypatch.setattr(module, "SCORES", 8 * 24 * 5)
+    probe(model, PROBED)
+    assert max(sizes) <= 8 * 24 * 5
 
 
 def test_uniform_attention_has_closed_forms(tiny_decoder):

@@ -52,6 +52,13 @@ def section(models):
     return DropStudy(before, after, CURVE, 100).run()
 
 
+def test_a_temperature_of_long_texts_does_not_change_heads_within(models):
+    expected = read(models[1], IDS, within=TRAINED).heads
+    models[1].layout = models[1].layout.map(lambda one: one.with_temperature(coefficient=2.0))
+    for name, values in read(models[1], IDS, within=TRAINED).heads.items():
+        np.testing.assert_allclose(values, expected[name], atol=1e-6)
+
+
 def test_heads_are_read_within_the_training_length(models):
     found, layers = read(models[0], IDS, within=TRAINED).heads, []
     capture(models[0], IDS, layers.append)

@@ -18,6 +18,7 @@ from trainer.report.sweep import (
     Sweep,
     SweptRun,
     csv_sweep,
+    entries,
     legend,
     markdown_sweep,
     numeric,
@@ -285,6 +286,13 @@ def test_losses_alone_are_a_table_too():
     assert legend(alone) == (
         "Held-out loss in nats per token. Bold: the lowest of a column. · not measured."
     )
+
+
+def test_nothing_found_or_measured_is_not_the_best():
+    runs = (run("a", {"k": "1"}, at(1, 0)), run("b", {"k": "2"}, at(1, 0)))
+    unmeasured = (run("c", {"k": "3"}, at(1)), run("d", {"k": "4"}, at(1)))
+    for sweep in (Sweep("zero", runs), Sweep("unmeasured", unmeasured)):
+        assert not any(entry.best for entry in entries(sweep)[1].values())
 
 
 def test_nothing_was_evaluated_yet():

@@ -52,10 +52,6 @@ class Rows:
     entropy: Tensor
     learned: Tensor
 
-    def first(self, count: int) -> Rows:
-        """Return the statistics of the first ``count`` queries; later tokens do not affect them."""
-        return Rows(self.visible[:count], *(getattr(self, name)[..., :count] for name in ROWS))
-
 
 ROWS = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
 
@@ -328,7 +324,8 @@ def attention_measures(heads: Heads) -> Tensor:
     if slopes is not None:
         slopes = slopes.view(H, G, 1, 1)
     sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
-    size = max(1, SCORES // (B * H * G * min(T, window)))
+    # A block reads the keys of its window and its own, so at most twice the window.
+    size = max(1, min(window, SCORES // (B * H * G * min(T, 2 * window))))
     for start in range(1, T, size):
         stop = min(start + size, T)
         first = max(0, start - window + 1)
