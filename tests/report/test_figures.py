@@ -82,26 +82,22 @@ def test_perplexity_against_retrieval(made):
         panel 1,1 of 1x2
           x log
           y linear 'perplexity'
-          line #000000 - o: x 64 256; y 10 40
-          line #000000 (1 1.2) v: x 256; y 40
-          line #d55e00 - v: x 64 256; y 10 40
-          line #707070 --: upright at 64
+          line: x 64 256; y 10 40
+          line: x 256; y 40
+          line: x 64 256; y 10 40
+          line: upright at 64
         panel 1,2 of 1x2
           x log
           y linear 'success (%)'
-          line #000000 - o: x 62.68 250.7; y 100 25
-          line #000000 (1 1.2) v: x 256; y 50
-          line #d55e00 - v: x 65.34 261.4; y 75 75
-          line #707070 --: upright at 64
-          bars #000000: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
-          bars #000000: 256 15, 256 85
-          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+          line: x 62.68 250.7; y 100 25
+          line: x 256; y 50
+          line: x 65.34 261.4; y 75 75
+          line: upright at 64
+          bars: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
+          bars: 256 15, 256 85
+          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
         below 'sequence length (multiple of the training length; tokens)'
-        legend
-          'RoPE' #000000 - o
-          'RoPE + cropped' #000000 (1 1.2) v
-          'DroPE' #d55e00 - v
-          'training length' #707070 --
+        legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
         """,
     )
     assert "on the last 64 tokens of held-out" in one.caption
@@ -127,28 +123,22 @@ def test_success_over_length(made):
         panel 1,1 of 1x1
           x log 'sequence length (multiple of the training length; tokens)'
           y linear 'success (%)'
-          line #000000 - o: x 61.39 245.6; y 100 25
-          line #000000 (1 1.2) v: x 250.7; y 50
-          line #0072b2 - s: x 64; y 75
-          line #d55e00 - v: x 65.34 261.4; y 75 75
-          line #56b4e9 - D: x 66.72 266.9; y 0 0
-          line #707070 :: level at 1.5
-          line #707070 -.: level at 25
-          line #707070 --: upright at 64
-          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-          bars #000000: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
-          bars #000000: 250.7 15, 250.7 85
-          bars #0072b2: 64 30.06, 64 95.44
-          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-          bars #56b4e9: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
-        legend
-          'RoPE + PI' #0072b2 - s
-          'DroPE' #d55e00 - v
-          'RoPE + cropped' #000000 (1 1.2) v
-          'RoPE' #000000 - o
-          'DroPE + YaRN' #56b4e9 - D
-          'chance (1.5%)' #707070 :
-          'any listed value (25.0%)' #707070 -.
+          line: x 61.39 245.6; y 100 25
+          line: x 250.7; y 50
+          line: x 64; y 75
+          line: x 65.34 261.4; y 75 75
+          line: x 66.72 266.9; y 0 0
+          line: level at 1.5
+          line: level at 25
+          line: upright at 64
+          note 'training length': 64 1
+          bars: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
+          bars: 250.7 15, 250.7 85
+          bars: 64 30.06, 64 95.44
+          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+          bars: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
+        legend 'RoPE + PI', 'DroPE', 'RoPE + cropped', 'RoPE', 'DroPE + YaRN', 'chance
+            (1.5%)', 'any listed value (25.0%)'
         """,
     )
     assert "Grey" not in one.caption
@@ -177,15 +167,12 @@ def test_perplexity_by_position(made):
         panel 1,1 of 1x1
           x linear 'position in sequences of 256 tokens'
           y linear 'perplexity'
-          line #000000 -: x 16 144; y 40 80
-          line #000000 (1 1.2): x 16 144; y 40 80
-          line #d55e00 -: x 16 144; y 40 nan
-          line #707070 --: upright at 64
-          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-        legend
-          'RoPE' #000000 -
-          'RoPE + cropped' #000000 (1 1.2)
-          'DroPE' #d55e00 -
+          line: x 16 144; y 40 80
+          line: x 16 144; y 40 80
+          line: x 16 144; y 40 nan
+          line: upright at 64
+          note 'training length': 64 1
+        legend 'RoPE', 'RoPE + cropped', 'DroPE'
         """,
     )
     check_csv(
@@ -210,54 +197,44 @@ def test_success_by_depth(made):
         panel 1,1 of 1x5 'RoPE'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 50
-              / 100 0
-          text '100' #010101 center center: 0 0
-          text '50' #ffffff center center: 1 0
-          text '100' #010101 center center: 0 1
-          text '0' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 50 / 100 0
+          text '100': 0 0
+          text '50': 1 0
+          text '100': 0 1
+          text '0': 1 1
         panel 1,2 of 1x5 'RoPE + cropped'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: nan 100
-              / nan 0
-          text '·' #010101 center center: 0 0
-          text '100' #010101 center center: 1 0
-          text '·' #010101 center center: 0 1
-          text '0' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: nan 100 / nan 0
+          text '·': 0 0
+          text '100': 1 0
+          text '·': 0 1
+          text '0': 1 1
         panel 1,3 of 1x5 'RoPE + PI'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
-              / 50 nan
-          text '100' #010101 center center: 0 0
-          text '·' #010101 center center: 1 0
-          text '50' #ffffff center center: 0 1
-          text '·' #010101 center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 nan / 50 nan
+          text '100': 0 0
+          text '·': 1 0
+          text '50': 0 1
+          text '·': 1 1
         panel 1,4 of 1x5 'DroPE'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 100
-              / 50 50
-          text '100' #010101 center center: 0 0
-          text '100' #010101 center center: 1 0
-          text '50' #ffffff center center: 0 1
-          text '50' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 100 / 50 50
+          text '100': 0 0
+          text '100': 1 0
+          text '50': 0 1
+          text '50': 1 1
         panel 1,5 of 1x5 'DroPE + YaRN'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 0 / 0
-              0
-          text '0' #ffffff center center: 0 0
-          text '0' #ffffff center center: 1 0
-          text '0' #ffffff center center: 0 1
-          text '0' #ffffff center center: 1 1
-        bar 'success (%)' cividis 0..100
+          image 0..100, from -0.5 1.5 1.5 -0.5: 0 0 / 0 0
+          text '0': 0 0
+          text '0': 1 0
+          text '0': 0 1
+          text '0': 1 1
+        bar 'success (%)' 0..100
         below 'sequence length (multiple of the training length)'
         left 'depth (% of the text)'
         """,

@@ -43,24 +43,20 @@ def test_heat_maps_as_a_whole():
             panel 1,1 of 1x2 'RoPE'
               x linear
               y linear
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 10 20 /
-                  55 56
-              text '10' #ffffff center center: 0 0
-              text '20' #ffffff center center: 1 0
-              text '55' #ffffff center center: 0 1
-              text '56' #010101 center center: 1 1
+              image 0..100, from -0.5 1.5 1.5 -0.5: 10 20 / 55 56
+              text '10': 0 0
+              text '20': 1 0
+              text '55': 0 1
+              text '56': 1 1
             panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
               x linear
               y linear
-              spines none
-              image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
-                  / 0 12.5
-              text '100' #010101 center center: 0 0
-              text '·' #010101 center center: 1 0
-              text '0' #ffffff center center: 0 1
-              text '12' #ffffff center center: 1 1
-            bar 'success (%)' cividis 0..100
+              image 0..100, from -0.5 1.5 1.5 -0.5: 100 nan / 0 12.5
+              text '100': 0 0
+              text '·': 1 0
+              text '0': 0 1
+              text '12': 1 1
+            bar 'success (%)' 0..100
             below 'sequence length (multiple of the training length)'
             left 'depth (% of the text)'
             """,

@@ -36,19 +36,14 @@ def test_up_to_eight_lines_share_a_panel():
             panel 1,1 of 1x1
               x linear 'step'
               y linear 'loss'
-              line #d55e00 -: x 1 2; y 0 0
-              line #56b4e9 - D: x 1 2; y 1 1
-              line #000000 - o: x 1 2; y 2 2
-              line #0072b2 - s: x 1 2; y 3 3
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
-              note 'here' #707070 center bottom: 0 3 offset points from 4 1
-            legend
-              'RoPE + PI' #0072b2 - s
-              'RoPE' #000000 - o
-              'DroPE + PI' #56b4e9 - D
-              'DroPE' #d55e00 -
-              'chance' #707070 :
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
+              note 'here': 4 1
+            legend 'RoPE + PI', 'RoPE', 'DroPE + PI', 'DroPE', 'chance'
             """,
         )
 
@@ -69,41 +64,37 @@ def test_more_lines_have_a_panel_for_each_model():
             panel 1,1 of 2x3 'RoPE'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 0 0
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 5 5
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #d0d0d0 -: x 1 2; y 9 9
-              line #000000 -: x 1 2; y 0 0
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 0 0
+              line: level at 0.5
+              line: upright at 4
             panel 1,2 of 2x3 'HoPE'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 0 0
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 5 5
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #d0d0d0 -: x 1 2; y 9 9
-              line #000000 - o: x 1 2; y 2 2
-              line #0072b2 - s: x 1 2; y 3 3
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
             below 'step'
             left 'loss'
-            legend
-              'as is' #000000 - o
-              'YaRN' #0072b2 - s
-              'chance' #707070 :
-              'here' #707070 --
+            legend 'as is', 'YaRN', 'chance', 'here'
             """,
         )
 
@@ -125,41 +116,37 @@ def test_more_methods_than_models_have_a_panel_for_each_method():
             panel 1,1 of 2x3 'as is'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 1 1
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 9 9
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 10 10
-              line #cc79a7 - X: x 1 2; y 6 6
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 6 6
+              line: level at 0.5
+              line: upright at 4
             panel 1,2 of 2x3 'PI'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 1 1
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 9 9
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 10 10
-              line #0072b2 - s: x 1 2; y 1 1
-              line #cc79a7 - X: x 1 2; y 7 7
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: level at 0.5
+              line: upright at 4
             below 'step'
             left 'loss'
-            legend
-              'RoPE' #0072b2 - s
-              'Mine' #cc79a7 - X
-              'chance' #707070 :
-              'here' #707070 --
+            legend 'RoPE', 'Mine', 'chance', 'here'
             """,
         )
 
@@ -180,27 +167,21 @@ def test_panels_side_by_side_share_one_legend():
             panel 1,1 of 1x2
               x linear
               y linear 'loss'
-              line #000000 - o: x 1 2; y 0 1
-              line #0072b2 - s: x 1 2; y 1 1
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
-              bars #000000: 1 0, 1 0.5; 2 0.5, 2 1
-              bars #0072b2: 1 0, 1 1; 2 0.5, 2 1
+              line: x 1 2; y 0 1
+              line: x 1 2; y 1 1
+              line: level at 0.5
+              line: upright at 4
+              bars: 1 0, 1 0.5; 2 0.5, 2 1
+              bars: 1 0, 1 1; 2 0.5, 2 1
             panel 1,2 of 1x2
               x linear
               y linear 'success'
-              line #0072b2 - s: x 1 2; y 1 1
-              line #56b4e9 - D: x 1 2; y 3 3
-              line #707070 :: level at 0.25
-              bars #0072b2: 1 0, 1 1; 2 0.5, 2 1
+              line: x 1 2; y 1 1
+              line: x 1 2; y 3 3
+              line: level at 0.25
+              bars: 1 0, 1 1; 2 0.5, 2 1
             below 'step'
-            legend
-              'one' #000000 - o
-              'two' #0072b2 - s
-              'three' #56b4e9 - D
-              'chance' #707070 :
-              'here' #707070 --
-              'only here' #707070 :
+            legend 'one', 'two', 'three', 'chance', 'here', 'only here'
             """,
         )
 

@@ -102,25 +102,18 @@ def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends(
             panel 1,1 of 1x1
               x linear 'step'
               y linear 'loss'
-              line #000000 - o: x 1 2; y 3 1
-              line #0072b2 -: x 1 2; y 2 4
-              line #000000 - alpha 0.3: x 1 2; y 1 3
-              line #000000 (4 1.5) < alpha 0.5: x 1 2; y 2 nan
-              line #56b4e9 (4 1.5) *: x 1 2; y nan nan
-              line #56b4e9 - D: x 1 2; y 1 1.5
-              line #707070 :: level at 0.5
-              line #707070 -.: level at 3
-              line #707070 --: upright at 4
-              note 'here\\nor there' #707070 center bottom: 0 3 offset points from 4 1
-              bars #0072b2: 1 1, 1 2.5; 2 3, 2 6
-            legend
-              'high' #0072b2 -
-              'ends early' #000000 (4 1.5) < alpha 0.5
-              'half' #56b4e9 - D
-              'low' #000000 - o
-              'nothing' #56b4e9 (4 1.5) *
-              'chance' #707070 :
-              'best' #707070 -.
+              line: x 1 2; y 3 1
+              line: x 1 2; y 2 4
+              line: x 1 2; y 1 3
+              line: x 1 2; y 2 nan
+              line: x 1 2; y nan nan
+              line: x 1 2; y 1 1.5
+              line: level at 0.5
+              line: level at 3
+              line: upright at 4
+              note 'here\\nor there': 4 1
+              bars: 1 1, 1 2.5; 2 3, 2 6
+            legend 'high', 'ends early', 'half', 'low', 'nothing', 'chance', 'best'
             """,
         )
 
@@ -139,38 +132,36 @@ def test_many_lines_have_panels_of_their_own_over_the_others():
             panel 1,1 of 3x3 '0'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 0 0
-              line #d0d0d0 -: x 1 2; y 1 1
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 5 5
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #000000 -: x 1 2; y 0 0
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 0 0
+              line: level at 0.5
+              line: upright at 4
             panel 1,2 of 3x3 '1'
               x linear
               y linear
-              line #d0d0d0 -: x 1 2; y 0 0
-              line #d0d0d0 -: x 1 2; y 1 1
-              line #d0d0d0 -: x 1 2; y 2 2
-              line #d0d0d0 -: x 1 2; y 3 3
-              line #d0d0d0 -: x 1 2; y 4 4
-              line #d0d0d0 -: x 1 2; y 5 5
-              line #d0d0d0 -: x 1 2; y 6 6
-              line #d0d0d0 -: x 1 2; y 7 7
-              line #d0d0d0 -: x 1 2; y 8 8
-              line #0072b2 -: x 1 2; y 1 1
-              line #707070 :: level at 0.5
-              line #707070 --: upright at 4
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 1 1
+              line: level at 0.5
+              line: upright at 4
             below 'step'
             left 'loss'
-            legend
-              'chance' #707070 :
-              'here' #707070 --
+            legend 'chance', 'here'
             """,
         )
     assert [title for title, _ in titles] == [str(n) for n in range(9)]
@@ -207,17 +198,7 @@ def test_looks_differ_in_colour_and_mark_then_in_dashes_too():
     check(
         figure,
         """
-        legend
-          '0' #000000 - o
-          '1' #0072b2 - s
-          '6' #cc79a7 - X
-          '7' #000000 (4 1.5) <
-          '9' #56b4e9 (4 1.5) *
-          '10' #009e73 (4 1.5) o
-          '13' #cc79a7 (4 1.5) ^
-          '14' #000000 (1 1.2) v
-          '20' #cc79a7 (1 1.2) o
-          '21' #000000 - s
+        legend '0', '1', '6', '7', '9', '10', '13', '14', '20', '21'
         """,
     )
 

@@ -84,16 +84,12 @@ def test_reach_as_a_whole(tmp_path):
             panel 1,1 of 1x1
               x linear 'training step'
               y linear 'retrieval (%)'
-              line #0072b2 - alpha 0.5: x 4 8; y 100 75
-              line #0072b2 -: x 4 8; y 50 nan
-              line #000000 -: x 4; y 12.5
-              line #707070 --: upright at 6
-              note 'encoding dropped at step 6' #707070 center bottom: 0 3 offset points from 6
-                  1
-            legend
-              'Mine, 1×' #0072b2 - alpha 0.5
-              'Mine, 2×' #0072b2 -
-              'RoPE, 2×' #000000 -
+              line: x 4 8; y 100 75
+              line: x 4 8; y 50 nan
+              line: x 4; y 12.5
+              line: upright at 6
+              note 'encoding dropped at step 6': 6 1
+            legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 2×'
             """,
         )
         check(
@@ -102,10 +98,10 @@ def test_reach_as_a_whole(tmp_path):
             panel 1,1 of 1x1
               x linear 'training step of the measurement'
               y linear 'position (tokens)'
-              cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
-              line #010101 :: level at 64
-              line #010101 --: upright at 1
-            bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1
+              cells CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
+              line: level at 64
+              line: upright at 1
+            bar 'excess loss (nats/token)' CenteredNorm -1..1
             """,
         )
     history = tuple(replace(one, retrieval=()) for one in history)
@@ -117,11 +113,9 @@ def test_reach_as_a_whole(tmp_path):
             panel 1,1 of 1x1
               x linear 'training step'
               y linear 'held-out loss (nats/token)'
-              line #0072b2 - alpha 0.5: x 4 8; y 4 4.5
-              line #0072b2 -: x 4 8; y 5 nan
-            legend
-              'Mine, 2×' #0072b2 -
-              'Mine, 1×' #0072b2 - alpha 0.5
+              line: x 4 8; y 4 4.5
+              line: x 4 8; y 5 nan
+            legend 'Mine, 2×', 'Mine, 1×'
             """,
         )
     by_position.write(tmp_path / "b")

@@ -103,17 +103,13 @@ def test_benchmarks_as_a_whole():
             panel 1,1 of 1x1
               x linear 'training tokens'
               y linear 'score (%)'
-              line #000000 -: x 0 1000 2000; y 37.5 87.5 37.5
-              line #0072b2 -: x 0 1000 2000; y 50 75 50
-              line #56b4e9 -: x 0 1000 2000; y 25 nan 25
-              line #009e73 -: x 0; y 37.5
-              line #707070 --: upright at 2000
-              note 'encoding dropped' #707070 right bottom: 0 3 offset points from 2000 1
-            legend
-              'DroPE, a' #0072b2 -
-              'DroPE, mean' #000000 -
-              'RoPE, mean' #009e73 -
-              'DroPE, b' #56b4e9 -
+              line: x 0 1000 2000; y 37.5 87.5 37.5
+              line: x 0 1000 2000; y 50 75 50
+              line: x 0 1000 2000; y 25 nan 25
+              line: x 0; y 37.5
+              line: upright at 2000
+              note 'encoding dropped': 2000 1
+            legend 'DroPE, a', 'DroPE, mean', 'RoPE, mean', 'DroPE, b'
             """,
         )
 

@@ -29,16 +29,14 @@ def test_losses_over_steps_with_the_drop():
             panel 1,1 of 1x1
               x linear 'training step'
               y linear 'training loss (nats/token)'
-              line #d55e00 - alpha 0.3: x 1 2 4 100; y 5 4 nan 3
-              line #d55e00 -: x 1 2 4 100; y 5 4 nan 3
-              line #000000 - alpha 0.3: x 1 2; y 6 5.5
-              line #000000 -: x 1 2; y 6 5.5
-              line #707070 --: upright at 2
-              note 'encoding dropped at step 2\\nloss 4.00 before, 8.50 after, 3.25 at the end'
-                  #707070 left bottom: 0 3 offset points from 2 1
-            legend
-              'RoPE' #000000 -
-              'DroPE' #d55e00 -
+              line: x 1 2 4 100; y 5 4 nan 3
+              line: x 1 2 4 100; y 5 4 nan 3
+              line: x 1 2; y 6 5.5
+              line: x 1 2; y 6 5.5
+              line: upright at 2
+              note 'encoding dropped at step 2\\nloss 4.00 before, 8.50 after, 3.25 at the end':
+                  2 1
+            legend 'RoPE', 'DroPE'
             """,
         )
 

@@ -24,22 +24,21 @@ def test_pairs_of_heads_by_measure_and_layer():
         panel 1,1 of 2x2 'layer 0'
           x linear
           y linear 'queries'
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.1 0.2 0.3 0.4 as a picture
+          points 0..1 of 0 0 1 1: x 0 1 0 1; y 0.1 0.2 0.3 0.4
         panel 1,2 of 2x2 'layer 5'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.05 0.1 0.15 0.2 as a
-              picture
+          points 0..1 of 0 0 1 1: x 0 1 0 1; y 0.05 0.1 0.15 0.2
         panel 2,1 of 2x2
           x linear
           y linear 'keys'
-          points #440154-#b0dd2f 0..1 of 0: x 0; y 1 as a picture
-          line #707070 --: level at 0.25
-          line #707070 --: level at 0.75
+          points 0..1 of 0: x 0; y 1
+          line: level at 0.25
+          line: level at 0.75
         panel 2,2 of 2x2
           x linear
           y linear
-        bar 'head' #440154-#b0dd2f 0..1
+        bar 'head' 0..1
         below 'pair'
         """,
     )
@@ -67,29 +66,29 @@ def test_a_small_panel_for_every_layer():
         panel 1,1 of 2x4 '0'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0 as a picture
-          line #707070 --: level at 0.5
+          points 0..1 of 0 0: x 0 1; y 0.5 0
+          line: level at 0.5
         panel 1,2 of 2x4 '1'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.25 as a picture
-          line #707070 --: level at 0.5
+          points 0..1 of 0 0: x 0 1; y 0.5 0.25
+          line: level at 0.5
         panel 1,3 of 2x4 '2'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.5 as a picture
-          line #707070 --: level at 0.5
+          points 0..1 of 0 0: x 0 1; y 0.5 0.5
+          line: level at 0.5
         panel 1,4 of 2x4 '3'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.75 as a picture
-          line #707070 --: level at 0.5
+          points 0..1 of 0 0: x 0 1; y 0.5 0.75
+          line: level at 0.5
         panel 2,1 of 2x4 '4'
           x linear
           y linear
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1 as a picture
-          line #707070 --: level at 0.5
-        bar 'head' #440154-#b0dd2f 0..1
+          points 0..1 of 0 0: x 0 1; y 0.5 1
+          line: level at 0.5
+        bar 'head' 0..1
         below 'pair'
         left 'entropy'
         """,
@@ -117,31 +116,29 @@ def test_heads_with_the_norms_of_their_pairs():
         panel 1,1 of 3x2 'sink'
           x linear
           y linear 'q'
-          line #0072b2 o: x 0 1 2; y 0.1 0.2 0.3
-          line #707070 --: level at 0.25
+          line: x 0 1 2; y 0.1 0.2 0.3
+          line: level at 0.25
         panel 1,2 of 3x2 'other'
           x linear
           y linear
-          line #0072b2 o: x 0 1; y 0.5 0.5
-          line #707070 --: level at 0.25
+          line: x 0 1; y 0.5 0.5
+          line: level at 0.25
         panel 2,1 of 3x2
           x linear 'pair index'
           y linear 'k'
-          line #0072b2 o: x 0 1 2; y 1 0 1
+          line: x 0 1 2; y 1 0 1
         panel 2,2 of 3x2
           x linear 'pair index'
           y linear
-          line #0072b2 o: x 0 1; y 0 0
+          line: x 0 1; y 0 0
         panel 3,1 of 3x2
           x linear 'token'
           y linear 'pair index'
-          image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 2.5 -0.5:
-              1 10 / nan 100 / 1 1 as a picture
+          image LogNorm 1..100, from -2 6 2.5 -0.5: 1 10 / nan 100 / 1 1
         panel 3,2 of 3x2
           x linear 'token'
           y linear
-          image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 1.5 -0.5:
-              1 10 / nan 100 as a picture
-        bar 'l2 norm of the pair' cividis LogNorm 1..100
+          image LogNorm 1..100, from -2 6 1.5 -0.5: 1 10 / nan 100
+        bar 'l2 norm of the pair' LogNorm 1..100
         """,
     )

@@ -76,32 +76,28 @@ def test_panels_by_length_as_a_whole():
         panel 1,1 of 2x3 'a'
           x log
           y linear 'norm'
-          lines #9a9a9a: 1024 1, 1536 1, 4096 1; 1024 5, 1536 5, 4096 5 as a picture
-          area #0072b2: 1024 3, 1024 1, 1536 2, 4096 3, 4096 5, 4096 5, 1536 4, 1024 3, 1024
-              3
-          line #0072b2 - s: x 1024 1536 4096; y 2 3 4
-          line #56b4e9 -: x 1024 4096; y 1 1
-          line #707070 --: upright at 2048
+          lines: 1024 1, 1536 1, 4096 1; 1024 5, 1536 5, 4096 5
+          area: 1024 3, 1024 1, 1536 2, 4096 3, 4096 5, 4096 5, 1536 4, 1024 3, 1024 3
+          line: x 1024 1536 4096; y 2 3 4
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
         panel 1,2 of 2x3 'b'
           x log
           y linear 'share'
-          line #56b4e9 -: x 1024 4096; y 1 1
-          line #707070 --: upright at 2048
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
         panel 1,3 of 2x3 'c'
           x log
           y linear 'share'
-          line #56b4e9 -: x 1024 4096; y 1 1
-          line #707070 --: upright at 2048
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
         panel 2,1 of 2x3 'd'
           x log
           y linear 'share'
-          line #56b4e9 -: x 1024 4096; y 1 1
-          line #707070 --: upright at 2048
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
         below 'length'
-        legend
-          'mean' #0072b2 - s
-          'other' #56b4e9 -
-          'training length (2,048 tokens)' #707070 --
+        legend 'mean', 'other', 'training length (2,048 tokens)'
         """,
     )
 
@@ -115,13 +111,11 @@ def test_a_histogram_as_a_whole():
         panel 1,1 of 1x1
           x linear 'angle'
           y linear 'heads (%)'
-          area 'keys' #d55e00: 0 50, 5 50, 95 50, 100 50
-          line #d55e00 --: upright at 50
-          area 'queries' #0072b2: 50 100, 55 100
-          line #0072b2 --: upright at 52
-        legend
-          'keys' #d55e00
-          'queries' #0072b2
+          area 'keys': 0 50, 5 50, 95 50, 100 50
+          line: upright at 50
+          area 'queries': 50 100, 55 100
+          line: upright at 52
+        legend 'keys', 'queries'
         """,
     )
 
@@ -142,31 +136,21 @@ def test_clouds_as_a_whole():
         panel 1,1 of 2x2 'head 0'
           x linear
           y linear 'layer 0'
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 4; y 0 10 as a picture
-          points #0072b2: x 1 5; y 1 11 as a picture
-          line #000000 +: x 1; y 2
+          points: x 0 4; y 0 10
+          points: x 1 5; y 1 11
+          line: x 1; y 2
         panel 1,2 of 2x2 'head 1'
           x linear
           y linear
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 4; y 0 10 as a picture
-          line #000000 +: x 0; y 0
+          points: x 0 4; y 0 10
+          line: x 0; y 0
         panel 2,1 of 2x2 'head 2'
           x linear
           y linear 'layer 1'
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0; y 0 as a picture
-          points #0072b2: x 4; y 10 as a picture
-          line #000000 +: x 2; y 2
-        legend
-          'keys' #d55e00 o
-          'queries' #0072b2 o
-          'q2' #0072b2 o
-          'origin' #000000 +
+          points: x 0; y 0
+          points: x 4; y 10
+          line: x 2; y 2
+        legend 'keys', 'queries', 'q2', 'origin'
         """,
     )
 
@@ -180,22 +164,13 @@ def test_six_groups_of_queries_have_four_colours_in_turn():
         panel 1,1 of 1x1 'head'
           x linear
           y linear 'row'
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 0; y 0 0 as a picture
-          points #0072b2: x 1 1; y 1 1 as a picture
-          points #56b4e9: x 2 2; y 2 2 as a picture
-          points #009e73: x 3 3; y 3 3 as a picture
-          points #cc79a7: x 4 4; y 4 4 as a picture
-          points #0072b2: x 5 5; y 5 5 as a picture
-          line #000000 +: x 0; y 0
-        legend
-          '0' #d55e00 o
-          '1' #0072b2 o
-          '2' #56b4e9 o
-          '3' #009e73 o
-          '4' #cc79a7 o
-          '5' #0072b2 o
-          'origin' #000000 +
+          points: x 0 0; y 0 0
+          points: x 1 1; y 1 1
+          points: x 2 2; y 2 2
+          points: x 3 3; y 3 3
+          points: x 4 4; y 4 4
+          points: x 5 5; y 5 5
+          line: x 0; y 0
+        legend '0', '1', '2', '3', '4', '5', 'origin'
         """,
     )

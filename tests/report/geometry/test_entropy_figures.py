@@ -46,17 +46,16 @@ def test_maps_of_one_scale_share_a_bar():
         panel 1,1 of 2x2 'one'
           x linear
           y linear
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 5 6 -2: 1 2 3 / 4 nan
-              6 as a picture
+          image 0..9, from -1 5 6 -2: 1 2 3 / 4 nan 6
         panel 1,2 of 2x2 'two'
           x linear
           y linear
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 0 as a picture
+          image 0..9, from -1 1 2 -2: 0
         panel 2,1 of 2x2 'three'
           x linear
           y linear
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 9 as a picture
-        bar 'entropy' cividis 0..9
+          image 0..9, from -1 1 2 -2: 9
+        bar 'entropy' 0..9
         below 'key'
         left 'query'
         """,
@@ -72,15 +71,13 @@ def test_maps_of_own_scales_have_bars_of_their_own():
         panel 1,1 of 2x1 'one'
           x linear
           y linear
-          image cividis LogNorm 1.001..2, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5
-              -0.5: 1 2 as a picture
+          image LogNorm 1.001..2, from -0.5 1.5 0.5 -0.5: 1 2
         panel 2,1 of 2x1 'two'
           x linear
           y linear
-          image RdBu_r -4..4, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5 -0.5: -3 3
-              as a picture
-        bar 'a' cividis LogNorm 1.001..2
-        bar 'b' RdBu_r -4..4
+          image -4..4, from -0.5 1.5 0.5 -0.5: -3 3
+        bar 'a' LogNorm 1.001..2
+        bar 'b' -4..4
         below 'x'
         left 'y'
         """,
@@ -95,11 +92,9 @@ def test_curves_over_whole_numbers_and_others():
         panel 1,1 of 1x1
           x linear 'layer'
           y log 'rank'
-          line #000000 -: x 1 2; y 0.5 5
-          line #0072b2 -: x 1 2; y 1 1
-        legend
-          'one' #000000 -
-          'two' #0072b2 -
+          line: x 1 2; y 0.5 5
+          line: x 1 2; y 1 1
+        legend 'one', 'two'
         """,
     )
     (axes,) = curves({"one": ([1, 1.5], [0.5, 5.0])}, x="x", y="y", vertical=(1.25, "here")).axes
@@ -117,21 +112,21 @@ def test_values_by_position_with_a_span():
         panel 1,1 of 2x2 'a'
           x linear
           y linear
-          span #d55e00: 10, 10 wide
-          line #d55e00 --: upright at 15
-          line #1f77b4 -: x 0 64; y 1 2 as a picture
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 1 2
         panel 1,2 of 2x2 'b'
           x linear
           y linear
-          span #d55e00: 10, 10 wide
-          line #d55e00 --: upright at 15
-          line #1f77b4 -: x 0 64; y 0 4 as a picture
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 0 4
         panel 2,1 of 2x2 'c'
           x linear
           y linear
-          span #d55e00: 10, 10 wide
-          line #d55e00 --: upright at 15
-          line #1f77b4 -: x 0 64; y 3 3 as a picture
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 3 3
         below 'token'
         left 'share'
         """,

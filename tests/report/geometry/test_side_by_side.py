@@ -27,21 +27,16 @@ def test_a_line_and_a_reference_are_named_once_for_all_panels():
         panel 1,1 of 1x2 'a'
           x linear 'x'
           y linear 'y'
-          line #000000 - o: x 1 2 3; y 0 1 0
-          line #707070 :: level at 0.5
-          line #707070 -.: level at 0.75
-          line #707070 --: upright at 2
+          line: x 1 2 3; y 0 1 0
+          line: level at 0.5
+          line: level at 0.75
+          line: upright at 2
         panel 1,2 of 1x2 'b'
           x linear 'u'
           y linear 'v'
-          line #0072b2 (4 1.5) >: x 1 3; y 1 1
-          line #000000 - o: x 1 2 3; y 0 1 0
-        legend
-          'one' #000000 - o
-          'other' #0072b2 (4 1.5) >
-          'chance' #707070 :
-          'better' #707070 -.
-          'here: or so' #707070 --
+          line: x 1 3; y 1 1
+          line: x 1 2 3; y 0 1 0
+        legend 'one', 'other', 'chance', 'better', 'here: or so'
         """,
     )
 
@@ -70,13 +65,13 @@ def test_points_of_heads_have_the_colour_of_their_layer():
         panel 1,1 of 1x2 'kept'
           x linear 'x'
           y linear 'y'
-          line #707070 :: x -1 4; y -1 4
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 3; y 1 1 4 -1
+          line: x -1 4; y -1 4
+          points 0..1 of 0 0 1 1: x 0 1 2 3; y 1 1 4 -1
         panel 1,2 of 1x2 'lost'
           x linear 'u'
           y linear 'v'
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 4; y 1 1 1 1
-        bar 'layer' #440154-#b0dd2f 0..1
+          points 0..1 of 0 0 1 1: x 0 1 2 4; y 1 1 1 1
+        bar 'layer' 0..1
         """,
     )
 
@@ -89,7 +84,7 @@ def test_some_heads_of_a_model_of_one_layer_are_one_narrow_panel():
         panel 1,1 of 1x1 't'
           x linear 'x'
           y linear 'y'
-          points #440154-#b0dd2f 0..1 of 0 0: x 1 2; y 3 4
-        bar 'layer' #440154-#b0dd2f 0..1
+          points 0..1 of 0 0: x 1 2; y 3 4
+        bar 'layer' 0..1
         """,
     )
