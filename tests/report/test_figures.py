@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.report.described import check, check_csv
-from tests.report.examples import report
+from tests.report.examples import EXPERIMENT, cell, example, report, statements
+from trainer.analysis.drop import indicator_figure
+from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
+from trainer.plotting import lines
+from trainer.plotting.lines import (
+    Frame,
+    Series,
+)
+from trainer.plotting.style import paper_style
 from trainer.report import files
-from trainer.report.figures import write_figures
+from trainer.report.figures import (
+    Depths,
+    apart,
+    draw_heatmaps,
+    draw_rows,
+    perplexity_axis,
+    write_figures,
+)
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
+
 SCORES = {
     ("RoPE", "none"): ((1, 1, 1, 1), (1, 0, 0, 0)),
     ("RoPE", "crop"): (None, (1, 1, 0, 0)),
@@ -265,3 +284,267 @@ def test_success_by_depth(made):
             DroPE, yarn, 256, 100, 0
             """,
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "limits", "ticks"),
+    [
+        # A margin of 6% of what they span.
+        ((10.0, 12.0), "linear", (9.88, 12.12), None),
+        ((10.0, 10.0), "linear", (9.0, 11.0), None),
+        ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480), [10, 20, 50, 100, 200]),
+        ((10.0, 20_000.0), "log", (10 / 1.2, 24_000), [10, 100, 1000, 10_000]),
+        ((), "linear", (0.9, 1.1), None),
+    ],
+)
+def test_the_axis_of_perplexities_holds_them_all(values, scale, limits, ticks):
+    axes = Figure().subplots()
+    perplexity_axis(values)(axes)
+    assert axes.get_yscale() == scale
+    assert axes.get_ylim() == pytest.approx(limits)
+    if ticks is None:  # matplotlib's own
+        return
+    low, high = axes.get_ylim()
+    assert [y for y in axes.get_yticks() if low <= y <= high] == pytest.approx(ticks)
+
+
+def test_all_figures_of_all_pages_draw_a_name_in_one_colour(monkeypatch, tmp_path):
+    """Side by side, in panels of a model, over training steps, and in an analysis."""
+    line_style, found = lines.line_style, {}
+
+    def noting(item):
+        look = line_style(item)
+        found.setdefault(item.label, set()).add(look["color"])
+        return look
+
+    monkeypatch.setattr(lines, "line_style", noting)
+    monkeypatch.setattr(files, "save", lambda figure, stem: stem)
+    models = ("RoPE", "DroPE", "NoPE", "HalfRoPE")
+    made = example(models=models, methods=("none", "crop", "yarn"), trials=4)
+    write_figures(report(*(replace(cell, depths=()) for cell in made.cells)), tmp_path)
+    # The other one first, beside a model that has no look of its own.
+    order = ("DroPE", "Mine", "RoPE")
+    cells = [cell for name in order for cell in statements(name, (100, 90, 50, 10))]
+    write_figures(report(*cells, **EXPERIMENT, training_length=64), tmp_path)
+    curves = {"indicator": (np.ones(2), np.ones(2))}
+    indicator_figure([64, 128], curves, ("RoPE", "DroPE"), 64)
+    assert all(len(colours) == 1 for colours in found.values()), found
+    assert found["YaRN"] == found["RoPE + YaRN"]
+    assert found["RoPE"] != found["Mine"] != found["DroPE"] != found["RoPE"]
+
+
+def test_a_depth_is_a_row_until_there_are_more_than_eleven():
+    ends = [n / 10 for n in range(11)]
+    few = Depths.of([cell([1.0] * 5, depths=ends[:5]), cell([1.0] * 6, depths=ends[5:])])
+    assert few == Depths((*ends, math.inf), tuple(str(10 * n) for n in range(11)))
+    many = Depths.of([cell([1.0] * 12, depths=[*ends, 0.55])])
+    tenths = tuple(f"{10 * n}–{10 * n + 10}" for n in range(10))
+    assert many == Depths((*ends[:10], math.inf), tenths)
+
+
+def test_a_row_is_the_mean_of_its_trials():
+    depths = Depths((0.0, 0.5, 1.0, math.inf), ("0", "50", "100"))
+    made = cell([1.0, 0.5, 0.0, 0.25], depths=(0.0, 0.49, 0.5, 0.9))
+    assert depths.means(made)[:2] == [0.75, 0.125]
+    assert math.isnan(depths.means(made)[2])
+
+
+def test_heat_maps_as_a_whole():
+    """White on dark cells, of up to 55%, and black on bright ones and where nothing is known."""
+    panels = {
+        "RoPE": np.array([[0.1, 0.2], [0.55, 0.56]]),
+        "DroPE + a method with a long name": np.array([[1.0, math.nan], [0.0, 0.125]]),
+    }
+    depths = Depths((0.0, 1.0, math.inf), ("0", "100"))
+    with paper_style():
+        check(
+            draw_heatmaps(panels, depths, {64: "1×", 256: "4×"}),
+            """
+            panel 1,1 of 1x2 'RoPE'
+              x linear
+              y linear
+              image 0..100, from -0.5 1.5 1.5 -0.5: 10 20 / 55 56
+              text '10': 0 0
+              text '20': 1 0
+              text '55': 0 1
+              text '56': 1 1
+            panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
+              x linear
+              y linear
+              image 0..100, from -0.5 1.5 1.5 -0.5: 100 nan / 0 12.5
+              text '100': 0 0
+              text '·': 1 0
+              text '0': 0 1
+              text '12': 1 1
+            bar 'success (%)' 0..100
+            below 'sequence length (multiple of the training length)'
+            left 'depth (% of the text)'
+            """,
+        )
+
+
+@pytest.mark.parametrize(
+    ("panels", "rows", "shape", "height"),
+    [(1, 2, (1, 1), 1.29), (5, 2, (1, 5), 1.29), (6, 2, (2, 5), 2.08), (1, 12, (1, 1), 2.7)],
+)
+def test_maps_stand_five_in_a_row_and_are_as_high_as_their_rows(panels, rows, shape, height):
+    """Of many rows no higher than 2.2 inches."""
+    depths = Depths((*range(rows), math.inf), tuple(map(str, range(rows))))
+    made = {str(number): np.zeros((rows, 1)) for number in range(panels)}
+    figure = draw_heatmaps(made, depths, {64: "1×"})
+    spec = figure.axes[0].get_subplotspec()
+    assert spec.get_gridspec().get_geometry() == shape
+    assert figure.get_figheight() == pytest.approx(height)
+    labelled = [
+        axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes[: min(panels, 5)]
+    ]
+    assert labelled == [panels <= 5, *[True] * (len(labelled) - 1)]
+
+
+def plain(axes):
+    axes.set_xlim(0, 10)
+
+
+FRAME = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+
+
+def rows_of(models, methods):
+    """The outcomes of all of them, and a level line for each."""
+    outcomes = Outcomes(report(*(cell([1.0], m, k) for m in models for k in methods)))
+    lines = {
+        row: Series("", 0, [1, 2], [n, n], marked=n > 0) for n, row in enumerate(outcomes.rows)
+    }
+    return outcomes, lines
+
+
+def test_up_to_eight_lines_share_a_panel():
+    outcomes, lines = rows_of(("DroPE", "RoPE"), ("none", "pi"))
+    with paper_style():
+        check(
+            draw_rows(outcomes, lines, FRAME),
+            """
+            panel 1,1 of 1x1
+              x linear 'step'
+              y linear 'loss'
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
+              note 'here': 4 1
+            legend 'RoPE + PI', 'RoPE', 'DroPE + PI', 'DroPE', 'chance'
+            """,
+        )
+
+
+def test_more_lines_have_a_panel_for_each_model():
+    """A method looks in all of them as with the first model that has it."""
+    models = ("RoPE", "HoPE", "Mine", "Fourth", "Fifth")
+    outcomes, lines = rows_of((*models, "without lines"), ("none", "yarn"))
+    del lines["RoPE", "yarn"], lines["without lines", "none"], lines["without lines", "yarn"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [*models]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+            panel 1,1 of 2x3 'RoPE'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 0 0
+              line: level at 0.5
+              line: upright at 4
+            panel 1,2 of 2x3 'HoPE'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
+            below 'step'
+            left 'loss'
+            legend 'as is', 'YaRN', 'chance', 'here'
+            """,
+        )
+
+
+def test_more_methods_than_models_have_a_panel_for_each_method():
+    methods = ("none", "pi", "ntk", "yarn", "longrope", "dope")
+    outcomes, lines = rows_of(("RoPE", "Mine"), methods)
+    del lines["RoPE", "none"], lines["RoPE", "dope"], lines["Mine", "dope"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [
+            *("as is", "PI", "NTK-aware", "YaRN", "LongRoPE"),
+        ]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+            panel 1,1 of 2x3 'as is'
+              x linear
+              y linear
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 6 6
+              line: level at 0.5
+              line: upright at 4
+            panel 1,2 of 2x3 'PI'
+              x linear
+              y linear
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: level at 0.5
+              line: upright at 4
+            below 'step'
+            left 'loss'
+            legend 'RoPE', 'Mine', 'chance', 'here'
+            """,
+        )
+
+
+def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
+    lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
+    lines.append(Series("none", 0, [64], [1]))
+    first, second, third, last = apart(lines)
+    for line, octaves in ((first, -0.045), (second, -0.015), (third, 0.015), (last, 0)):
+        assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)[: len(line.x)]])
+    assert first.y == lines[0].y

@@ -1,4 +1,4 @@
-"""Maps and curves, as wholes."""
+"""Heat maps and their scales."""
 
 import math
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.report.described import check
-from trainer.plotting.lines import curves, spans
 from trainer.plotting.maps import Scale, heat_maps
 
 NAN = math.nan
@@ -80,54 +79,5 @@ def test_maps_of_own_scales_have_bars_of_their_own():
         bar 'b' -4..4
         below 'x'
         left 'y'
-        """,
-    )
-
-
-def test_curves_over_whole_numbers_and_others():
-    lines = {"one": ([1, 2], [0.5, 5.0]), "two": ([1, 2], [1.0, 1.0])}
-    check(
-        curves(lines, x="layer", y="rank", log_y=True, marked=False),
-        """
-        panel 1,1 of 1x1
-          x linear 'layer'
-          y log 'rank'
-          line: x 1 2; y 0.5 5
-          line: x 1 2; y 1 1
-        legend 'one', 'two'
-        """,
-    )
-    (axes,) = curves({"one": ([1, 1.5], [0.5, 5.0])}, x="x", y="y", vertical=(1.25, "here")).axes
-    assert axes.get_yscale() == "linear"
-    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
-    assert 1.2 in axes.get_xticks().round(6)  # no whole number
-    assert [text.get_text() for text in axes.texts] == ["here"]
-
-
-def test_values_by_position_with_a_span():
-    panels = {"a": [1.0, 2.0], "b": [0.0, 4.0], "c": [3.0, 3.0]}
-    check(
-        spans(panels, [0, 64], marked=(10, 20), x="token", y="share"),
-        """
-        panel 1,1 of 2x2 'a'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 1 2
-        panel 1,2 of 2x2 'b'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 0 4
-        panel 2,1 of 2x2 'c'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 3 3
-        below 'token'
-        left 'share'
         """,
     )
