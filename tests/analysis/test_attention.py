@@ -57,7 +57,7 @@ softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES
     ("encoding", "window"), [("rope", None), ("rope", 7), ("rope", 1), ("alibi", None), ("nope", 5)]
 )
 def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)  # the smallest blocks, 16 queries
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 1)  # the smallest blocks, 16 queries
     heads = replace(layer_of_heads(encoding, window=window), **softmax)
     rows = attention_rows(heads, rotated=rotated)
     for text, head in ((0, 0), (1, 3)):
@@ -71,7 +71,7 @@ def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, m
 def test_blocks_do_not_change_the_rows(monkeypatch):
     heads = layer_of_heads(T=100)
     whole = attention_rows(heads)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 1)
     in_blocks = attention_rows(heads)
     for name in ("peak", "sink", "diagonal", "previous", "distance", "entropy"):
         np.testing.assert_allclose(

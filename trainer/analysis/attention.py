@@ -22,8 +22,9 @@ from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
 
-BLOCK_ELEMENTS = 2**19
-"""Scores computed at a time: 2 MiB, which fit in a core's cache."""
+BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Scores computed at a time: on a CPU 2 MiB, which fit in a core's cache; on a GPU 64 MiB, so that
+long texts need few kernels."""
 
 QUERIES = 128
 """Largest number of queries in :class:`SampledAttention`."""
@@ -86,7 +87,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
     statistics = {name: q.new_empty(B, Hq, T) for name in ROWS}
-    size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
+    size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b in range(B):
         for kv in range(k.shape[1]):
             shared = slice(kv * group, (kv + 1) * group)

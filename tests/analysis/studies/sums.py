@@ -52,7 +52,8 @@ def _sums(section):
 
 
 def _numbers(text):
-    return [float(n.replace("−", "-").replace(",", "")) for n in NUMBER.findall(text)]
+    found = (float(n.replace("−", "-").replace(",", "")) for n in NUMBER.findall(text))
+    return [float(f"{value:.4g}") for value in found]
 
 
 def _sum(values):
