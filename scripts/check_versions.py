@@ -53,8 +53,8 @@ TESTS = (
     "tests/workflows/test_adapted_models.py",
     "tests/scripts/test_wandb_dashboard.py",
     "tests/analysis/clusters/test_measure.py",
-    "tests/report/test_plotting.py",
-    "tests/report/test_rendering.py",
+    "tests/plotting",
+    "tests/report/test_files.py",
     "tests/report/test_writing.py",
     "tests/test_house.py",
 )

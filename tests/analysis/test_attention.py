@@ -23,6 +23,7 @@ from trainer.analysis.attention import (
 from trainer.analysis.capture import capture
 from trainer.common.errors import UserError
 from trainer.model.config import SoftmaxConfig
+from trainer.model.softmax import capped
 from trainer.positional.encodings import alibi_slopes
 
 
@@ -56,7 +57,7 @@ softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES
     ("encoding", "window"), [("rope", None), ("rope", 7), ("rope", 1), ("alibi", None), ("nope", 5)]
 )
 def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)  # the smallest blocks, 16 queries
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 1)  # the smallest blocks, 16 queries
     heads = replace(layer_of_heads(encoding, window=window), **softmax)
     rows = attention_rows(heads, rotated=rotated)
     for text, head in ((0, 0), (1, 3)):
@@ -70,7 +71,7 @@ def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, m
 def test_blocks_do_not_change_the_rows(monkeypatch):
     heads = layer_of_heads(T=100)
     whole = attention_rows(heads)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 1)
     in_blocks = attention_rows(heads)
     for name in ("peak", "sink", "diagonal", "previous", "distance", "entropy"):
         np.testing.assert_allclose(
@@ -196,6 +197,17 @@ def test_measures_are_the_plain_loop(tiny_decoder, monkeypatch, layout, scores):
     assert tuple(found) == MEASURES
     for name, values in zip(MEASURES, np.array(expected).T, strict=True):
         assert found[name] == pytest.approx(list(values), rel=1e-4), name
+
+
+def test_a_short_window_keeps_the_blocks_of_scores_small(tiny_decoder, monkeypatch):
+    """Queries of a block read the keys of their window and their own, whose number squares."""
+    model, sizes = tiny_decoder(windows=[2]), []
+    monkeypatch.setattr(
+        module, "capped", lambda scores, cap: sizes.append(scores.numel()) or capped(scores, cap)
+    )
+    monkeypatch.setattr(module, "SCORES", 8 * 24 * 5)
+    probe(model, PROBED)
+    assert max(sizes) <= 8 * 24 * 5
 
 
 def test_uniform_attention_has_closed_forms(tiny_decoder):

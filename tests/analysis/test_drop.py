@@ -52,6 +52,13 @@ def section(models):
     return DropStudy(before, after, CURVE, 100).run()
 
 
+def test_a_temperature_of_long_texts_does_not_change_heads_within(models):
+    expected = read(models[1], IDS, within=TRAINED).heads
+    models[1].layout = models[1].layout.map(lambda one: one.with_temperature(coefficient=2.0))
+    for name, values in read(models[1], IDS, within=TRAINED).heads.items():
+        np.testing.assert_allclose(values, expected[name], atol=1e-6)
+
+
 def test_heads_are_read_within_the_training_length(models):
     found, layers = read(models[0], IDS, within=TRAINED).heads, []
     capture(models[0], IDS, layers.append)
@@ -237,9 +244,9 @@ def test_heads_before_and_after_lie_on_a_line_where_nothing_changed():
         panel 1,1 of 1x1 'sink'
           x linear 'RoPE'
           y linear 'DroPE'
-          line #707070 :: x 0 1; y 0 1
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1
-        bar 'layer' #440154-#b0dd2f 0..1
+          line: x 0 1; y 0 1
+          points 0..1 of 0 0: x 0 1; y 0.5 1
+        bar 'layer' 0..1
         """,
     )
 
@@ -253,19 +260,15 @@ def test_predictions_and_losses_by_position():
         panel 1,1 of 1x2 'next-token predictions'
           x log 'tokens read'
           y linear 'KL divergence (nats)'
-          line #000000 -: x 8 64 128; y 0.5 0.25 2
-          line #707070 --: upright at 96
+          line: x 8 64 128; y 0.5 0.25 2
+          line: upright at 96
         panel 1,2 of 1x2 'loss'
           x log 'tokens read'
           y linear 'loss (nats/token)'
-          line #000000 -: x 8 64 128; y 5 4 6
-          line #d55e00 -: x 8 64 128; y 5 4.5 4.25
-          line #707070 --: upright at 96
-        legend
-          'KL(RoPE ‖ DroPE)' #000000 -
-          'RoPE' #000000 -
-          'DroPE' #d55e00 -
-          'training length' #707070 --
+          line: x 8 64 128; y 5 4 6
+          line: x 8 64 128; y 5 4.5 4.25
+          line: upright at 96
+        legend 'KL(RoPE ‖ DroPE)', 'RoPE', 'DroPE', 'training length'
         """,
     )
 
@@ -283,19 +286,16 @@ def test_indicators_by_length_the_first_of_which_may_be_logarithmic():
         panel 1,1 of 1x2 'offset'
           x log 'tokens read'
           y log
-          line #000000 - o: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
-          line #d55e00 - v: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
-          line #707070 --: upright at 64
+          line: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
+          line: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
+          line: upright at 64
         panel 1,2 of 1x2 'sink'
           x log 'tokens read'
           y linear
-          line #000000 - o: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
-          line #d55e00 - v: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
-          line #707070 --: upright at 64
-        legend
-          'RoPE' #000000 - o
-          'DroPE' #d55e00 - v
-          'training length' #707070 --
+          line: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
+          line: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
+          line: upright at 64
+        legend 'RoPE', 'DroPE', 'training length'
         """,
     )
     few = {"sink": (np.ones(6), np.ones(6))}
@@ -311,10 +311,9 @@ def test_the_loss_around_a_drop():
         panel 1,1 of 1x1
           x linear 'training step'
           y linear 'loss (nats/token)'
-          line #0072b2 -: x 1 2 3 4; y 5 4 9 6
-          line #707070 --: upright at 2
-          note 'dropped at step 2' #707070 center bottom: 0 3 offset points from 2 1
-        legend
-          'training loss' #0072b2 -
+          line: x 1 2 3 4; y 5 4 9 6
+          line: upright at 2
+          note 'dropped at step 2': 2 1
+        legend 'training loss'
         """,
     )

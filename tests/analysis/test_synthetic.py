@@ -131,9 +131,10 @@ def test_nothing_rotates_and_nothing_is_dispersed():
     assert "nothing is dispersed" in section.findings[0]
 
 
-@pytest.mark.parametrize(("D", "C"), [(2, 4), (6, 64), (8, 8), (16, 9), (128, 4096)])
+@pytest.mark.parametrize(("D", "C"), [(2, 4), (6, 64), (8, 8), (16, 9), (8, 100), (128, 4096)])
 def test_small_models_have_the_spectra_that_fit_them(D, C):
     spectra = standard_spectra(D, C)
     assert "RoPE" in spectra
     assert all(s.rotary_dim <= D for s in spectra.values())
-    synthetic_section(layout_of("rope", C=C, D=D), D)
+    numbers = synthetic_section(layout_of("rope", C=C, D=D), D).numbers
+    assert numbers["lengths"][-1] == 16 * C, "the sentences name the last length so"

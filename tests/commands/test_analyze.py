@@ -125,6 +125,10 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
     [
         ("analysis.prefixes=[48]", "analysis.prefixes: expected fewer tokens than the text of 48"),
         ("analysis.attenuation.choice_length=60", "choice_length: expected at most 48, the tokens"),
+        (
+            "analysis.frequency_entropy.frame=32 analysis.attenuation.choice_length=16",
+            "choice_length: expected at least 32 tokens, a frame of SpectrumFE",
+        ),
         ("analysis.attenuation.alphas=[2]", "analysis.attenuation.alphas[0]: expected at most 1"),
         (
             'analysis.attenuation.gates=["spektrum<1"]',
@@ -135,7 +139,8 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
     ],
 )
 def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
-    (found,) = refused([f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, word], capsys)
+    words = [f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, *word.split()]
+    (found,) = refused(words, capsys)
     assert said in found
 
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.report.examples import EXPERIMENT, report, statements
-from tests.report.geometry.test_page import report as geometry
+from tests.report.test_geometry_page import report as geometry
 from trainer.report.pages import write_geometry_report, write_renderings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.report.described import check, check_csv
-from tests.report.examples import report
+from tests.report.examples import EXPERIMENT, cell, example, report, statements
+from trainer.analysis.drop import indicator_figure
+from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
+from trainer.plotting import lines
+from trainer.plotting.lines import (
+    Frame,
+    Series,
+)
+from trainer.plotting.style import paper_style
 from trainer.report import files
-from trainer.report.figures import write_figures
+from trainer.report.figures import (
+    Depths,
+    apart,
+    draw_heatmaps,
+    draw_rows,
+    perplexity_axis,
+    write_figures,
+)
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
+
 SCORES = {
     ("RoPE", "none"): ((1, 1, 1, 1), (1, 0, 0, 0)),
     ("RoPE", "crop"): (None, (1, 1, 0, 0)),
@@ -82,26 +101,22 @@ def test_perplexity_against_retrieval(made):
         panel 1,1 of 1x2
           x log
           y linear 'perplexity'
-          line #000000 - o: x 64 256; y 10 40
-          line #000000 (1 1.2) v: x 256; y 40
-          line #d55e00 - v: x 64 256; y 10 40
-          line #707070 --: upright at 64
+          line: x 64 256; y 10 40
+          line: x 256; y 40
+          line: x 64 256; y 10 40
+          line: upright at 64
         panel 1,2 of 1x2
           x log
           y linear 'success (%)'
-          line #000000 - o: x 62.68 250.7; y 100 25
-          line #000000 (1 1.2) v: x 256; y 50
-          line #d55e00 - v: x 65.34 261.4; y 75 75
-          line #707070 --: upright at 64
-          bars #000000: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
-          bars #000000: 256 15, 256 85
-          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+          line: x 62.68 250.7; y 100 25
+          line: x 256; y 50
+          line: x 65.34 261.4; y 75 75
+          line: upright at 64
+          bars: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
+          bars: 256 15, 256 85
+          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
         below 'sequence length (multiple of the training length; tokens)'
-        legend
-          'RoPE' #000000 - o
-          'RoPE + cropped' #000000 (1 1.2) v
-          'DroPE' #d55e00 - v
-          'training length' #707070 --
+        legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
         """,
     )
     assert "on the last 64 tokens of held-out" in one.caption
@@ -127,28 +142,22 @@ def test_success_over_length(made):
         panel 1,1 of 1x1
           x log 'sequence length (multiple of the training length; tokens)'
           y linear 'success (%)'
-          line #000000 - o: x 61.39 245.6; y 100 25
-          line #000000 (1 1.2) v: x 250.7; y 50
-          line #0072b2 - s: x 64; y 75
-          line #d55e00 - v: x 65.34 261.4; y 75 75
-          line #56b4e9 - D: x 66.72 266.9; y 0 0
-          line #707070 :: level at 1.5
-          line #707070 -.: level at 25
-          line #707070 --: upright at 64
-          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-          bars #000000: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
-          bars #000000: 250.7 15, 250.7 85
-          bars #0072b2: 64 30.06, 64 95.44
-          bars #d55e00: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-          bars #56b4e9: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
-        legend
-          'RoPE + PI' #0072b2 - s
-          'DroPE' #d55e00 - v
-          'RoPE + cropped' #000000 (1 1.2) v
-          'RoPE' #000000 - o
-          'DroPE + YaRN' #56b4e9 - D
-          'chance (1.5%)' #707070 :
-          'any listed value (25.0%)' #707070 -.
+          line: x 61.39 245.6; y 100 25
+          line: x 250.7; y 50
+          line: x 64; y 75
+          line: x 65.34 261.4; y 75 75
+          line: x 66.72 266.9; y 0 0
+          line: level at 1.5
+          line: level at 25
+          line: upright at 64
+          note 'training length': 64 1
+          bars: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
+          bars: 250.7 15, 250.7 85
+          bars: 64 30.06, 64 95.44
+          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
+          bars: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
+        legend 'RoPE + PI', 'DroPE', 'RoPE + cropped', 'RoPE', 'DroPE + YaRN', 'chance
+            (1.5%)', 'any listed value (25.0%)'
         """,
     )
     assert "Grey" not in one.caption
@@ -177,15 +186,12 @@ def test_perplexity_by_position(made):
         panel 1,1 of 1x1
           x linear 'position in sequences of 256 tokens'
           y linear 'perplexity'
-          line #000000 -: x 16 144; y 40 80
-          line #000000 (1 1.2): x 16 144; y 40 80
-          line #d55e00 -: x 16 144; y 40 nan
-          line #707070 --: upright at 64
-          note 'training length' #707070 left bottom: 0 3 offset points from 64 1
-        legend
-          'RoPE' #000000 -
-          'RoPE + cropped' #000000 (1 1.2)
-          'DroPE' #d55e00 -
+          line: x 16 144; y 40 80
+          line: x 16 144; y 40 80
+          line: x 16 144; y 40 nan
+          line: upright at 64
+          note 'training length': 64 1
+        legend 'RoPE', 'RoPE + cropped', 'DroPE'
         """,
     )
     check_csv(
@@ -210,54 +216,44 @@ def test_success_by_depth(made):
         panel 1,1 of 1x5 'RoPE'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 50
-              / 100 0
-          text '100' #010101 center center: 0 0
-          text '50' #ffffff center center: 1 0
-          text '100' #010101 center center: 0 1
-          text '0' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 50 / 100 0
+          text '100': 0 0
+          text '50': 1 0
+          text '100': 0 1
+          text '0': 1 1
         panel 1,2 of 1x5 'RoPE + cropped'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: nan 100
-              / nan 0
-          text '·' #010101 center center: 0 0
-          text '100' #010101 center center: 1 0
-          text '·' #010101 center center: 0 1
-          text '0' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: nan 100 / nan 0
+          text '·': 0 0
+          text '100': 1 0
+          text '·': 0 1
+          text '0': 1 1
         panel 1,3 of 1x5 'RoPE + PI'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
-              / 50 nan
-          text '100' #010101 center center: 0 0
-          text '·' #010101 center center: 1 0
-          text '50' #ffffff center center: 0 1
-          text '·' #010101 center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 nan / 50 nan
+          text '100': 0 0
+          text '·': 1 0
+          text '50': 0 1
+          text '·': 1 1
         panel 1,4 of 1x5 'DroPE'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 100
-              / 50 50
-          text '100' #010101 center center: 0 0
-          text '100' #010101 center center: 1 0
-          text '50' #ffffff center center: 0 1
-          text '50' #ffffff center center: 1 1
+          image 0..100, from -0.5 1.5 1.5 -0.5: 100 100 / 50 50
+          text '100': 0 0
+          text '100': 1 0
+          text '50': 0 1
+          text '50': 1 1
         panel 1,5 of 1x5 'DroPE + YaRN'
           x linear
           y linear
-          spines none
-          image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 0 / 0
-              0
-          text '0' #ffffff center center: 0 0
-          text '0' #ffffff center center: 1 0
-          text '0' #ffffff center center: 0 1
-          text '0' #ffffff center center: 1 1
-        bar 'success (%)' cividis 0..100
+          image 0..100, from -0.5 1.5 1.5 -0.5: 0 0 / 0 0
+          text '0': 0 0
+          text '0': 1 0
+          text '0': 0 1
+          text '0': 1 1
+        bar 'success (%)' 0..100
         below 'sequence length (multiple of the training length)'
         left 'depth (% of the text)'
         """,
@@ -288,3 +284,267 @@ def test_success_by_depth(made):
             DroPE, yarn, 256, 100, 0
             """,
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "limits", "ticks"),
+    [
+        # A margin of 6% of what they span.
+        ((10.0, 12.0), "linear", (9.88, 12.12), None),
+        ((10.0, 10.0), "linear", (9.0, 11.0), None),
+        ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480), [10, 20, 50, 100, 200]),
+        ((10.0, 20_000.0), "log", (10 / 1.2, 24_000), [10, 100, 1000, 10_000]),
+        ((), "linear", (0.9, 1.1), None),
+    ],
+)
+def test_the_axis_of_perplexities_holds_them_all(values, scale, limits, ticks):
+    axes = Figure().subplots()
+    perplexity_axis(values)(axes)
+    assert axes.get_yscale() == scale
+    assert axes.get_ylim() == pytest.approx(limits)
+    if ticks is None:  # matplotlib's own
+        return
+    low, high = axes.get_ylim()
+    assert [y for y in axes.get_yticks() if low <= y <= high] == pytest.approx(ticks)
+
+
+def test_all_figures_of_all_pages_draw_a_name_in_one_colour(monkeypatch, tmp_path):
+    """Side by side, in panels of a model, over training steps, and in an analysis."""
+    line_style, found = lines.line_style, {}
+
+    def noting(item):
+        look = line_style(item)
+        found.setdefault(item.label, set()).add(look["color"])
+        return look
+
+    monkeypatch.setattr(lines, "line_style", noting)
+    monkeypatch.setattr(files, "save", lambda figure, stem: stem)
+    models = ("RoPE", "DroPE", "NoPE", "HalfRoPE")
+    made = example(models=models, methods=("none", "crop", "yarn"), trials=4)
+    write_figures(report(*(replace(cell, depths=()) for cell in made.cells)), tmp_path)
+    # The other one first, beside a model that has no look of its own.
+    order = ("DroPE", "Mine", "RoPE")
+    cells = [cell for name in order for cell in statements(name, (100, 90, 50, 10))]
+    write_figures(report(*cells, **EXPERIMENT, training_length=64), tmp_path)
+    curves = {"indicator": (np.ones(2), np.ones(2))}
+    indicator_figure([64, 128], curves, ("RoPE", "DroPE"), 64)
+    assert all(len(colours) == 1 for colours in found.values()), found
+    assert found["YaRN"] == found["RoPE + YaRN"]
+    assert found["RoPE"] != found["Mine"] != found["DroPE"] != found["RoPE"]
+
+
+def test_a_depth_is_a_row_until_there_are_more_than_eleven():
+    ends = [n / 10 for n in range(11)]
+    few = Depths.of([cell([1.0] * 5, depths=ends[:5]), cell([1.0] * 6, depths=ends[5:])])
+    assert few == Depths((*ends, math.inf), tuple(str(10 * n) for n in range(11)))
+    many = Depths.of([cell([1.0] * 12, depths=[*ends, 0.55])])
+    tenths = tuple(f"{10 * n}–{10 * n + 10}" for n in range(10))
+    assert many == Depths((*ends[:10], math.inf), tenths)
+
+
+def test_a_row_is_the_mean_of_its_trials():
+    depths = Depths((0.0, 0.5, 1.0, math.inf), ("0", "50", "100"))
+    made = cell([1.0, 0.5, 0.0, 0.25], depths=(0.0, 0.49, 0.5, 0.9))
+    assert depths.means(made)[:2] == [0.75, 0.125]
+    assert math.isnan(depths.means(made)[2])
+
+
+def test_heat_maps_as_a_whole():
+    """White on dark cells, of up to 55%, and black on bright ones and where nothing is known."""
+    panels = {
+        "RoPE": np.array([[0.1, 0.2], [0.55, 0.56]]),
+        "DroPE + a method with a long name": np.array([[1.0, math.nan], [0.0, 0.125]]),
+    }
+    depths = Depths((0.0, 1.0, math.inf), ("0", "100"))
+    with paper_style():
+        check(
+            draw_heatmaps(panels, depths, {64: "1×", 256: "4×"}),
+            """
+            panel 1,1 of 1x2 'RoPE'
+              x linear
+              y linear
+              image 0..100, from -0.5 1.5 1.5 -0.5: 10 20 / 55 56
+              text '10': 0 0
+              text '20': 1 0
+              text '55': 0 1
+              text '56': 1 1
+            panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
+              x linear
+              y linear
+              image 0..100, from -0.5 1.5 1.5 -0.5: 100 nan / 0 12.5
+              text '100': 0 0
+              text '·': 1 0
+              text '0': 0 1
+              text '12': 1 1
+            bar 'success (%)' 0..100
+            below 'sequence length (multiple of the training length)'
+            left 'depth (% of the text)'
+            """,
+        )
+
+
+@pytest.mark.parametrize(
+    ("panels", "rows", "shape", "height"),
+    [(1, 2, (1, 1), 1.29), (5, 2, (1, 5), 1.29), (6, 2, (2, 5), 2.08), (1, 12, (1, 1), 2.7)],
+)
+def test_maps_stand_five_in_a_row_and_are_as_high_as_their_rows(panels, rows, shape, height):
+    """Of many rows no higher than 2.2 inches."""
+    depths = Depths((*range(rows), math.inf), tuple(map(str, range(rows))))
+    made = {str(number): np.zeros((rows, 1)) for number in range(panels)}
+    figure = draw_heatmaps(made, depths, {64: "1×"})
+    spec = figure.axes[0].get_subplotspec()
+    assert spec.get_gridspec().get_geometry() == shape
+    assert figure.get_figheight() == pytest.approx(height)
+    labelled = [
+        axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes[: min(panels, 5)]
+    ]
+    assert labelled == [panels <= 5, *[True] * (len(labelled) - 1)]
+
+
+def plain(axes):
+    axes.set_xlim(0, 10)
+
+
+FRAME = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+
+
+def rows_of(models, methods):
+    """The outcomes of all of them, and a level line for each."""
+    outcomes = Outcomes(report(*(cell([1.0], m, k) for m in models for k in methods)))
+    lines = {
+        row: Series("", 0, [1, 2], [n, n], marked=n > 0) for n, row in enumerate(outcomes.rows)
+    }
+    return outcomes, lines
+
+
+def test_up_to_eight_lines_share_a_panel():
+    outcomes, lines = rows_of(("DroPE", "RoPE"), ("none", "pi"))
+    with paper_style():
+        check(
+            draw_rows(outcomes, lines, FRAME),
+            """
+            panel 1,1 of 1x1
+              x linear 'step'
+              y linear 'loss'
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
+              note 'here': 4 1
+            legend 'RoPE + PI', 'RoPE', 'DroPE + PI', 'DroPE', 'chance'
+            """,
+        )
+
+
+def test_more_lines_have_a_panel_for_each_model():
+    """A method looks in all of them as with the first model that has it."""
+    models = ("RoPE", "HoPE", "Mine", "Fourth", "Fifth")
+    outcomes, lines = rows_of((*models, "without lines"), ("none", "yarn"))
+    del lines["RoPE", "yarn"], lines["without lines", "none"], lines["without lines", "yarn"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [*models]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+            panel 1,1 of 2x3 'RoPE'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 0 0
+              line: level at 0.5
+              line: upright at 4
+            panel 1,2 of 2x3 'HoPE'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 9 9
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: level at 0.5
+              line: upright at 4
+            below 'step'
+            left 'loss'
+            legend 'as is', 'YaRN', 'chance', 'here'
+            """,
+        )
+
+
+def test_more_methods_than_models_have_a_panel_for_each_method():
+    methods = ("none", "pi", "ntk", "yarn", "longrope", "dope")
+    outcomes, lines = rows_of(("RoPE", "Mine"), methods)
+    del lines["RoPE", "none"], lines["RoPE", "dope"], lines["Mine", "dope"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [
+            *("as is", "PI", "NTK-aware", "YaRN", "LongRoPE"),
+        ]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+            panel 1,1 of 2x3 'as is'
+              x linear
+              y linear
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 6 6
+              line: level at 0.5
+              line: upright at 4
+            panel 1,2 of 2x3 'PI'
+              x linear
+              y linear
+              line: x 1 2; y 6 6
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: x 1 2; y 2 2
+              line: x 1 2; y 8 8
+              line: x 1 2; y 3 3
+              line: x 1 2; y 9 9
+              line: x 1 2; y 4 4
+              line: x 1 2; y 10 10
+              line: x 1 2; y 1 1
+              line: x 1 2; y 7 7
+              line: level at 0.5
+              line: upright at 4
+            below 'step'
+            left 'loss'
+            legend 'RoPE', 'Mine', 'chance', 'here'
+            """,
+        )
+
+
+def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
+    lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
+    lines.append(Series("none", 0, [64], [1]))
+    first, second, third, last = apart(lines)
+    for line, octaves in ((first, -0.045), (second, -0.015), (third, 0.015), (last, 0)):
+        assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)[: len(line.x)]])
+    assert first.y == lines[0].y

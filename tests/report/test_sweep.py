@@ -18,6 +18,7 @@ from trainer.report.sweep import (
     Sweep,
     SweptRun,
     csv_sweep,
+    entries,
     legend,
     markdown_sweep,
     numeric,
@@ -287,6 +288,13 @@ def test_losses_alone_are_a_table_too():
     )
 
 
+def test_nothing_found_or_measured_is_not_the_best():
+    runs = (run("a", {"k": "1"}, at(1, 0)), run("b", {"k": "2"}, at(1, 0)))
+    unmeasured = (run("c", {"k": "3"}, at(1)), run("d", {"k": "4"}, at(1)))
+    for sweep in (Sweep("zero", runs), Sweep("unmeasured", unmeasured)):
+        assert not any(entry.best for entry in entries(sweep)[1].values())
+
+
 def test_nothing_was_evaluated_yet():
     sweep = Sweep("none", (run("a", {"k": "1"}), run("b", {"k": "2"})))
     assert legend(sweep) == "No run has been evaluated yet."
@@ -404,23 +412,23 @@ def test_one_key_of_numbers_is_a_curve(tmp_path):
         panel 1,1 of 1x4 'loss at 1×'
           x log 'optimizer.lr'
           y linear
-          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 3.125 2.625 9
-          bars #000000: ; 0.001 3.125, 0.001 3.125; 0.01 2.625, 0.01 2.625; 1 9, 1 9
+          line: x 0.0001 0.001 0.01 1; y nan 3.125 2.625 9
+          bars: ; 0.001 3.125, 0.001 3.125; 0.01 2.625, 0.01 2.625; 1 9, 1 9
         panel 1,2 of 1x4 'loss at 4×'
           x log 'optimizer.lr'
           y linear
-          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 3.75 3.25 nan
-          bars #000000: ; 0.001 3.75, 0.001 3.75; 0.01 3.25, 0.01 3.25;
+          line: x 0.0001 0.001 0.01 1; y nan 3.75 3.25 nan
+          bars: ; 0.001 3.75, 0.001 3.75; 0.01 3.25, 0.01 3.25;
         panel 1,3 of 1x4 'retrieval at 1× (%)'
           x log 'optimizer.lr'
           y linear
-          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 100 100 nan
-          bars #000000: ; 0.001 75.75, 0.001 100; 0.01 75.75, 0.01 100;
+          line: x 0.0001 0.001 0.01 1; y nan 100 100 nan
+          bars: ; 0.001 75.75, 0.001 100; 0.01 75.75, 0.01 100;
         panel 1,4 of 1x4 'retrieval at 4× (%)'
           x log 'optimizer.lr'
           y linear
-          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 16.67 83.33 75
-          bars #000000: ; 0.001 4.697, 0.001 44.8; 0.01 55.2, 0.01 95.3; 1 46.77, 1 91.11
+          line: x 0.0001 0.001 0.01 1; y nan 16.67 83.33 75
+          bars: ; 0.001 4.697, 0.001 44.8; 0.01 55.2, 0.01 95.3; 1 46.77, 1 91.11
         """,
     )
     plan.write(tmp_path / "sweep")
@@ -471,27 +479,25 @@ def test_a_grid_with_numbers_is_a_line_for_each_value_of_the_other_key():
         panel 1,1 of 1x3 'loss at 1×'
           x linear 'one.b'
           y linear
-          line #000000 - o: x 1 2.5 8; y 5 4 3
-          line #0072b2 - s: x 1 2.5 8; y nan 7 6
-          bars #000000: 1 5, 1 5; 2.5 4, 2.5 4; 8 3, 8 3
-          bars #0072b2: ; 2.5 7, 2.5 7; 8 6, 8 6
+          line: x 1 2.5 8; y 5 4 3
+          line: x 1 2.5 8; y nan 7 6
+          bars: 1 5, 1 5; 2.5 4, 2.5 4; 8 3, 8 3
+          bars: ; 2.5 7, 2.5 7; 8 6, 8 6
         panel 1,2 of 1x3 'retrieval at 1× (%)'
           x linear 'one.b'
           y linear
-          line #000000 - o: x 1 2.5 8; y 16.67 8.333 0
-          line #0072b2 - s: x 1 2.5 8; y 50 33.33 25
-          bars #000000: 1 4.697, 1 44.8; 2.5 1.487, 2.5 35.39; 8 0, 8 24.25
-          bars #0072b2: 1 25.38, 1 74.62; 2.5 13.81, 2.5 60.94; 8 8.894, 8 53.23
+          line: x 1 2.5 8; y 16.67 8.333 0
+          line: x 1 2.5 8; y 50 33.33 25
+          bars: 1 4.697, 1 44.8; 2.5 1.487, 2.5 35.39; 8 0, 8 24.25
+          bars: 1 25.38, 1 74.62; 2.5 13.81, 2.5 60.94; 8 8.894, 8 53.23
         panel 1,3 of 1x3 'retrieval at 4× (%)'
           x linear 'one.b'
           y linear
-          line #000000 - o: x 1 2.5 8; y 83.33 91.67 100
-          line #0072b2 - s: x 1 2.5 8; y nan 66.67 75
-          bars #000000: 1 55.2, 1 95.3; 2.5 64.61, 2.5 98.51; 8 75.75, 8 100
-          bars #0072b2: ; 2.5 39.06, 2.5 86.19; 8 46.77, 8 91.11
-        legend
-          'one.a=1' #000000 - o
-          'one.a=2' #0072b2 - s
+          line: x 1 2.5 8; y 83.33 91.67 100
+          line: x 1 2.5 8; y nan 66.67 75
+          bars: 1 55.2, 1 95.3; 2.5 64.61, 2.5 98.51; 8 75.75, 8 100
+          bars: ; 2.5 39.06, 2.5 86.19; 8 46.77, 8 91.11
+        legend 'one.a=1', 'one.a=2'
         """,
     )
 
@@ -506,39 +512,33 @@ def test_a_grid_of_words_is_a_map():
         panel 1,1 of 1x3 'loss at 1×'
           x linear
           y linear
-          spines none
-          image cividis 3..7, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 3 4 5 / 6
-              7 nan
-          text '3.000' #ffffff center center: 0 0
-          text '4.000' #ffffff center center: 1 0
-          text '5.000' #ffffff center center: 2 0
-          text '6.000' #010101 center center: 0 1
-          text '7.000' #010101 center center: 1 1
-          text '·' #010101 center center: 2 1
+          image 3..7, from -0.5 2.5 1.5 -0.5: 3 4 5 / 6 7 nan
+          text '3.000': 0 0
+          text '4.000': 1 0
+          text '5.000': 2 0
+          text '6.000': 0 1
+          text '7.000': 1 1
+          text '·': 2 1
         panel 1,2 of 1x3 'retrieval at 1× (%)'
           x linear
           y linear
-          spines none
-          image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 0 8.333
-              16.67 / 25 33.33 50
-          text '0.0' #ffffff center center: 0 0
-          text '8.3' #ffffff center center: 1 0
-          text '16.7' #ffffff center center: 2 0
-          text '25.0' #ffffff center center: 0 1
-          text '33.3' #010101 center center: 1 1
-          text '50.0' #010101 center center: 2 1
+          image 0..50, from -0.5 2.5 1.5 -0.5: 0 8.333 16.67 / 25 33.33 50
+          text '0.0': 0 0
+          text '8.3': 1 0
+          text '16.7': 2 0
+          text '25.0': 0 1
+          text '33.3': 1 1
+          text '50.0': 2 1
         panel 1,3 of 1x3 'retrieval at 4× (%)'
           x linear
           y linear
-          spines none
-          image cividis 66.67..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 100
-              91.67 83.33 / 75 66.67 nan
-          text '100.0' #010101 center center: 0 0
-          text '91.7' #010101 center center: 1 0
-          text '83.3' #ffffff center center: 2 0
-          text '75.0' #ffffff center center: 0 1
-          text '66.7' #ffffff center center: 1 1
-          text '·' #010101 center center: 2 1
+          image 66.67..100, from -0.5 2.5 1.5 -0.5: 100 91.67 83.33 / 75 66.67 nan
+          text '100.0': 0 0
+          text '91.7': 1 0
+          text '83.3': 2 0
+          text '75.0': 0 1
+          text '66.7': 1 1
+          text '·': 2 1
         below 'one.b'
         left 'one.a'
         """,
@@ -556,19 +556,19 @@ def test_what_is_no_grid_is_drawn_by_name():
         panel 1,1 of 1x3 'loss at 1×'
           x linear
           y linear
-          bars #0072b2 o: x 3; y 0; 3 0, 3 0
-          bars #0072b2 o: x 4; y 1; 4 1, 4 1
+          bars: x 3; y 0; 3 0, 3 0
+          bars: x 4; y 1; 4 1, 4 1
         panel 1,2 of 1x3 'retrieval at 1× (%)'
           x linear
           y linear
-          bars #0072b2 o: x 0; y 0; 0 0, 24.25 0
-          bars #0072b2 o: x 8.333; y 1; 1.487 1, 35.39 1
-          bars #0072b2 o: x 50; y 2; 25.38 2, 74.62 2
+          bars: x 0; y 0; 0 0, 24.25 0
+          bars: x 8.333; y 1; 1.487 1, 35.39 1
+          bars: x 50; y 2; 25.38 2, 74.62 2
         panel 1,3 of 1x3 'retrieval at 4× (%)'
           x linear
           y linear
-          bars #0072b2 o: x 100; y 0; 75.75 0, 100 0
-          bars #0072b2 o: x 91.67; y 1; 64.61 1, 98.51 1
+          bars: x 100; y 0; 75.75 0, 100 0
+          bars: x 91.67; y 1; 64.61 1, 98.51 1
         """,
     )
 

@@ -22,8 +22,9 @@ from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
 
-BLOCK_ELEMENTS = 2**19
-"""Scores computed at a time: 2 MiB, which fit in a core's cache."""
+BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Scores computed at a time: on a CPU 2 MiB, which fit in a core's cache; on a GPU 64 MiB, so that
+long texts need few kernels."""
 
 QUERIES = 128
 """Largest number of queries in :class:`SampledAttention`."""
@@ -51,10 +52,6 @@ class Rows:
     distance: Tensor
     entropy: Tensor
     learned: Tensor
-
-    def first(self, count: int) -> Rows:
-        """Return the statistics of the first ``count`` queries; later tokens do not affect them."""
-        return Rows(self.visible[:count], *(getattr(self, name)[..., :count] for name in ROWS))
 
 
 ROWS = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
@@ -90,7 +87,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
     statistics = {name: q.new_empty(B, Hq, T) for name in ROWS}
-    size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
+    size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b in range(B):
         for kv in range(k.shape[1]):
             shared = slice(kv * group, (kv + 1) * group)
@@ -328,7 +325,8 @@ def attention_measures(heads: Heads) -> Tensor:
     if slopes is not None:
         slopes = slopes.view(H, G, 1, 1)
     sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
-    size = max(1, SCORES // (B * H * G * min(T, window)))
+    # A block reads the keys of its window and its own, so at most twice the window.
+    size = max(1, min(window, SCORES // (B * H * G * min(T, 2 * window))))
     for start in range(1, T, size):
         stop = min(start + size, T)
         first = max(0, start - window + 1)

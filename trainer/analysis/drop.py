@@ -1,8 +1,8 @@
 """The comparison of two models on one text: RoPE before the drop and DroPE after it, or any two
 others (DroPE).
 
-Each model is read once, layer by layer, and only means are kept. Heads are compared within the
-shorter training length; predictions and indicators also beyond it.
+Models are read layer by layer, and only means are kept. Heads are compared within the shorter
+training length; predictions and indicators also beyond it.
 """
 
 from __future__ import annotations
@@ -137,26 +137,26 @@ class Reading:
 
 @torch.no_grad()
 def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
-    """Read ``ids`` ``[B, T]``, of at least two tokens, in one pass, layer by layer.
+    """Read ``ids`` ``[B, T]``, of at least two tokens, layer by layer.
 
-    ``within``: number of first tokens on which heads are measured. ``seed``: seed of the subsample
-    for the silhouette score.
+    ``within``: number of first tokens on which heads are measured. They are read by themselves: in
+    a longer text, temperatures and frequencies may differ. ``seed``: seed of the subsample for the
+    silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
     averages, clusters = Averages(), Clusters(POINTS, seed)
 
-    def on_layer(heads: Heads) -> None:
+    def on_first_tokens(heads: Heads) -> None:
         rows = attention_rows(heads)
-        first = rows.first(within)
-        averages.add(
-            heads.layer,
-            **head_statistics(first),
-            **positional_biases(first),
-            sink_by_length=bucket_means(rows.sink, [1, *lengths]),
-        )
+        averages.add(heads.layer, **head_statistics(rows), **positional_biases(rows))
+
+    def on_layer(heads: Heads) -> None:
+        sink = attention_rows(heads).sink
+        averages.add(heads.layer, sink_by_length=bucket_means(sink, [1, *lengths]))
         clusters.update(heads)
 
     ids = ids.to(model.device)
+    capture(model, ids[:, :within], on_first_tokens)
     states = capture(model, ids, on_layer)
     losses = model.losses(states[:, :-1], ids[:, 1:])
     geometry = clusters.result().rotated

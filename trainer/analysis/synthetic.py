@@ -123,8 +123,9 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
     """Write the section of a model with this layout and head dimension."""
     C = layout.training_length
     spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
-    lengths = sorted({round(2 ** (i / 4)) for i in range(4 * round(np.log2(FURTHEST * C)) + 1)})
-    lengths = sorted({*lengths, C, FURTHEST * C})
+    furthest = FURTHEST * C
+    quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
+    lengths = sorted({*quarters, C, furthest})
     distances = _distances_between(lengths)
     decays = {
         name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)

@@ -34,7 +34,8 @@ OVERLAY = 8
 LOW, HIGH = 0.1, 0.9
 """Quantiles of heads that a band spans."""
 
-_COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
+COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
+"""Colours of styles 0 to 6; later styles repeat them with other dashes."""
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
@@ -361,8 +362,8 @@ def line_handle(item: Series) -> Line2D:
 
 def line_style(item: Series) -> dict[str, Any]:
     """Return colour, dashes and marker of a line, which depend on its style number."""
-    colour = _COLOURS[item.style % len(_COLOURS)]
-    look = {"color": colour, "linestyle": _DASHES[item.style // len(_COLOURS) % len(_DASHES)]}
+    colour = COLOURS[item.style % len(COLOURS)]
+    look = {"color": colour, "linestyle": _DASHES[item.style // len(COLOURS) % len(_DASHES)]}
     if item.opacity < 1:
         look["alpha"] = item.opacity
     if item.marked:

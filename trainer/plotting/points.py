@@ -33,6 +33,8 @@ from trainer.plotting.style import (
 Array = np.ndarray
 KEYS, QUERIES = ORANGE, (BLUE, SKY, GREEN, PINK)
 """Colours of keys, and of the query heads that read them."""
+MANY = 2000
+"""Points of a panel above which they are small and drawn as a bitmap."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def index_bar(
 
 
 def head_points(clouds: Sequence[HeadCloud], layers: int) -> Figure:
-    """Draw a panel for each cloud, with a point for each head, coloured by its layer."""
+    """Draw a panel for each cloud, its points coloured by layer; many points are drawn small."""
+    many = max(len(cloud.x) for cloud in clouds) > MANY
+    look: dict[str, Any] = {"size": 4, "alpha": 0.5} if many else {"size": 16}
     with paper_style():
         figure = blank(2.8, WIDTH * (0.6 if len(clouds) == 1 else 1))
         grid = list(figure.subplots(1, len(clouds), squeeze=False)[0])
@@ -110,7 +114,9 @@ def head_points(clouds: Sequence[HeadCloud], layers: int) -> Figure:
                 axes.plot(ends, ends, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
             if cloud.level is not None:
                 axes.axhline(cloud.level, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
-            points = graded_points(axes, cloud.x, cloud.y, cloud.layer, layers, size=16)
+            points = graded_points(
+                axes, cloud.x, cloud.y, cloud.layer, layers, rasterized=many, **look
+            )
             axes.grid(visible=True, axis="both")
             axes.locator_params(axis="x", nbins=5)
             axes.set_title(cloud.title, pad=4)

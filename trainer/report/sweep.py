@@ -201,12 +201,13 @@ def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
             at = column[run.place]
             loss = MISSING if at.loss is None else f"{at.loss:.3f}"
             if (own := at.retrieval) is None:
-                found[factor][run.place] = Entry(loss, best=at.loss == least and most is None)
+                lowest = most is None and at.loss is not None and at.loss == least
+                found[factor][run.place] = Entry(loss, best=lowest)
                 continue
             held = sweep.comparison(run, factor)
             interval = f"{percent(own.low)}–{percent(own.high)}"
             mark = held.mark if held else ""
-            entry = Entry(percent(own.mean), interval, mark, own.mean == most, loss)
+            entry = Entry(percent(own.mean), interval, mark, 0 < own.mean == most, loss)
             found[factor][run.place] = entry
     return found
 

@@ -195,6 +195,15 @@ def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
         for n in config.prefixes
         if n >= length
     ]
+    frame, gates = config.frequency_entropy.frame, config.attenuation.gates
+    if longest is not None and longest < frame <= length and "spectrum" in " ".join(gates):
+        found.append(
+            Problem(
+                "analysis.attenuation.choice_length",
+                f"expected at least {frame:,} tokens, a frame of SpectrumFE, whose thresholds are "
+                f"among analysis.attenuation.gates; got {longest:,}.",
+            )
+        )
     if config.attenuation.choice == "page" and longest is not None and longest > length:
         found.append(
             Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def features_of(heads):
 def test_a_planted_pair_is_found_with_its_radii_and_angle():
     found = features_of(planted(4.5))
     assert len(found.angle) == 4 * 4
-    assert (found.context_length, found.scale) == (50, 8**-0.5)
+    assert (found.context_length, {*found.scale}) == (50, {8**-0.5})
     (at,) = np.flatnonzero((found.query_radius > 1) & (found.key_radius > 1))
     assert (found.layer[at], found.head[at], found.pair[at]) == (5, 2, 3)
     assert found.angle[at] == pytest.approx(4.5, abs=0.02)
@@ -133,6 +134,18 @@ def test_contributions_are_dot_products_of_rotated_means():
         for pair in range(4):
             expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
             assert found[pair, at] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+
+
+def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
+    heads = layer_of_heads(D=8)
+    scaled = heads.encoding.map(
+        lambda one: replace(one, rotary_scale=1.2).with_temperature(scale=1.5)
+    )
+    plain, found = (
+        contributions(features_of(replace(heads, encoding=encoding)), 0, 3, [0, 1, 17])
+        for encoding in (heads.encoding, scaled)
+    )
+    np.testing.assert_allclose(found, 1.2**2 * 1.5 * plain)
 
 
 def test_a_layer_without_rotation_has_no_features():

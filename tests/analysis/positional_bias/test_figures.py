@@ -21,18 +21,16 @@ def test_gradients_are_means_over_seeds_between_their_extremes():
         panel 1,1 of 1x2 'towards its own token'
           x linear 'layer'
           y log 'gradient norm of Aᶜ'
-          line #000000 - o: x 0 1 2; y 2 3 11
-          line #cc79a7 - X: x 0 1 2; y 1 1 1
-          bars #000000: 0 1, 0 3; 1 2, 1 4; 2 10, 2 12
+          line: x 0 1 2; y 2 3 11
+          line: x 0 1 2; y 1 1 1
+          bars: 0 1, 0 3; 1 2, 1 4; 2 10, 2 12
         panel 1,2 of 1x2 'towards the previous token'
           x linear 'layer'
           y linear 'gradient norm of Aᶜ'
-          line #000000 - o: x 0 1 2; y 1 2 3
-          line #cc79a7 - X: x 0 1 2; y 2 2 2
-          bars #000000: 0 1, 0 1; 1 2, 1 2; 2 3, 2 3
-        legend
-          'with RoPE' #000000 - o
-          'without' #cc79a7 - X
+          line: x 0 1 2; y 1 2 3
+          line: x 0 1 2; y 2 2 2
+          bars: 0 1, 0 1; 1 2, 1 2; 2 3, 2 3
+        legend 'with RoPE', 'without'
         """,
     )
 
@@ -45,18 +43,16 @@ def test_growth_is_over_the_spread_at_the_first_attention():
         panel 1,1 of 1x2 'prefix spread'
           x linear 'blocks passed'
           y log 'spread (norm, of what enters attention)'
-          line #000000 - o: x 0 1 2; y 2 4 6
-          line #cc79a7 - X: x 0 1 2; y 2 10 38
-          bars #cc79a7: 0 1, 0 3; 1 8, 1 12; 2 36, 2 40
+          line: x 0 1 2; y 2 4 6
+          line: x 0 1 2; y 2 10 38
+          bars: 0 1, 0 3; 1 8, 1 12; 2 36, 2 40
         panel 1,2 of 1x2 'growth over the first'
           x linear 'blocks passed'
           y log 'spread / spread at the first attention'
-          line #000000 - o: x 0 1 2; y 1 2 3
-          line #cc79a7 - X: x 0 1 2; y 1 6 26
-          bars #cc79a7: 0 1, 0 1; 1 4, 1 8; 2 12, 2 40
-        legend
-          'with RoPE' #000000 - o
-          'without' #cc79a7 - X
+          line: x 0 1 2; y 1 2 3
+          line: x 0 1 2; y 1 6 26
+          bars: 0 1, 0 1; 1 4, 1 8; 2 12, 2 40
+        legend 'with RoPE', 'without'
         """,
     )
 
@@ -72,16 +68,14 @@ def test_two_heads_by_layout():
         panel 1,1 of 1x2 'layer 0'
           x linear 'distance (tokens back)'
           y linear 'mean attention'
-          line #000000 - o: x 32 from 0 to 31; y 32 from 0 to 0.775
-          line #009e73 - ^: x 0 1; y 0.5 0.25
+          line: x 32 from 0 to 31; y 32 from 0 to 0.775
+          line: x 0 1; y 0.5 0.25
         panel 1,2 of 1x2 'layer 1'
           x linear 'key, tokens from the earlier occurrence'
           y linear 'mean attention'
-          line #000000 - o: x -2 -1 0 1 2; y 0 0.1 0.5 0.2 0
-          line #009e73 - ^: x -2 -1 0 1 2; y 0 0 0.4 0 0
-        legend
-          'as trained' #000000 - o
-          'YaRN' #009e73 - ^
+          line: x -2 -1 0 1 2; y 0 0.1 0.5 0.2 0
+          line: x -2 -1 0 1 2; y 0 0 0.4 0 0
+        legend 'as trained', 'YaRN'
         """,
     )
 
@@ -94,11 +88,9 @@ def test_attention_around_a_needle():
         panel 1,1 of 1x1 'layer 2'
           x linear "key, tokens from the needle's first"
           y linear 'attention of the last token'
-          line #000000 - o: x -1 0 1; y 0 0.25 0.5
-          line #009e73 - ^: x -1 0 1; y 0 0.125 0
-        legend
-          'as trained' #000000 - o
-          'YaRN' #009e73 - ^
+          line: x -1 0 1; y 0 0.25 0.5
+          line: x -1 0 1; y 0 0.125 0
+        legend 'as trained', 'YaRN'
         """,
     )
 
@@ -111,8 +103,8 @@ def test_what_moves_by_bias():
         panel 1,1 of 1x1
           x linear 'Aᶜ, the larger of the two'
           y linear 'attention on other keys\\n(total variation)'
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
-        bar 'layer' #440154-#b0dd2f 0..1
+          points 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
+        bar 'layer' 0..1
         """,
     )
 
@@ -125,16 +117,14 @@ def test_factors_of_frequencies():
         panel 1,1 of 1x2 's = 2'
           x linear 'pair, fastest first'
           y linear 'frequency factor γ'
-          line #009e73 - ^: x 0 1 2; y 1 0.75 0.5
-          line #707070 --: upright at 1.5
+          line: x 0 1 2; y 1 0.75 0.5
+          line: upright at 1.5
         panel 1,2 of 1x2 's = 8'
           x linear 'pair, fastest first'
           y linear 'frequency factor γ'
-          line #009e73 - ^: x 0 1 2; y 1 0.5 0.125
-          line #707070 --: upright at 1.5
-        legend
-          'YaRN' #009e73 - ^
-          'right of it: less than one turn' #707070 --
+          line: x 0 1 2; y 1 0.5 0.125
+          line: upright at 1.5
+        legend 'YaRN', 'right of it: less than one turn'
         """,
     )
     (axes, _) = factor_figure(factors, None, NAMES).axes

@@ -68,6 +68,15 @@ def test_bias_is_that_of_the_first_tokens_up_to_the_training_length(rope, sectio
                 assert section.numbers[kind][layer][head] == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_temperature_of_long_texts_does_not_change_the_bias_within(rope):
+    """RoPE-ID and DroPE sharpen attention in texts longer than the training length."""
+    bias = PositionalBiasStudy(Target("tiny", rope, IDS[:, :32]))._bias()
+    rope.layout = rope.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=2.0))
+    found = PositionalBiasStudy(Target("tiny", rope, IDS))._bias()
+    for kind, of in bias.items():
+        np.testing.assert_allclose(found[kind], of, atol=1e-6)
+
+
 def test_findings_name_the_strongest_heads_and_count_positional_ones():
     bias = {
         "diagonal": np.array([[0.0, 0.1], [0.7, 0.5]]),
@@ -301,6 +310,9 @@ def test_rank_correlation_is_spearman_s():
     x, y = np.random.default_rng(0).normal(size=(2, 3, 5))
     assert rank_correlation(x, y) == pytest.approx(spearmanr(x.ravel(), y.ravel()).statistic)
     assert np.isnan(rank_correlation(x[:1, :2], y[:1, :2]))
+    tied = (3 * y).round()
+    assert rank_correlation(x, tied) == pytest.approx(spearmanr(x.ravel(), tied.ravel()).statistic)
+    assert np.isnan(rank_correlation(x, np.zeros_like(y)))
 
 
 def test_one_token_is_refused(rope):

@@ -122,17 +122,14 @@ def _separation(
     for n in lengths:
         chosen = torch.as_tensor(sample_positions(n, points, seed), device=q.device)
         queries, keys = q[:, :, chosen], k[:, :, chosen]
-        within_keys = _mean_distances(keys, keys, len(chosen) - 1).repeat_interleave(group, dim=1)
-        within_queries = _mean_distances(queries, queries, len(chosen) - 1)
-        keys = keys.repeat_interleave(group, dim=1)
-        within = torch.cat([within_queries, within_keys], dim=-1)
-        other = torch.cat(
-            [
-                _mean_distances(queries, keys, len(chosen)),
-                _mean_distances(keys, queries, len(chosen)),
-            ],
-            dim=-1,
+        # A point's distance to itself is 0 and does not count.
+        within_queries, within_keys = (
+            torch.cdist(x, x).sum(dim=-1) / (len(chosen) - 1) for x in (queries, keys)
         )
+        within = torch.cat([within_queries, within_keys.repeat_interleave(group, dim=1)], dim=-1)
+        keys = keys.repeat_interleave(group, dim=1)
+        across = torch.cdist(queries, keys)
+        other = torch.cat([across.mean(dim=-1), across.mean(dim=-2)], dim=-1)
         silhouette = ((other - within) / torch.maximum(within, other)).mean(dim=-1)
         centre_q, centre_k = queries.mean(dim=2, keepdim=True), keys.mean(dim=2, keepdim=True)
         scatter = (queries - centre_q).norm(dim=-1) + (keys - centre_k).norm(dim=-1)
@@ -140,11 +137,6 @@ def _separation(
         scores.append(torch.stack([silhouette, scatter.mean(dim=-1) / apart]))
     silhouette, davies_bouldin = torch.stack(scores, dim=-1).double()
     return {"silhouette": silhouette, "davies_bouldin": davies_bouldin}
-
-
-def _mean_distances(x: Tensor, y: Tensor, count: int) -> Tensor:
-    """Sum the distances of every ``x`` ``[B, H, n, D]`` to all ``y`` and divide by ``count``."""
-    return torch.cdist(x, y).sum(dim=-1) / count
 
 
 def sample_positions(length: int, points: int, seed: int) -> Array:

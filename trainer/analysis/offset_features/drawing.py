@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
+from trainer.plotting.lines import legend_above, trim
 from trainer.plotting.points import graded_points, index_bar
 from trainer.plotting.style import (
     BLACK,
@@ -24,16 +25,27 @@ from trainer.plotting.style import (
     GREEN,
     GREY,
     ORANGE,
-    PINK,
     blank,
     paper_style,
 )
 
 Array = np.ndarray
-_DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-_COLOURS = (BLACK, BLUE, ORANGE, GREEN, PINK)
+PAIR_INDEX = "pair index, from the fastest on"
 _RADII = ListedColormap(colormaps["viridis_r"](np.linspace(0.12, 1, 256)))
-ANGLES = ([0, math.pi / 2, math.pi, 3 * math.pi / 2, 2 * math.pi], ["0", "π/2", "π", "3π/2", "2π"])
+
+
+def angle_axis(axes: Axes) -> None:
+    """Let y be an angle from 0 to 2 pi."""
+    axes.set_yticks(np.linspace(0, 2 * math.pi, 5), ["0", "π/2", "π", "3π/2", "2π"])
+    axes.set_ylim(0, 2 * math.pi)
+
+
+def legend_of_lines(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Draw a legend of the named lines of some panels above all."""
+    named = [
+        one for axes in panels for one in axes.lines if not str(one.get_label()).startswith("_")
+    ]
+    legend_above(figure, named)
 
 
 @dataclass(frozen=True)
@@ -81,10 +93,9 @@ def radius_and_angle(
                 x, angle, c=radius, cmap=_RADII, s=size, linewidths=0, rasterized=True
             )
         above.set_ylabel("radius of the mean key")
-        below.set_yticks(*ANGLES)
-        below.set_ylim(0, 2 * math.pi)
+        angle_axis(below)
         below.set_ylabel("angle φ, query to key (rad)")
-        below.set_xlabel("pair index, from the fastest on")
+        below.set_xlabel(PAIR_INDEX)
         below.locator_params(axis="x", integer=True)
         below.scatter(*lower, marker="_", s=18, color=ORANGE, linewidths=1.2)
         slow = np.geomspace(min(turns.min(), 0.5), 1, 200)
@@ -96,65 +107,8 @@ def radius_and_angle(
                 axes.axvline(index - 0.5, **edge)
         for axes in (above_turns, below_turns):
             axes.axvline(1, **edge, label="upper bound 2π/C")
-        handles = below_turns.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper right", ncols=2, frameon=False)
+        legend_of_lines(figure, [below_turns])
         figure.colorbar(points, ax=figure.axes, label="radius of the mean key", aspect=30)
-    return figure
-
-
-def radius_and_variance(radius: Array, variance: Array, of_keys: Array) -> Figure:
-    """Draw circular variance of the angles of every pair by the length of its mean, all ``[n]``."""
-    with paper_style():
-        figure = blank(2.6)
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, of, colour, name in zip(
-            panels, (~of_keys, of_keys), (BLUE, ORANGE), ("queries", "keys"), strict=True
-        ):
-            shown = {"s": 4, "alpha": 0.4, "linewidths": 0, "rasterized": True}
-            axes.scatter(radius[of], variance[of], color=colour, **shown)
-            axes.set_xlabel(f"radius of the mean, {name}")
-        panels[0].set_ylim(0, 1)
-        panels[0].set_ylabel("circular variance of the angle")
-    return figure
-
-
-@dataclass(frozen=True)
-class Method:
-    """A spectrum at a length: ``turns`` within it and lower bounds ``angle``, ``[pairs]`` each."""
-
-    name: str
-    turns: Array
-    angle: Array
-
-
-def extended_bounds(methods: Sequence[Method], pair: Array, angle: Array) -> Figure:
-    """Draw turns and lower bounds of every pair by method, over the angles of large features.
-
-    ``pair``, ``angle``: the features' pairs and angles, ``[n]``.
-    """
-    with paper_style():
-        figure = blank(2.9)
-        left, right = figure.subplots(1, 2)
-        right.scatter(
-            *(pair, angle), s=8, color="#b0b0b0", linewidths=0, label="large keys", rasterized=True
-        )
-        for number, one in enumerate(methods):
-            style = {"color": _COLOURS[number], "linestyle": _DASHES[number], "label": one.name}
-            index = np.arange(len(one.turns))
-            moving = one.turns > 0
-            left.plot(index[moving], one.turns[moving], **style)
-            slow = moving & (one.turns < 1)
-            right.plot(index[slow], one.angle[slow], **style)
-        left.axhline(1, color=GREY, linewidth=0.9, linestyle="--")
-        left.set_yscale("log")
-        left.set_ylabel("turns within the length")
-        right.set_yticks(*ANGLES)
-        right.set_ylim(0, 2 * math.pi)
-        right.set_ylabel("angle φ and lower bounds (rad)")
-        for axes in (left, right):
-            axes.set_xlim(-0.5, len(methods[0].turns) - 0.5)
-            axes.set_xlabel("pair index, from the fastest on")
-        figure.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=6)
     return figure
 
 
@@ -175,47 +129,26 @@ class PairCloud:
     turned: float
 
 
-def clouds(panels: Sequence[PairCloud]) -> Figure:
-    """Draw points of pairs in their plane, with arrows to the means and the rotation as an arc."""
-    rows = math.ceil(len(panels) / WIDE)
-    with paper_style():
-        figure = blank(0.3 + 2.3 * rows)
-        grid = figure.subplots(rows, min(WIDE, len(panels)), squeeze=False)
-        for axes, cloud in zip(grid.flat, panels, strict=False):
-            _draw_cloud(axes, cloud)
-            axes.set_xlabel("first channel")
-            axes.set_ylabel("second channel")
-        _finish(figure, grid, len(panels))
-    return figure
+def clouds(panels: Sequence[PairCloud], *, small: bool = False) -> Figure:
+    """Draw points of pairs in their plane, with the means and the rotation as an arc.
 
-
-def small_clouds(panels: Sequence[PairCloud]) -> Figure:
-    """Draw the many pairs of a head like :func:`clouds`, each panel with its own scale."""
-    columns = min(MANY, math.ceil(math.sqrt(len(panels))))
+    ``small``: for the many pairs of a head; each panel has its own scale.
+    """
+    columns = min(MANY, math.ceil(math.sqrt(len(panels)))) if small else min(WIDE, len(panels))
     rows = math.ceil(len(panels) / columns)
     with paper_style():
-        figure = blank(0.4 + 6.6 / columns * rows)
+        figure = blank(0.4 + (6.6 / columns if small else 2.3) * rows)
         grid = figure.subplots(rows, columns, squeeze=False)
         for axes, cloud in zip(grid.flat, panels, strict=False):
-            _draw_cloud(axes, cloud, small=True)
+            _draw_cloud(axes, cloud, small=small)
+        trim(list(grid.flat), len(panels))
         figure.supxlabel("first channel", fontsize=8)
         figure.supylabel("second channel", fontsize=8)
-        _finish(figure, grid, len(panels))
+        legend_of_lines(figure, grid[0, :1])
     return figure
 
 
-def _finish(figure: Figure, grid: Array, used: int) -> None:
-    for axes in grid.flat[used:]:
-        axes.remove()
-    figure.legend(
-        *grid.flat[0].get_legend_handles_labels(),
-        loc="outside upper center",
-        ncols=4,
-        frameon=False,
-    )
-
-
-def _draw_cloud(axes: Axes, cloud: PairCloud, *, small: bool = False) -> None:
+def _draw_cloud(axes: Axes, cloud: PairCloud, *, small: bool) -> None:
     for points, colour, name in ((cloud.query, BLUE, "queries"), (cloud.key, ORANGE, "keys")):
         axes.scatter(
             points[:, 0],
@@ -301,11 +234,7 @@ def by_distance(heads: Sequence[Contributions], context_length: int) -> Figure:
                 axes.axvline(context_length, color=GREY, linewidth=0.8, linestyle="--")
                 axes.set_xscale("log")
         figure.supxlabel("distance between query and key + 1 (tokens, logarithmic)", fontsize=8)
-        handles, labels = (
-            [entry for axes in grid[0] for entry in axes.get_legend_handles_labels()[which]]
-            for which in (0, 1)
-        )
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        legend_of_lines(figure, grid[0])
         index_bar(figure, colours, list(grid.flat), "pair index", aspect=30)
     return figure
 
@@ -353,11 +282,9 @@ def changes_by_pair(changes: Changes, first: Mapping[str, Sequence[int]]) -> Fig
         grid[0].plot(pairs, middle, color=ORANGE, linewidth=1.4, label="median over heads")
         grid[0].set_ylabel("change of the radius")
         grid[1].set_ylabel("change of the angle φ (rad)")
-        grid[1].set_xlabel("pair index, from the fastest on")
+        grid[1].set_xlabel(PAIR_INDEX)
         grid[1].locator_params(axis="x", integer=True)
-        figure.legend(
-            *grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
-        )
+        legend_of_lines(figure, grid[:1])
         index_bar(figure, points, list(grid), "layer", aspect=30)
     return figure
 
@@ -397,8 +324,7 @@ def pairs_in_both(panels: Sequence[OnePair], names: Sequence[str]) -> Figure:
             axes.set_title(f"pair {panel.pair}", pad=3)
             axes.set_xlabel("radius of the mean key")
             axes.set_xlim(left=0)
-        grid[0].set_yticks(*ANGLES)
-        grid[0].set_ylim(0, 2 * math.pi)
+        angle_axis(grid[0])
         grid[0].set_ylabel("angle φ, query to key (rad)")
         handles = grid[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)

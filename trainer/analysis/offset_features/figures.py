@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.drawing import (
+    PAIR_INDEX,
     Contributions,
-    Method,
     PairCloud,
     Radii,
+    angle_axis,
     by_distance,
     clouds,
-    extended_bounds,
     radius_and_angle,
-    radius_and_variance,
-    small_clouds,
 )
 from trainer.analysis.offset_features.measure import (
     COLUMNS,
@@ -40,7 +39,9 @@ from trainer.analysis.offset_features.measure import (
 )
 from trainer.analysis.studies.section import Grid, Picture
 from trainer.analysis.studies.study import Target
+from trainer.plotting.lines import COLOURS, Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.points import HeadCloud, head_points
 from trainer.positional.rescaling import RESCALINGS, rescaled
 from trainer.positional.spectrum import Spectrum
 
@@ -162,7 +163,7 @@ def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
     )
 
 
-def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
+def points_of_head(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
     """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
     drawn = [pair for pair in pairs if pair < one.view.pairs] or range(one.view.pairs)
     panels = [
@@ -171,7 +172,7 @@ def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
     ]
     return Picture(
         f"offset_points_{one.head}",
-        small_clouds(panels) if len(panels) > 3 else clouds(panels),
+        clouds(panels, small=len(panels) > 3),
         f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {one.view.layer} "
         f"head {one.view.head}, before the rotation, a {_each(one.view.step)}, by the pair's "
         "index and its turns within the training length. Each panel has its own scale; lines: the "
@@ -233,14 +234,21 @@ LONG = 0.9
 """Quantile of the radii above which a mean is called long."""
 
 
-def stable_angles(stability: Stability) -> Picture:
+def stable_angles(stability: Stability, layers: int) -> Picture:
     """Draw circular variance by radius, of queries and of keys (Fig. 2)."""
+    clouds = [
+        HeadCloud(
+            *(name, stability.layer[of], stability.radius[of], stability.variance[of]),
+            *("radius of the mean", "circular variance of the angle"),
+        )
+        for name, of in (("queries", ~stability.of_keys), ("keys", stability.of_keys))
+    ]
     return Picture(
         "offset_angle_stability",
-        radius_and_variance(stability.radius, stability.variance, stability.of_keys),
+        head_points(clouds, layers),
         "How much the angle of a rotary pair varies over all positions, before the rotation, by "
-        "the radius of its mean: 0 where it never does, 1 where angles cancel. Pairs with long "
-        "means should lie below.",
+        "the radius of its mean: 0 where it never does, 1 where angles cancel. A point a head and "
+        "pair, coloured by layer. Pairs with long means should lie below.",
         STABILITY_COLUMNS,
         list(zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
     )
@@ -338,25 +346,55 @@ class ExtendedBounds:
         """Draw the first spectrum that rotates with lower bounds, and the large features as
         trained."""
         assert self.spectrum is not None
-        methods = []
-        for name in NAMES:
+        large, pairs = features.key_radius >= RADII[0], len(self.spectrum.inv_freq)
+        turns: list[Series] = []
+        lower: list[Series] = []
+        rows: list[tuple[str, int, float, float]] = []
+        for number, name in enumerate(NAMES):
             length = self._at(name)
             limits = bounds(self._change(name, self.spectrum).at(length, self.C), length)
-            methods.append(Method(name, limits.inv_freq * length / TURN, limits.angle))
-        large = features.key_radius >= RADII[0]
+            turned = limits.inv_freq * length / TURN
+            # Lines of some methods coincide: let neighbours differ in their dashes too.
+            style = number + len(COLOURS) * (number % 3)
+            for lines, y, shown in (
+                (turns, turned, turned > 0),
+                (lower, limits.angle, limits.possible),
+            ):
+                at = np.flatnonzero(shown)
+                lines.append(Series(name, style, at.tolist(), y[at].tolist(), marked=False))
+            rows += [
+                (name, pair, *values)
+                for pair, values in enumerate(
+                    zip(turned.tolist(), limits.angle.tolist(), strict=True)
+                )
+            ]
+
+        def prepare_turns(axes: Axes) -> None:
+            axes.set_yscale("log")
+            axes.set_xlim(-0.5, pairs - 0.5)
+
+        def prepare_angles(axes: Axes) -> None:
+            place = features.pair[large], features.angle[large]
+            axes.scatter(*place, s=8, color="#b0b0b0", linewidths=0, rasterized=True)
+            angle_axis(axes)
+            axes.set_xlim(-0.5, pairs - 0.5)
+
+        panels = [
+            Panel(
+                *("upper bound", turns),
+                Frame("", "turns within the length", prepare_turns, horizontal=((1, "one turn"),)),
+            ),
+            Panel("lower bounds", lower, Frame("", "angle φ (rad)", prepare_angles)),
+        ]
         return Picture(
             "extended_bounds",
-            extended_bounds(methods, features.pair[large], features.angle[large]),
+            side_by_side(panels, x_label=PAIR_INDEX, height=2.6, balanced=True),
             f"The bounds at {self.C:,} tokens as trained and at {self.length:,} tokens by "
             "rescaling. Left: turns of every pair within the length (logarithmic); below the "
-            "dashed line it can be an offset feature. Right: the lower bounds of these pairs, and "
+            "dotted line it can be an offset feature. Right: the lower bounds of these pairs, and "
             f"in grey the angles of the pairs of radius {RADII[0]:g} or more.",
             ("method", "pair", "turns", "lower_bound"),
-            [
-                (one.name, pair, float(turns), float(angle))
-                for one in methods
-                for pair, (turns, angle) in enumerate(zip(one.turns, one.angle, strict=True))
-            ],
+            rows,
         )
 
 

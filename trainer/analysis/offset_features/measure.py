@@ -72,11 +72,11 @@ class OffsetFeatures:
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
     :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
-    ``scale``: factor on the dot product of a query and a key.
+    ``scale``: factor on the dot product of a query and a key in the scores, with that of the
+    encoding (YaRN's attention factor, a temperature).
     """
 
     context_length: int
-    scale: float
     layer: Array
     head: Array
     pair: Array
@@ -86,6 +86,7 @@ class OffsetFeatures:
     angle: Array
     possible: Array
     lower_bound: Array
+    scale: Array
     share: float
     mean_lower_bound: float | None
     recall: list[Recall]
@@ -97,12 +98,13 @@ class OffsetFeatureSearch:
     def __init__(self) -> None:
         self._averages = Averages()
         self._spectra: dict[int, tuple[Spectrum, ...]] = {}
-        self._training_length, self._scale = 0, 1.0
+        self._scales: dict[int, float] = {}
+        self._training_length = 0
 
     def update(self, heads: Heads) -> None:
         """Add one layer of one or more texts."""
         self._spectra[heads.layer] = heads.encoding.spectra
-        self._training_length, self._scale = heads.training_length, heads.scale
+        self._training_length, self._scales[heads.layer] = heads.training_length, heads.scale
         self._averages.add(
             heads.layer,
             q=heads.q.mean(dim=2, dtype=torch.float64),
@@ -125,8 +127,9 @@ class OffsetFeatureSearch:
         columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
-                spectrum = change(self._spectra[layer][head // group])
-                limits = bounds(spectrum.at(C, trained), C)
+                spectrum = change(self._spectra[layer][head // group]).at(C, trained)
+                encoding_scale = spectrum.rotary_scale**2 * spectrum.temperature.scale
+                limits = bounds(spectrum, C)
                 pairs = len(limits.inv_freq)
                 of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
                 values = (
@@ -139,11 +142,12 @@ class OffsetFeatureSearch:
                     np.mod(np.angle(of_k) - np.angle(of_q), TURN),
                     limits.possible,
                     limits.angle,
+                    np.full(pairs, self._scales[layer] * encoding_scale),
                 )
                 for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
         whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-        return _counted(C, self._scale, whole)
+        return _counted(C, whole)
 
 
 COLUMNS = (
@@ -156,6 +160,7 @@ COLUMNS = (
     "angle",
     "possible",
     "lower_bound",
+    "scale",
 )
 """Columns of the table of pairs, by their names in :class:`OffsetFeatures`."""
 
@@ -165,11 +170,10 @@ def _complex(vector: Array, pairs: int) -> Array:
     return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
 
 
-def _counted(context_length: int, scale: float, columns: Mapping[str, Array]) -> OffsetFeatures:
+def _counted(context_length: int, columns: Mapping[str, Array]) -> OffsetFeatures:
     possible, lower = columns["possible"], columns["lower_bound"]
     return OffsetFeatures(
         context_length,
-        scale,
         **columns,
         share=float(possible.mean()) if len(possible) else 0.0,
         mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
@@ -211,12 +215,12 @@ def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatur
     """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
     columns = {name: getattr(features, name) for name in COLUMNS}
     columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
-    return _counted(by.context_length, features.scale, columns)
+    return _counted(by.context_length, columns)
 
 
 def _only(features: OffsetFeatures, at: Array) -> OffsetFeatures:
     columns = {name: getattr(features, name)[at] for name in COLUMNS}
-    return _counted(features.context_length, features.scale, columns)
+    return _counted(features.context_length, columns)
 
 
 def contributions(
@@ -230,9 +234,9 @@ def contributions(
             row it is the logit without that pair (Fig. 6).
     """
     chosen = (features.layer == layer) & (features.head == head)
-    size = features.query_radius[chosen] * features.key_radius[chosen]
+    size = features.query_radius[chosen] * features.key_radius[chosen] * features.scale[chosen]
     turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
-    return size[:, None] * np.cos(turned) * features.scale
+    return size[:, None] * np.cos(turned)
 
 
 STABILITY_COLUMNS = "of_keys", "layer", "head", "pair", "radius", "variance"

@@ -27,9 +27,9 @@ from trainer.analysis.offset_features.figures import (
     curves,
     feature_points,
     first_possible,
-    head_points,
     number,
     percent,
+    points_of_head,
     scatter,
     stability_findings,
     stable_angles,
@@ -169,7 +169,7 @@ class OffsetFeaturesStudy(Study):
             ),
             (
                 scatter(features),
-                stable_angles(stability),
+                stable_angles(stability, len(self.target.model.layout.layers)),
                 *self._of_heads(features),
                 *sinks.pictures,
                 *steps.pictures,
@@ -202,7 +202,7 @@ class OffsetFeaturesStudy(Study):
         return [
             channels(shown),
             feature_points(shown, C),
-            *(head_points(one, C, self.target.pairs) for one in whole),
+            *(points_of_head(one, C, self.target.pairs) for one in whole),
             curves(features, shown),
         ]
 

@@ -464,11 +464,18 @@ def needle_part(measured: NeedleShift | None) -> Part:
 
 
 def rank_correlation(x: Array, y: Array) -> float:
-    """Compute Spearman's rank correlation, without ties; NaN for fewer than three values."""
-    if x.size < 3:
+    """Compute Spearman's rank correlation; NaN for fewer than three values, or if all of ``x`` or
+    ``y`` are equal."""
+    if x.size < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
-    ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))
-    return float(np.corrcoef(ranks_of_x, ranks_of_y)[0, 1])
+    return float(np.corrcoef(_mean_ranks(x), _mean_ranks(y))[0, 1])
+
+
+def _mean_ranks(values: Array) -> Array:
+    """Rank the flattened values; equal values share the mean of their ranks."""
+    _, place, counts = np.unique(values.ravel(), return_inverse=True, return_counts=True)
+    ranks: Array = (counts.cumsum() - (counts - 1) / 2)[place]
+    return ranks
 
 
 def _head(at: tuple[int, int]) -> str:

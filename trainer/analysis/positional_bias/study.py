@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 
 from trainer.analysis.arrays import Array, Averages
 from trainer.analysis.attention import attention_rows
-from trainer.analysis.capture import Heads
+from trainer.analysis.capture import Heads, capture
 from trainer.analysis.positional_bias.measure import (
     TOKENS,
     FreshResult,
@@ -31,7 +30,7 @@ from trainer.analysis.positional_bias.rescaling import (
     yarn_shift,
 )
 from trainer.analysis.studies.section import Part, Picture, Section, joined
-from trainer.analysis.studies.study import Study, Target
+from trainer.analysis.studies.study import Study
 from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side, whole_x
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.positional.spectrum import Spectrum
@@ -49,23 +48,28 @@ class PositionalBiasStudy(Study):
     title: ClassVar[str] = "Positional bias"
     shortest: ClassVar[int] = 2  # a single token attends to itself alone
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self._bias = Averages()
-
-    def on_layer(self, heads: Heads) -> None:
-        """Add Aᶜ of the layer's heads on the first tokens, at most the training length."""
-        rows = attention_rows(_prefix(heads, self._length))
-        self._bias.add(heads.layer, **positional_biases(rows))
-
     @property
     def _length(self) -> int:
         return min(self.target.length, self.target.training_length)
 
+    def _bias(self) -> dict[str, Array]:
+        """Compute Aᶜ of every head, ``[layers, heads]`` by :data:`KINDS`.
+
+        The beginning of the text is read by itself: in a longer one, temperatures and frequencies
+        may differ.
+        """
+        averages = Averages()
+
+        def on_layer(heads: Heads) -> None:
+            averages.add(heads.layer, **positional_biases(attention_rows(heads)))
+
+        capture(self.target.model, self.target.ids[:, : self._length], on_layer)
+        return {kind: averages.stacked(kind) for kind in KINDS}
+
     def section(self) -> Section:
         """Write the section: heads, gradients before training, spreads, and rescaling if the model
         rotates."""
-        bias, model = {kind: self._bias.stacked(kind) for kind in KINDS}, self.target.model
+        bias, model = self._bias(), self.target.model
         fresh = fresh_decoders(model, self.target.ids)
         spread = prefix_spreads(model, self.target.ids[:1, : min(TOKENS, self._length)])
         strongest = np.maximum(*bias.values())
@@ -225,12 +229,6 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
         (Picture("prefix_spread", figure, caption, header, rows),),
         numbers={"prefix_spread": {version: of.tolist() for version, of in spreads.items()}},
     )
-
-
-def _prefix(heads: Heads, length: int) -> Heads:
-    """Return a layer's first tokens; later tokens do not affect their attention."""
-    names = ("q", "k", "rotated_q", "rotated_k")
-    return replace(heads, **{name: getattr(heads, name)[:, :, :length] for name in names})
 
 
 METHODS = {"pi": "PI", "ntk": "NTK-aware", "yarn": "YaRN"}

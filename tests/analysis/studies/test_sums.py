@@ -1,6 +1,6 @@
-"""Every section as a whole, of small models whose weights are drawn: what is said, shown, and kept.
+"""Sums of every section, of small models with random weights.
 
-Numbers are held against references in the tests of each study; here, what becomes of them.
+Tests of each study compare its numbers with references; this one notices any other change.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.analysis.studies.wholes import check_whole
+from tests.analysis.studies.sums import check_sections
 from trainer.analysis.capture import NeedlePrompt
 from trainer.analysis.drop import DropStudy
 from trainer.analysis.offset_features.study import OffsetChanges
@@ -86,13 +86,11 @@ def peaked(target):
 def test_sections_of_one_model(build, target):
     of = build(target)
     possible = {key: study for key, study in STUDIES.items() if not study.problems(of)}
-    for section in run([study(of) for study in possible.values()], of):
-        check_whole(section, f"{section.key}_{build.__name__}")
+    check_sections(run([study(of) for study in possible.values()], of), build.__name__)
 
 
 def test_sections_of_two_models(target):
     before, after = target("RoPE"), target("DroPE", layers=["nope"])
-    check_whole(DropStudy(before, after, CURVE, 100).run(), "drop")
     other = target(
         "longer",
         training_length=64,
@@ -100,6 +98,11 @@ def test_sections_of_two_models(target):
         encodings={"slow": {"type": "rope", "base": 500.0}},
     )
     wider = target("wider", training_length=64)
-    check_whole(DropStudy(wider, other).run(), "drop_of_others")
-    check_whole(OffsetChanges(before, other).run(), "offset_changes")
-    check_whole(OffsetChanges(other, peaked(target)).run(), "offset_changes_of_others")
+    check_sections(
+        [DropStudy(before, after, CURVE, 100).run(), OffsetChanges(before, other).run()],
+        "two_models",
+    )
+    check_sections(
+        [DropStudy(wider, other).run(), OffsetChanges(other, peaked(target)).run()],
+        "two_others",
+    )

@@ -1,14 +1,32 @@
-"""Drawings on a light page and on a dark one."""
+"""Styles of names, light and dark pages, and files of figures."""
+
+from __future__ import annotations
 
 import re
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.text import Text
 from PIL import Image
 
 from trainer.plotting import style
-from trainer.plotting.lines import Frame, Series, draw
-from trainer.plotting.style import DARK_COLOURS, ON_BRIGHT, blank, follow_scheme, paper_style, save
+from trainer.plotting.lines import (
+    Frame,
+    Series,
+    draw,
+)
+from trainer.plotting.style import (
+    DARK_COLOURS,
+    ON_BRIGHT,
+    STYLE_NUMBERS,
+    blank,
+    follow_scheme,
+    paper_style,
+    save,
+    style_numbers,
+)
 
 
 def luminance(colour):
@@ -86,3 +104,46 @@ def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tm
     text = drawing.read_text()
     assert "<dc:date>" not in text
     assert "<dc:creator>" not in text
+
+
+NAME = r"costs $\frac$ or \$5"
+"""As a formula it has no meaning, and matplotlib would refuse it."""
+
+
+def test_dollars_in_a_name_begin_no_formula(tmp_path):
+    with paper_style():
+        frame = Frame("x", "y", lambda axes: axes.set_xscale("log"))
+        figure = draw([Series(NAME, 0, (1, 10), (1, 2)), Series("b", 1, (1, 10), (2, 1))], frame)
+        save(figure, tmp_path / "figure")
+        shown = [text.get_text() for text in figure.findobj(Text)]
+    assert r"costs \$\frac\$ or \$5" in shown
+    assert (tmp_path / "figure.svg").is_file()
+
+
+def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
+    assert style_numbers(["DroPE", "RoPE"]) == {"DroPE": 4, "RoPE": 0}
+    names = ["mine", "RoPE (before-drop)", "DroPE"]
+    assert style_numbers(names) == {"mine": 1, "RoPE (before-drop)": 0, "DroPE": 4}
+    assert style_numbers(["RoPE (a)", "RoPE (b)", "RoPE"]) == {
+        "RoPE": 0,
+        "RoPE (a)": 1,
+        "RoPE (b)": 2,
+    }
+
+
+def test_looks_of_many_pages_are_the_first_ones_and_each_of_one_model():
+    """A control and what it is called alone look alike."""
+    by_look = {}
+    for name in STYLE_NUMBERS:
+        by_look.setdefault(style_numbers([name])[name], []).append(name)
+    assert list(by_look) == [*range(16)]
+    assert [names for names in by_look.values() if len(names) > 1] == [
+        ["NoPE from scratch", "NoPE"],
+        ["NoPE from scratch + temperature", "NoPE + temperature"],
+        ["High-frequency RoPE", "high frequency"],
+    ]
+
+
+@given(st.lists(st.sampled_from([*STYLE_NUMBERS, "a", "b", "RoPE (a)", "RoPE (b)"]), unique=True))
+def test_no_two_names_look_alike(names):
+    assert len(set(style_numbers(names).values())) == len(style_numbers(names)) == len(names)

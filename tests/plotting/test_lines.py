@@ -1,0 +1,412 @@
+"""Line charts: one panel, small multiples, and panels beside each other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tests.report.described import check
+from trainer.plotting.lines import (
+    Frame,
+    Panel,
+    Series,
+    by_length,
+    curves,
+    draw,
+    legend_above,
+    line_handle,
+    line_style,
+    log_axis,
+    log_if_wide,
+    over_heads,
+    side_by_side,
+    spans,
+    training_length_mark,
+    unscaled,
+    whole_x,
+)
+from trainer.plotting.style import blank, paper_style
+
+
+def test_a_legend_above_panels_is_no_wider_than_the_figure():
+    frame = Frame(
+        *("x", "y", lambda axes: axes.set_xscale("log")),
+        vertical=(2, "training length"),
+        horizontal=((0, "chance (1.1%)"), (1, "any listed value (25.0%)")),
+    )
+    names = ["RoPE", "DroPE", "NoPE from scratch", "RoPE-ID", "HalfRoPE", "High-frequency RoPE"]
+    with paper_style():
+        lines = [Series(name, n, (1, 10), (1, n)) for n, name in enumerate(names)]
+        panels = [Panel(title, lines, frame) for title in "ab"]
+        figure = side_by_side(panels, balanced=True)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        drawn = legend.get_window_extent()
+        texts = [text.get_text() for text in legend.get_texts()]
+    assert texts[:6] == names
+    assert drawn.x0 >= figure.bbox.x0
+    assert drawn.x1 <= figure.bbox.x1
+
+
+def plain(axes):
+    axes.set_xlim(0, 10)
+
+
+def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends():
+    """What ends with nothing measured is named by what was measured last, or at the end."""
+    lines = [
+        Series("low", 0, [1, 2], [3, 1]),
+        Series("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6], marked=False),
+        Series("ends early", 7, [1, 2], [2, math.nan], raw=[1, 3], opacity=0.5),
+        Series("nothing", 9, [1, 2], [math.nan, math.nan]),
+        Series("half", 2, [1, 2], [1, 1.5], low=[0, 0]),
+    ]
+    frame = Frame("step", "loss", plain, (4, "here\nor there"), ((0.5, "chance"), (3, "best")))
+    with paper_style():
+        figure = draw(lines, frame)
+        assert figure.axes[0].get_axisbelow()
+        check(
+            figure,
+            """
+            panel 1,1 of 1x1
+              x linear 'step'
+              y linear 'loss'
+              line: x 1 2; y 3 1
+              line: x 1 2; y 2 4
+              line: x 1 2; y 1 3
+              line: x 1 2; y 2 nan
+              line: x 1 2; y nan nan
+              line: x 1 2; y 1 1.5
+              line: level at 0.5
+              line: level at 3
+              line: upright at 4
+              note 'here\\nor there': 4 1
+              bars: 1 1, 1 2.5; 2 3, 2 6
+            legend 'high', 'ends early', 'half', 'low', 'nothing', 'chance', 'best'
+            """,
+        )
+
+
+def test_many_lines_have_panels_of_their_own_over_the_others():
+    lines = [Series(str(n), n, [1, 2], [n, n], marked=n > 6) for n in range(9)]
+    frame = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+    with paper_style():
+        figure = draw(lines, frame)
+        titles = [(axes.get_title(), axes.title.get_color()) for axes in figure.axes]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+            panel 1,1 of 3x3 '0'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 0 0
+              line: level at 0.5
+              line: upright at 4
+            panel 1,2 of 3x3 '1'
+              x linear
+              y linear
+              line: x 1 2; y 0 0
+              line: x 1 2; y 1 1
+              line: x 1 2; y 2 2
+              line: x 1 2; y 3 3
+              line: x 1 2; y 4 4
+              line: x 1 2; y 5 5
+              line: x 1 2; y 6 6
+              line: x 1 2; y 7 7
+              line: x 1 2; y 8 8
+              line: x 1 2; y 1 1
+              line: level at 0.5
+              line: upright at 4
+            below 'step'
+            left 'loss'
+            legend 'chance', 'here'
+            """,
+        )
+    assert [title for title, _ in titles] == [str(n) for n in range(9)]
+    assert [colour for _, colour in titles[5:8]] == ["#E69F00", "#CC79A7", "#000000"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shape", "labelled"),
+    [
+        (9, (3, 3), [7, 8, 9]),
+        (10, (3, 4), [7, 8, 9, 10]),  # as many places are empty as with three columns
+        (11, (3, 4), [8, 9, 10, 11]),
+        (13, (5, 3), [11, 12, 13]),
+    ],
+)
+def test_the_last_row_of_panels_is_as_full_as_can_be(lines, shape, labelled):
+    """And the last panel of every column has the labels of its ticks."""
+    figure = draw([Series(str(n), n, [1], [1]) for n in range(lines)], Frame("x", "y", plain))
+    assert len(figure.axes) == lines
+    assert figure.axes[0].get_subplotspec().get_gridspec().get_geometry() == shape
+    with_labels = [
+        number
+        for number, axes in enumerate(figure.axes, 1)
+        if axes.xaxis.get_tick_params()["labelbottom"]
+    ]
+    assert with_labels == labelled
+
+
+def test_looks_of_21_styles_differ_with_and_without_markers():
+    """Seven colours, ten marks, three dashes."""
+    for marked in (True, False):
+        looks = [line_style(Series("", n, [], [], marked=marked)) for n in range(21)]
+        assert len({str(sorted(look.items(), key=str)) for look in looks}) == 21
+    assert len({look["color"] for look in looks[:7]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("x", "aligned"), [(3.2, "left"), (3.4, "center"), (6.6, "center"), (6.8, "right")]
+)
+def test_a_note_grows_towards_the_wider_side(x, aligned):
+    (axes,) = draw([], Frame("x", "y", plain, (x, "note"))).axes
+    (note,) = axes.texts
+    assert note.get_horizontalalignment() == aligned
+    assert note.xycoords == axes.get_xaxis_transform()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1, 50, [1, 2, 5, 10, 20, 50]),
+        (1, 1000, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+        (1, 2000, [1, 10, 100, 1000]),
+    ],
+)
+def test_a_logarithmic_axis_of_more_than_three_decades_has_powers_of_ten_alone(low, high, ticks):
+    axes = Figure().subplots()
+    axes.set_ylim(low, high)
+    log_axis(axes, low, high)
+    assert [place for place in axes.get_yticks() if low <= place <= high] == ticks
+    assert axes.yaxis.get_major_formatter()(2000, 0) == "2000"
+    assert len(axes.get_yticks(minor=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "drawn", "marked"),
+    [
+        (64, (64, 128), True),
+        (64, (32, 64), True),
+        (64, (65, 128), False),
+        (64, (16, 63), False),
+        (None, (16, 63), False),
+    ],
+)
+def test_the_training_length_is_marked_within_what_is_drawn(length, drawn, marked):
+    wanted = (64.0, "training length") if marked else None
+    assert training_length_mark(length, drawn) == wanted
+
+
+def test_a_legend_too_wide_for_its_figure_is_set_in_fewer_columns():
+    for words, columns in (("a", 3), ("a long name " * 2, 2), ("a long name " * 12, 1)):
+        figure = blank(1)
+        legend_above(figure, [line_handle(Series(words, n, [], [])) for n in range(3)])
+        (legend,) = figure.legends
+        assert legend._ncols == columns
+    empty = blank(1)
+    legend_above(empty, [])
+    assert empty.legends == []
+
+
+def test_panels_side_by_side_share_one_legend():
+    left = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+    one = Series("one", 0, [1, 2], [0, 1], low=[0, 0.5], high=[0.5, 1])
+    two = Series("two", 1, [1, 2], [1, 1], low=[0, 0.5], high=[1, 1])
+    three = Series("three", 2, [1, 2], [3, 3])
+    right = Frame("other", "success", plain, None, ((0.25, "only here"),))
+    with paper_style():
+        check(
+            side_by_side(
+                [Panel("", [one, two], left), Panel("", [two, three], right)],
+                x_label="step",
+                balanced=True,
+            ),
+            """
+            panel 1,1 of 1x2
+              x linear
+              y linear 'loss'
+              line: x 1 2; y 0 1
+              line: x 1 2; y 1 1
+              line: level at 0.5
+              line: upright at 4
+              bars: 1 0, 1 0.5; 2 0.5, 2 1
+              bars: 1 0, 1 1; 2 0.5, 2 1
+            panel 1,2 of 1x2
+              x linear
+              y linear 'success'
+              line: x 1 2; y 1 1
+              line: x 1 2; y 3 3
+              line: level at 0.25
+              bars: 1 0, 1 1; 2 0.5, 2 1
+            below 'step'
+            legend 'one', 'two', 'three', 'chance', 'here', 'only here'
+            """,
+        )
+
+
+def test_a_line_and_a_reference_are_named_once_for_all_panels():
+    frame = Frame("x", "y", unscaled, (2, "here\nor so"), ((0.5, "chance"), (0.75, "better")))
+    one, other = Series("one", 0, [1, 2, 3], [0, 1, 0]), Series("other", 8, [1, 3], [1, 1])
+    panels = [Panel("a", [one], frame), Panel("b", [other, one], Frame("u", "v", unscaled))]
+    check(
+        side_by_side(panels),
+        """
+        panel 1,1 of 1x2 'a'
+          x linear 'x'
+          y linear 'y'
+          line: x 1 2 3; y 0 1 0
+          line: level at 0.5
+          line: level at 0.75
+          line: upright at 2
+        panel 1,2 of 1x2 'b'
+          x linear 'u'
+          y linear 'v'
+          line: x 1 3; y 1 1
+          line: x 1 2 3; y 0 1 0
+        legend 'one', 'other', 'chance', 'better', 'here: or so'
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [((2, 10), "linear"), ((2, 10.1), "log"), ((0, 10), "linear")]
+)
+def test_what_spans_more_than_a_factor_of_five_is_logarithmic(values, scale):
+    axes = Figure().subplots()
+    axes.plot([0, 2], values)
+    whole_x(log_if_wide)(axes)
+    assert axes.get_yscale() == scale
+    assert [place % 1 for place in axes.get_xticks()] == [0] * len(axes.get_xticks())
+
+
+def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():
+    values = np.arange(11.0)[None, :, None] * np.array([1.0, 10.0])
+    line = over_heads("heads", 0, [1, 2], values)
+    assert (line.y, line.low, line.high) == ([5, 50], [1, 10], [9, 90])
+    values[0, 0] = np.nan
+    assert over_heads("heads", 0, [1, 2], values).y[0] == pytest.approx(np.arange(1, 11).mean())
+    values[0, 10] = 1000
+    assert over_heads("heads", 0, [1, 2], values, median=True).y[0] == 5.5
+
+
+def test_the_training_length_is_marked_in_every_panel_and_named_once():
+    line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
+    panels = [Panel(title, [line], Frame("", "y"), np.ones((8, 3))) for title in "abcd"]
+    figure = by_length(panels, x_label="tokens", trained=64)
+    assert [axes.get_title() for axes in figure.axes] == list("abcd")
+    for axes in figure.axes:
+        assert axes.get_xscale() == "log"
+        assert 64 in [one.get_xdata()[0] for one in axes.lines]
+        # The band, and eight thin lines as one picture.
+        band, thin = axes.collections[::-1]
+        assert thin.get_rasterized()
+        assert len(thin.get_segments()) == 8
+        low, high = band.get_datalim(axes.transData).intervaly
+        assert (low, high) == pytest.approx((min(line.low), max(line.high)))
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["heads", "training length (64 tokens)"]
+
+
+def test_panels_by_length_as_a_whole():
+    """The second has no band and no thin lines, the fourth stands below; the rest is empty."""
+    band = Series("mean", 1, [1024, 1536, 4096], [2, 3, 4], low=[1, 2, 3], high=[3, 4, 5])
+    plain = Series("other", 2, [1024, 4096], [1, 1], low=None, high=[2, 2], marked=False)
+    faint = np.array([[1, 1, 1], [5, 5, 5]])
+    panels = [
+        Panel("a", [band, plain], Frame("", "norm", lambda axes: axes.set_ylim(0, 8)), faint),
+        *(Panel(title, [plain], Frame("", "share")) for title in "bcd"),
+    ]
+    check(
+        by_length(panels, x_label="length", trained=2048),
+        """
+        panel 1,1 of 2x3 'a'
+          x log
+          y linear 'norm'
+          lines: 1024 1, 1536 1, 4096 1; 1024 5, 1536 5, 4096 5
+          area: 1024 3, 1024 1, 1536 2, 4096 3, 4096 5, 4096 5, 1536 4, 1024 3, 1024 3
+          line: x 1024 1536 4096; y 2 3 4
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
+        panel 1,2 of 2x3 'b'
+          x log
+          y linear 'share'
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
+        panel 1,3 of 2x3 'c'
+          x log
+          y linear 'share'
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
+        panel 2,1 of 2x3 'd'
+          x log
+          y linear 'share'
+          line: x 1024 4096; y 1 1
+          line: upright at 2048
+        below 'length'
+        legend 'mean', 'other', 'training length (2,048 tokens)'
+        """,
+    )
+
+
+def test_curves_over_whole_numbers_and_others():
+    lines = {"one": ([1, 2], [0.5, 5.0]), "two": ([1, 2], [1.0, 1.0])}
+    check(
+        curves(lines, x="layer", y="rank", log_y=True, marked=False),
+        """
+        panel 1,1 of 1x1
+          x linear 'layer'
+          y log 'rank'
+          line: x 1 2; y 0.5 5
+          line: x 1 2; y 1 1
+        legend 'one', 'two'
+        """,
+    )
+    (axes,) = curves({"one": ([1, 1.5], [0.5, 5.0])}, x="x", y="y", vertical=(1.25, "here")).axes
+    assert axes.get_yscale() == "linear"
+    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
+    assert 1.2 in axes.get_xticks().round(6)  # no whole number
+    assert [text.get_text() for text in axes.texts] == ["here"]
+
+
+def test_values_by_position_with_a_span():
+    panels = {"a": [1.0, 2.0], "b": [0.0, 4.0], "c": [3.0, 3.0]}
+    check(
+        spans(panels, [0, 64], marked=(10, 20), x="token", y="share"),
+        """
+        panel 1,1 of 2x2 'a'
+          x linear
+          y linear
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 1 2
+        panel 1,2 of 2x2 'b'
+          x linear
+          y linear
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 0 4
+        panel 2,1 of 2x2 'c'
+          x linear
+          y linear
+          span: 10, 10 wide
+          line: upright at 15
+          line: x 0 64; y 3 3
+        below 'token'
+        left 'share'
+        """,
+    )
