@@ -71,7 +71,7 @@ def chunk_size(vocab_size: int, device: torch.device) -> int:
 def equal_chunk_size(tokens: int, most: int) -> int:
     """Return the size of about ``most`` tokens or less, in whole tiles, into which ``tokens`` are
     divided without a smaller last chunk where fewer than twice the chunks do so."""
-    tiles, most_tiles = -(-tokens // TILE), -(-most // TILE)
+    tiles, most_tiles = max(1, -(-tokens // TILE)), -(-most // TILE)
     fewest = -(-tiles // most_tiles)
     count = next((n for n in range(fewest, 2 * fewest) if tiles % n == 0), fewest)
     return TILE * -(-tiles // count)
