@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import ntk_aware
 from trainer.positional.spectrum import LongFrequencies, Spectrum
@@ -20,6 +20,9 @@ TURNS = (8.0, 16.0, 32.0)
 PAIRS = Spectrum(tuple(2 * math.pi / turn for turn in TURNS))
 SLOW = Spectrum(tuple(f / 2 for f in PAIRS.inv_freq))
 NOPE = Spectrum()
+POSITIONAL = PositionalConfig(
+    layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
+)
 LAYOUT = Layout(C, (LayerEncoding.of((PAIRS, PAIRS, SLOW, SLOW), window=16),) * 3)
 
 
@@ -88,7 +91,7 @@ def test_long_frequencies_stand_still_with_the_others_and_go_with_the_last():
 )
 def test_angles_shrink_linearly_to_the_drop(done, left):
     change = ChangeConfig(anneal_steps=4, layers=[0, 2])
-    after = shrunk(LAYOUT, change, done)
+    after = shrunk(LAYOUT, POSITIONAL, change, 6, done)
     found = [layer.spectra[2].inv_freq for layer in after.layers]
     small = left_of(SLOW, left, left, left) if left else ()
     assert found == [small, SLOW.inv_freq, small]
@@ -98,10 +101,10 @@ def test_angles_shrink_linearly_to_the_drop(done, left):
 
 def test_of_some_pairs_only_those_shrink_that_will_stand_still():
     change = ChangeConfig(anneal_steps=4, slower_than=20.0, heads=[0])
-    one, other, *_ = shrunk(LAYOUT, change, 1).layers[0].spectra
+    one, other, *_ = shrunk(LAYOUT, POSITIONAL, change, 6, 1).layers[0].spectra
     assert one.inv_freq == left_of(PAIRS, 1, 1, 0.75)
     assert other == PAIRS
-    assert shrunk(LAYOUT, change, 4) == drop(LAYOUT, slower_than=20.0, heads=[0])
+    assert shrunk(LAYOUT, POSITIONAL, change, 6, 4) == drop(LAYOUT, slower_than=20.0, heads=[0])
 
 
 @pytest.mark.parametrize(
@@ -109,14 +112,9 @@ def test_of_some_pairs_only_those_shrink_that_will_stand_still():
 )
 def test_heads_drop_from_the_last_one_on(done, turning):
     change = ChangeConfig(anneal_steps=8, anneal="heads", layers=[1])
-    after = shrunk(LAYOUT, change, done)
+    after = shrunk(LAYOUT, POSITIONAL, change, 6, done)
     assert [s.rotates for s in after.layers[1].spectra] == [i < turning for i in range(4)]
     assert after.layers[0] == LAYOUT.layers[0]
-
-
-POSITIONAL = PositionalConfig(
-    layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
-)
 
 
 def test_what_a_configuration_drops_is_replaced_by_its_encoding():
@@ -129,6 +127,30 @@ def test_what_a_configuration_drops_is_replaced_by_its_encoding():
     assert dropped_layout(LAYOUT, POSITIONAL, ChangeConfig(), 6) == drop(LAYOUT)
     some = ChangeConfig(heads=[1], faster_than=20.0)
     assert dropped_layout(LAYOUT, POSITIONAL, some, 6) == drop(LAYOUT, heads=[1], faster_than=20.0)
+
+
+@pytest.mark.parametrize("anneal", ["angles", "heads"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": TemperatureConfig(coefficient=0.5, reference=1)},
+        {"temperature": TemperatureConfig(coefficient=0.5, heads="free")},
+        {"encodings": {"nope": {"temperature": 0.4}}},
+    ],
+)
+def test_a_drop_in_steps_ends_with_the_temperature_of_a_drop_in_one(anneal, options):
+    positional, change = PositionalConfig(**options), ChangeConfig(anneal=anneal, anneal_steps=4)
+    at_once = dropped_layout(LAYOUT, positional, ChangeConfig(), 6)
+    assert not at_once.spectra[0].temperature.is_none
+    assert shrunk(LAYOUT, positional, change, 6, 4) == at_once
+
+
+def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotates():
+    positional = PositionalConfig(
+        layers=["nope", "rope"], temperature=TemperatureConfig(coefficient=0.1, heads="free")
+    )
+    after = dropped_layout(LAYOUT, positional, ChangeConfig(layers=[1], to="half_rope"), 8)
+    assert after.layers[1].spectra[0].temperature.is_none
 
 
 @pytest.mark.parametrize(("qk_norm", "norms"), [(True, [True, False, True]), (False, [False] * 3)])

@@ -193,7 +193,9 @@ class Transitions(L.Callback):
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self.layout_before is not None
         assert phase.drop is not None
-        module.model.layout = shrunk(self.layout_before, phase.drop, done)
+        positional, model = phase.config.positional, module.model
+        size = model.config.head_size
+        model.layout = shrunk(self.layout_before, positional, phase.drop, size, done)
         if done >= phase.drop.anneal_steps:
             self.layout_before = None
 
