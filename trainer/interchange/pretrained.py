@@ -26,8 +26,7 @@ from trainer.interchange.own_config import code_remark, from_own_config, is_own
 from trainer.interchange.tensor_files import FileTensor, read_headers
 from trainer.interchange.tokenizer_file import tokenizer_from_file
 from trainer.model.config import ModelConfig
-from trainer.model.decoder import Decoder
-from trainer.model.initialization import initial_value
+from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
