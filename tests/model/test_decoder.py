@@ -201,11 +201,6 @@ def test_rotation_sees_relative_positions_only(tiny_decoder):
     assert not torch.allclose(stretched, model(IDS), atol=1e-3)
 
 
-def test_only_the_last_logits_on_request(tiny_decoder):
-    model = tiny_decoder()
-    torch.testing.assert_close(model(IDS, last=3), model(IDS)[:, -3:])
-
-
 @pytest.mark.parametrize("kind", ["per_head", "full"])
 def test_query_and_key_norms_that_wait_for_the_drop(tiny_decoder, kind):
     """They change nothing and have zero (not missing) gradients until they come on."""
