@@ -113,9 +113,9 @@ def spectrum_of(
     Raises:
         UserError: the encoding, its parameters or its temperature are wrong.
     """
-    given = dict(config.encodings.get(name, {}))
-    kind = str(given.pop("type", name))
-    spectrum = make_spectrum(kind, head_dim, training_length, given, variant=name)
+    parameters = dict(config.encodings.get(name, {}))
+    kind = str(parameters.pop("type", name))
+    spectrum = make_spectrum(kind, head_dim, training_length, parameters, variant=name)
     return config.temperature.on(spectrum)
 
 

@@ -84,7 +84,7 @@ class ChangeConfig:
     @property
     def of_what(self) -> str:
         """The choice in words, such as ``" of layers 0, 1"``; empty for all layers."""
-        found = [
+        parts = [
             f"{name} {', '.join(map(str, chosen))}"
             for name in ("layers", "heads")
             if (chosen := getattr(self, name)) is not None
@@ -94,8 +94,8 @@ class ChangeConfig:
             for than, value in (("slower", self.slower_than), ("faster", self.faster_than))
             if value is not None
         ]
-        found += [f"pairs {' or '.join(pairs)}"] if pairs else []
-        return f" of {', '.join(found)}" if found else ""
+        parts += [f"pairs {' or '.join(pairs)}"] if pairs else []
+        return f" of {', '.join(parts)}" if parts else ""
 
     def change_problems(
         self, key: str, num_layers: int, num_heads: int, steps: int
@@ -108,14 +108,14 @@ class ChangeConfig:
             num_heads: key-value heads of the model.
             steps: steps left after the drop.
         """
-        found = []
+        problems = []
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
             if chosen == []:
-                found.append(
+                problems.append(
                     Problem(f"{key}.{name}", f"an empty list drops nothing; null means all {name}.")
                 )
-            found += [
+            problems += [
                 Problem(
                     f"{key}.{name}",
                     f"{what} {i} does not exist in a model of {count} "
@@ -126,7 +126,7 @@ class ChangeConfig:
             ]
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.slower_than",
                     f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
@@ -134,7 +134,7 @@ class ChangeConfig:
                 )
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.to",
                     "pairs, and what shrinks over steps, are dropped to nope alone, got "
@@ -142,17 +142,17 @@ class ChangeConfig:
                 )
             )
         if self.anneal_steps > steps:
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.anneal_steps",
                     f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
                 )
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            found.append(
+            problems.append(
                 Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
             )
-        return found
+        return problems
 
 
 @configuration
@@ -201,14 +201,14 @@ class DropConfig(ChangeConfig):
         ``trained``: the run begins with trained weights, which may be dropped before the first
         step.
         """
-        found = []
+        problems = []
         if self.at is not None and self.at_tokens is not None:
-            found.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
+            problems.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
         step = self.step(max_steps, tokens_per_step)
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
-            found.append(
+            problems.append(
                 Problem(
                     f"drop.{key}",
                     f"{getattr(self, key)} is step {step}, but the run has steps {first} to "
@@ -218,5 +218,5 @@ class DropConfig(ChangeConfig):
             )
             step = None
         left = max_steps - step if step is not None else max_steps
-        found += self.change_problems("drop", num_layers, num_heads, left)
-        return found
+        problems += self.change_problems("drop", num_layers, num_heads, left)
+        return problems

@@ -280,7 +280,7 @@ class Benchmarks:
         return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
 
     def _of_lengths(self, model: LanguageModel) -> dict[str, float]:
-        found = {}
+        scores_by_task = {}
         C, batch_tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
         for task in self.tasks:
             for length in self.lengths:
@@ -290,21 +290,21 @@ class Benchmarks:
                 losses = _gathered(cell.get("by_window", ()))
                 scores = _gathered(cell.get("scores", ()))
                 value = float(np.exp(_mean(losses))) if losses else _mean(scores)
-                found[f"{task.key}/{length / C:g}x"] = value
-        return found
+                scores_by_task[f"{task.key}/{length / C:g}x"] = value
+        return scores_by_task
 
     def _of_questions(self, model: LanguageModel) -> dict[str, float]:
-        found = {}
-        for task, own in self.questions.items():
+        scores_by_task = {}
+        for task, questions in self.questions.items():
             self._watch()
             tokens = MultipleChoiceConfig.batch_tokens
-            scores = (
-                score_questions(model, self.encoder, task, own, tokens, silent=True) if own else []
-            )
+            scores = []
+            if questions:
+                scores = score_questions(model, self.encoder, task, questions, tokens, silent=True)
             each = {score.metric: score.each for score in scores}
             for metric in ("acc", "acc_norm"):
-                found[f"{task}/{metric}"] = _mean(_gathered(each.get(metric, ())))
-        return found
+                scores_by_task[f"{task}/{metric}"] = _mean(_gathered(each.get(metric, ())))
+        return scores_by_task
 
     def _of_harness(self, model: LanguageModel) -> dict[str, float]:
         if not self.settings.harness:
@@ -313,8 +313,8 @@ class Benchmarks:
 
         self._watch()
         config = _harness_config(self.settings)
-        found = harness.score_tasks(model, self.encoder, config, self._spread, silent=True)
-        return {f"harness/{score.task}/{score.metric}": score.value for score in found}
+        scores = harness.score_tasks(model, self.encoder, config, self._spread, silent=True)
+        return {f"harness/{score.task}/{score.metric}": score.value for score in scores}
 
     def _spread(
         self, items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]
@@ -322,10 +322,10 @@ class Benchmarks:
         """Compute a part on every rank; return the results of all, in order."""
         rank, ranks = self.ranks.rank, self.ranks.world_size
         parts = all_gather(compute(items[rank::ranks]))
-        found: list[Any] = [None] * len(items)
+        results: list[Any] = [None] * len(items)
         for start, part in enumerate(parts):
-            found[start::ranks] = part
-        return found
+            results[start::ranks] = part
+        return results
 
     def _watch(self) -> None:
         """Extend the watchdog: a task may take as long as a first step."""
@@ -341,16 +341,18 @@ def benchmark_problems(config: RunConfig) -> list[Problem]:
     missing."""
     asked = config.monitor.benchmarks
     keys = {"evaluation.tasks": f"{BENCHMARKS}.multiple_choice", "evaluation": BENCHMARKS}
-    found = missing_tasks(_choice_config(asked)) if asked.multiple_choice else []
-    found = [problem.renamed(keys) for problem in found]
+    problems = missing_tasks(_choice_config(asked)) if asked.multiple_choice else []
+    problems = [problem.renamed(keys) for problem in problems]
     if asked.harness and find_spec("lm_eval") is None:
-        found.append(Problem(BENCHMARKS, "lm-eval is not installed; pip install 'unrope[eval]'."))
+        problems.append(
+            Problem(BENCHMARKS, "lm-eval is not installed; pip install 'unrope[eval]'.")
+        )
     elif asked.harness:
         from trainer.evaluation.harness import task_problems
 
         keys = {"evaluation.tasks": f"{BENCHMARKS}.harness", "evaluation": BENCHMARKS}
-        found += [problem.renamed(keys) for problem in task_problems(_harness_config(asked))]
-    return found
+        problems += [problem.renamed(keys) for problem in task_problems(_harness_config(asked))]
+    return problems
 
 
 def _tasks(
@@ -401,12 +403,12 @@ def _harness_config(asked: BenchmarksConfig) -> HarnessConfig:
 def _questions(asked: BenchmarksConfig, ranks: Ranks) -> dict[str, list[Question]]:
     """Return this rank's part of every task's questions; tasks without questions are omitted."""
     directory = benchmark_directory(_choice_config(asked))
-    found = {}
+    questions_of_rank = {}
     for task in asked.multiple_choice:
         questions = read_questions(directory / f"{task}{SUFFIX}", asked.limit)
-        own = questions[ranks.rank :: ranks.world_size]
-        found[task] = [replace(question, unconditional=()) for question in own]
-    return found
+        share = questions[ranks.rank :: ranks.world_size]
+        questions_of_rank[task] = [replace(question, unconditional=()) for question in share]
+    return questions_of_rank
 
 
 def _tokens(module: LanguageModule, step: int) -> int:

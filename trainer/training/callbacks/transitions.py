@@ -215,8 +215,8 @@ class Transitions(L.Callback):
             parts = self._micro_batches(module, phase, ranks)
             if len(parts) % ranks:  # with fewer sequences than ranks, each rank reads all of them
                 rank, ranks = 0, 1
-            own = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
-            mine = torch.stack(own).tolist()
+            losses = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
+            mine = torch.stack(losses).tolist()
         of_ranks = [mine] if ranks == 1 else all_gather(mine)
         return [loss for row in zip(*of_ranks, strict=True) for part in row for loss in part]
 
