@@ -169,6 +169,16 @@ def test_flex(mask, new, softmax):
     assert_is_attention(BACKENDS["flex"], mask, new, softmax=softmax)
 
 
+@pytest.mark.usefixtures("slow_flex")
+@torch.no_grad()
+def test_flex_of_the_last_positions_alone(tiny_decoder):
+    """The last layer has fewer queries than the others, and thus another block mask."""
+    model, ids = tiny_decoder(training_length=T, windows=[5]), torch.arange(2 * T).view(2, T)
+    for block in model.layers:
+        block.self_attn.attend = BACKENDS["flex"]
+    torch.testing.assert_close(model(ids, last=3), model(ids)[:, -3:])
+
+
 @pytest.fixture
 def compiled_anew(monkeypatch):
     """By no code generator, and not kept for other tests."""

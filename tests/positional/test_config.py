@@ -28,10 +28,6 @@ def spectrum(name, **given):
 ROPE, NOPE = spectrum("rope"), spectrum("nope")
 
 
-def test_one_name_is_for_every_layer_and_head():
-    assert [layer.spectra for layer in layout().layers] == [(ROPE,) * 4] * 4
-
-
 def test_irope_repeats_over_the_depth():
     built = layout(depth=6, layers=["rope", "rope", "rope", "nope"])
     assert [layer.spectra[0] for layer in built.layers] == [ROPE, ROPE, ROPE, NOPE, ROPE, ROPE]
@@ -62,16 +58,9 @@ def test_a_temperature_for_heads_that_are_not_there_is_refused():
     assert layout(layers=["rope"], heads={"nope": 0.5}, temperature=free)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"coefficient": 0.1}, "an encoding has a temperature of its own"),
-    ],
-)
-def test_a_temperature_that_cannot_be_is_named(config, said):
-    with pytest.raises(UserError) as error:
-        layout(layers=["rope_id"], temperature=TemperatureConfig(**config))
-    assert said in str(error.value)
+def test_a_temperature_beside_one_of_an_encoding_is_refused():
+    with pytest.raises(UserError, match="an encoding has a temperature of its own"):
+        layout(layers=["rope_id"], temperature=TemperatureConfig(coefficient=0.1))
 
 
 def test_a_temperature_takes_the_place_of_one_that_is_off():

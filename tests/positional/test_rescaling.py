@@ -56,9 +56,28 @@ def assert_frequencies(spectrum, expected):
 
 
 @cases
-def test_pi_is_linear_scaling_of_transformers(head_dim, base, factor):
-    expected, _ = theirs("linear", head_dim, base, factor)
-    assert_frequencies(slowed(position_interpolation, rope(head_dim, base), factor, C), expected)
+@pytest.mark.parametrize(
+    ("rescaling", "kind", "more"),
+    [
+        (position_interpolation, "linear", {}),
+        (yarn, "yarn", {"original_max_position_embeddings": C}),
+        (
+            llama3,
+            "llama3",
+            {
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": C,
+            },
+        ),
+    ],
+)
+def test_methods_are_those_of_transformers(rescaling, kind, more, head_dim, base, factor):
+    expected, attention = theirs(kind, head_dim, base, factor, **more)
+    ours = slowed(rescaling, rope(head_dim, base), factor, C)
+    assert_frequencies(ours, expected)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
+    assert ours.temperature == rope().temperature
 
 
 @cases
@@ -68,12 +87,9 @@ def test_ntk_aware_is_dynamic_scaling_of_transformers_at_that_length(head_dim, b
 
 
 @cases
-def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
-    expected, attention = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
-    ours = slowed(yarn, rope(head_dim, base), factor, C)
-    assert_frequencies(ours, expected)
-    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
-    assert ours.temperature == rope().temperature
+def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, factor):
+    ours = slowed(ntk_by_parts, rope(head_dim, base), factor, C)
+    assert ours == replace(slowed(yarn, rope(head_dim, base), factor, C), rotary_scale=1.0)
 
 
 @pytest.mark.parametrize("rescaling", [ntk_by_parts, yarn])
@@ -151,21 +167,6 @@ def test_yarn_scales_the_rotated_part_of_a_head_alone_as_transformers_does(fract
     )
     assert_frequencies(ours, expected)
     assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
-
-
-@cases
-def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, factor):
-    expected, _ = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
-    ours = slowed(ntk_by_parts, rope(head_dim, base), factor, C)
-    assert_frequencies(ours, expected)
-    assert ours.rotary_scale == 1
-
-
-@cases
-def test_llama3_is_llama3_of_transformers(head_dim, base, factor):
-    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": C}
-    expected, _ = theirs("llama3", head_dim, base, factor, **more)
-    assert_frequencies(slowed(llama3, rope(head_dim, base), factor, C), expected)
 
 
 @cases
@@ -352,24 +353,7 @@ def test_a_second_rescaling_slows_the_frequencies_of_long_sequences_too():
     assert twice.long.length == C
 
 
-def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
-    before, s = rope(128, 1e4), 4.0
-    after = slowed(yarn, before, s, C)
-    turns = [C * f / (2 * math.pi) for f in before.inv_freq]
-    for f, g, n in zip(before.inv_freq, after.inv_freq, turns, strict=True):
-        if n > 40:
-            assert g == f
-        if n < 0.8:
-            assert g == pytest.approx(f / s, rel=1e-12)
-
-
 def test_yarn_leaves_a_spectrum_of_one_speed_alone():
     """Its ramp goes from fast pairs to slow ones, and there are none."""
     for inv_freq in [(0.5,), (0.5, 0.5), (0.5, 0.0)]:
         assert slowed(yarn, Spectrum(inv_freq), 4.0, C) == Spectrum(inv_freq)
-
-
-def test_pi_at_a_longer_length_has_the_angles_of_the_training_length():
-    before = rope()
-    after = slowed(position_interpolation, before, 4.0, C)
-    assert [f * 4 * C for f in after.inv_freq] == pytest.approx([f * C for f in before.inv_freq])

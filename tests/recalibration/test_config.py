@@ -1,10 +1,14 @@
-"""When the drop happens, and which drops are impossible."""
+"""When the drop happens, which drops are impossible, and learning rates in closed form."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.recalibration.config import DropConfig
+from trainer.recalibration.config import DropConfig, ScheduleConfig
 
 
 @pytest.mark.parametrize(
@@ -56,14 +60,16 @@ def test_possible_drops(drop):
         (DropConfig(at=5, at_tokens=640), "drop: give either drop.at or drop.at_tokens, not both"),
         (DropConfig(layers=[0, 4]), "drop.layers: layer 4 does not exist in a model of 4 layers"),
         (DropConfig(layers=[-5]), "drop.layers: layer -5 does not exist"),
-        (
-            DropConfig(heads=[2]),
-            "drop.heads: head 2 does not exist in a model of 2 key-",
-        ),
+        (DropConfig(heads=[2]), "drop.heads: head 2 does not exist in a model of 2 key-"),
+        (DropConfig(heads=[-3]), "drop.heads: head -3 does not exist in a model of 2 key-"),
+        (DropConfig(layers=[]), "drop.layers: an empty list drops nothing"),
         (DropConfig(heads=[]), "drop.heads: an empty list drops nothing"),
         (DropConfig(faster_than=8, to="alibi"), "drop.to: pairs, and what shrinks over steps,"),
         (DropConfig(at=990, anneal_steps=11), "drop.anneal_steps: expected 0 to 10, the steps"),
+        (DropConfig(to="rope", anneal_steps=1), "drop.to: pairs, and what shrinks over steps,"),
+        (DropConfig(anneal_steps=1001), "drop.anneal_steps: expected 0 to 1000, the steps"),
         (DropConfig(anneal_steps=5, anneal="heads", heads=[0]), "drop.anneal: 'heads' goes"),
+        (DropConfig(anneal_steps=1, anneal="heads", slower_than=8.0), "drop.anneal: 'heads' goes"),
     ],
 )
 def test_an_impossible_drop_is_named(drop, start):
@@ -98,42 +104,85 @@ def test_what_lies_just_within_the_bounds_is_possible(drop):
     assert drop.problems(1000, 128, 4, 2) == []
 
 
-@pytest.mark.parametrize(
-    ("drop", "said"),
-    [
-        (
-            DropConfig(at=0),
-            "drop.at: 0 is step 0, but the run has steps 1 to 999 to drop at (trainer.max_steps is "
-            "1000); give such a step, a fraction between 0 and 1, or null for no drop.",
-        ),
-        (
-            DropConfig(layers=[]),
-            "drop.layers: an empty list drops nothing; null means all layers.",
-        ),
-        (
-            DropConfig(heads=[-3]),
-            "drop.heads: head -3 does not exist in a model of 2 key-value heads.",
-        ),
-        (
-            DropConfig(to="rope", anneal_steps=1),
-            "drop.to: pairs, and what shrinks over steps, are dropped to nope alone, got 'rope'.",
-        ),
-        (
-            DropConfig(anneal_steps=1001),
-            "drop.anneal_steps: expected 0 to 1000, the steps that are left, got 1001.",
-        ),
-        (
-            DropConfig(anneal_steps=1, anneal="heads", slower_than=8.0),
-            "drop.anneal: 'heads' goes through all heads; leave out the choice.",
-        ),
-    ],
-)
-def test_what_is_impossible_is_said_in_one_sentence(drop, said):
-    assert [*map(str, drop.problems(1000, 128, 4, 2))] == [said]
-
-
 def test_trained_weights_may_drop_at_once():
     assert DropConfig(at=0).problems(10, 1, 4, 2, trained=True) == []
     (problem,) = map(str, DropConfig(at=-1).problems(10, 1, 4, 2, trained=True))
     assert "the run has steps 0 to 9 to drop at" in problem
     assert DropConfig(at=85, enabled=False).step(1000, 128) is None
+
+
+fractions = st.floats(0, 1)
+schedules = st.builds(
+    ScheduleConfig,
+    st.sampled_from(["cosine", "wsd", "constant"]),
+    st.floats(0.01, 10),
+    st.integers(0, 50),
+    fractions,
+    fractions,
+)
+
+
+def curve(length=100, **schedule):
+    return [ScheduleConfig(**schedule).factor(step, length) for step in range(length)]
+
+
+def test_warmup_is_linear_and_ends_at_the_peak():
+    assert curve(warmup_steps=4, peak=2.0)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_cosine_in_closed_form():
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * t / 90)) / 2 for t in range(90)]
+    assert curve(name="cosine", warmup_steps=10)[10:] == pytest.approx(expected)
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    assert ScheduleConfig(final=0.0).factor(50, 100) == pytest.approx(0.5)
+
+
+def test_wsd_stays_and_falls_linearly_over_its_last_fifth():
+    rates = curve(name="wsd", warmup_steps=10, final=0.0)
+    assert rates[10:80] == [1.0] * 70
+    assert rates[80:] == pytest.approx([1 - t / 20 for t in range(20)])
+
+
+def test_constant_stays():
+    assert curve(name="constant", warmup_steps=10, peak=3.0)[10:] == [3.0] * 90
+
+
+def test_wsd_without_decay_is_constant():
+    assert curve(name="wsd", decay_fraction=0.0) == [1.0] * 100
+
+
+@given(schedules, st.integers(1, 200))
+def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule, length):
+    rates = [schedule.factor(step, length) for step in range(length)]
+    assert all(0 < rate <= schedule.peak * (1 + 1e-12) or schedule.final == 0 for rate in rates)
+    assert min(rates) >= 0
+    assert all(rate >= schedule.final * schedule.peak - 1e-9 for rate in rates[50:])
+    if schedule.name == "cosine" and length > schedule.warmup_steps:
+        assert schedule.factor(length, length) == pytest.approx(schedule.peak * schedule.final)
+
+
+@given(schedules, st.integers(60, 200))
+def test_after_the_warmup_the_rate_never_rises(schedule, length):
+    rates = [schedule.factor(step, length) for step in range(schedule.warmup_steps, length + 10)]
+    assert all(b <= a + 1e-12 for a, b in pairwise(rates))
+
+
+@given(schedules, st.integers(60, 200))
+def test_neighbouring_steps_have_neighbouring_rates(schedule, length):
+    """No jump beyond the steepest slope: of the warm-up, the linear fall or the cosine."""
+    steepest = max(
+        1 / max(schedule.warmup_steps, 1) if schedule.warmup_steps else 0,
+        math.pi / 2 / (length - schedule.warmup_steps),
+        1 / max(round(length * schedule.decay_fraction) - 1, 1),
+    )
+    rates = [schedule.factor(step, length) for step in range(length)]
+    jumps = [abs(b - a) for a, b in pairwise(rates)]
+    assert max(jumps) <= schedule.peak * steepest * (1 + 1e-9)
+
+
+@given(schedules, st.integers(0, 200), st.floats(0.1, 5))
+def test_the_peak_multiplies_everything(schedule, step, by):
+    louder = replace(schedule, peak=schedule.peak * by)
+    assert louder.factor(step, 100) == pytest.approx(by * schedule.factor(step, 100))

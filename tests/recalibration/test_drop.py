@@ -1,12 +1,20 @@
-"""The drop is a pure function from one layout to another."""
+"""The drop is a pure function from one layout to another: of layers, heads, pairs, in steps."""
+
+from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
+from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.drop import drop
+from trainer.positional.rescaling import ntk_aware
+from trainer.positional.spectrum import LongFrequencies, Spectrum, Temperature
+from trainer.recalibration.config import ChangeConfig
+from trainer.recalibration.drop import drop, dropped_layout, shrunk
 
 C = 64
 ROPE, SLOW, NOPE = Spectrum((1.0, 0.1)), Spectrum((0.5, 0.01)), Spectrum()
@@ -78,3 +86,154 @@ def test_the_layout_from_before_is_untouched():
     before = MIXED.to_dict()
     drop(MIXED, qk_norm=True)
     assert MIXED.to_dict() == before
+
+
+TURNS = (8.0, 16.0, 32.0)
+"""Tokens that the pairs take to turn once."""
+PAIRS = Spectrum(tuple(2 * math.pi / turn for turn in TURNS))
+SLOWER = Spectrum(tuple(f / 2 for f in PAIRS.inv_freq))
+POSITIONAL = PositionalConfig(
+    layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
+)
+LAYOUT = Layout(C, (LayerEncoding.of((PAIRS, PAIRS, SLOWER, SLOWER), window=16),) * 3)
+
+
+def left_of(spectrum, *factors):
+    return tuple(f * factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "spectra"),
+    [
+        ([0], (NOPE, PAIRS, SLOWER, SLOWER)),
+        ([-1, 1], (PAIRS, NOPE, SLOWER, NOPE)),
+        (range(4), (NOPE,) * 4),
+        ([], (PAIRS, PAIRS, SLOWER, SLOWER)),
+    ],
+)
+def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
+    after = drop(LAYOUT, layers=[1], heads=heads, qk_norm=True)
+    assert after.layers[1].spectra == spectra
+    assert after.layers[1].window == 16
+    assert after.layers[0] == after.layers[2] == LAYOUT.layers[0]
+    assert [layer.qk_norm for layer in after.layers] == [False, True, False]
+
+
+@pytest.mark.parametrize("head", [4, -5])
+def test_a_head_that_does_not_exist_is_refused(head):
+    with pytest.raises(ValueError, match=f"head {head} does not exist in a model of 4 key-value"):
+        drop(LAYOUT, heads=[head])
+
+
+@pytest.mark.parametrize(
+    ("limits", "factors"),
+    [
+        ({"slower_than": 16.001}, (1, 1, 0)),
+        ({"slower_than": 15.999}, (1, 0, 0)),
+        ({"faster_than": 16.001}, (0, 0, 1)),
+        ({"faster_than": 15.999}, (0, 1, 1)),
+        ({"slower_than": 20.0, "faster_than": 10.0}, (0, 1, 0)),
+    ],
+)
+def test_pairs_beyond_a_limit_stand_still(limits, factors):
+    after = drop(LAYOUT, **limits, heads=[0])
+    assert after.layers[0].spectra[0].inv_freq == left_of(PAIRS, *factors)
+    assert after.layers[0].spectra[1:] == LAYOUT.layers[0].spectra[1:]
+
+
+def test_pairs_that_take_exactly_so_many_tokens_still_turn():
+    (turn,) = Spectrum((0.5,)).wavelengths
+    one = Layout(C, (LayerEncoding.of((Spectrum((0.5,)),)),))
+    assert drop(one, slower_than=turn) == drop(one, faster_than=turn) == one
+
+
+def test_long_frequencies_stand_still_with_the_others_and_go_with_the_last():
+    slow = left_of(PAIRS, 0.5, 0.5, 0.5)
+    grown = LongFrequencies(C, slow, ntk_aware(slow, C), growth=2.0)
+    spectrum = Spectrum(PAIRS.inv_freq, rotary_scale=1.5, long=grown)
+    layout = Layout(C, (LayerEncoding.of((spectrum,)),))
+    (left,) = drop(layout, slower_than=20.0).spectra
+    assert left.long.inv_freq == left_of(Spectrum(slow), 1, 1, 0)
+    assert (left.long.length, left.long.growth, left.rotary_scale) == (C, 2.0, 1.5)
+    assert drop(layout, slower_than=1.0).spectra == (NOPE,)
+
+
+@pytest.mark.parametrize(
+    ("done", "left"), [(0, 1.0), (1, 0.75), (2, 0.5), (3, 0.25), (4, 0.0), (5, 0.0)]
+)
+def test_angles_shrink_linearly_to_the_drop(done, left):
+    change = ChangeConfig(anneal_steps=4, layers=[0, 2])
+    after = shrunk(LAYOUT, POSITIONAL, change, 6, done)
+    found = [layer.spectra[2].inv_freq for layer in after.layers]
+    small = left_of(SLOWER, left, left, left) if left else ()
+    assert found == [small, SLOWER.inv_freq, small]
+    assert [layer.window for layer in after.layers] == [16] * 3
+    assert done < 4 or after == drop(LAYOUT, layers=[0, 2])
+
+
+def test_of_some_pairs_only_those_shrink_that_will_stand_still():
+    change = ChangeConfig(anneal_steps=4, slower_than=20.0, heads=[0])
+    one, other, *_ = shrunk(LAYOUT, POSITIONAL, change, 6, 1).layers[0].spectra
+    assert one.inv_freq == left_of(PAIRS, 1, 1, 0.75)
+    assert other == PAIRS
+    assert shrunk(LAYOUT, POSITIONAL, change, 6, 4) == drop(LAYOUT, slower_than=20.0, heads=[0])
+
+
+@pytest.mark.parametrize(
+    ("done", "turning"), [(0, 4), (2, 3), (4, 2), (5, 2), (6, 1), (8, 0), (9, 0)]
+)
+def test_heads_drop_from_the_last_one_on(done, turning):
+    change = ChangeConfig(anneal_steps=8, anneal="heads", layers=[1])
+    after = shrunk(LAYOUT, POSITIONAL, change, 6, done)
+    assert [s.rotates for s in after.layers[1].spectra] == [i < turning for i in range(4)]
+    assert after.layers[0] == LAYOUT.layers[0]
+
+
+def test_what_a_configuration_drops_is_replaced_by_its_encoding():
+    after = dropped_layout(LAYOUT, POSITIONAL, ChangeConfig(layers=[-1], to="rope"), 6, True)
+    (rope,) = build_layout(
+        PositionalConfig(encodings={"rope": {"base": 100.0}}),
+        num_layers=1, num_key_value_heads=1, head_dim=6, training_length=C,
+    ).spectra  # fmt: skip
+    assert after == drop(LAYOUT, layers=[2], to=rope, qk_norm=True)
+    assert dropped_layout(LAYOUT, POSITIONAL, ChangeConfig(), 6) == drop(LAYOUT)
+    some = ChangeConfig(heads=[1], faster_than=20.0)
+    assert dropped_layout(LAYOUT, POSITIONAL, some, 6) == drop(LAYOUT, heads=[1], faster_than=20.0)
+
+
+@pytest.mark.parametrize("anneal", ["angles", "heads"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": TemperatureConfig(coefficient=0.5, reference=1)},
+        {"temperature": TemperatureConfig(coefficient=0.5, heads="free")},
+        {"encodings": {"nope": {"temperature": 0.4}}},
+    ],
+)
+def test_a_drop_in_steps_ends_with_the_temperature_of_a_drop_in_one(anneal, options):
+    positional, change = PositionalConfig(**options), ChangeConfig(anneal=anneal, anneal_steps=4)
+    at_once = dropped_layout(LAYOUT, positional, ChangeConfig(), 6)
+    assert not at_once.spectra[0].temperature.is_none
+    assert shrunk(LAYOUT, positional, change, 6, 4) == at_once
+
+
+def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotates():
+    positional = PositionalConfig(
+        layers=["nope", "rope"], temperature=TemperatureConfig(coefficient=0.1, heads="free")
+    )
+    after = dropped_layout(LAYOUT, positional, ChangeConfig(layers=[1], to="half_rope"), 8)
+    assert after.layers[1].spectra[0].temperature.is_none
+
+
+@pytest.mark.parametrize(("qk_norm", "norms"), [(True, [True, False, True]), (False, [False] * 3)])
+def test_a_drop_in_steps_begins_with_the_norms_of_its_layers_alone(qk_norm, norms):
+    change = ChangeConfig(layers=[0, 2], anneal_steps=4)
+    after = dropped_layout(LAYOUT, POSITIONAL, change, 6, qk_norm)
+    assert [layer.qk_norm for layer in after.layers] == norms
+    assert after.spectra == LAYOUT.spectra
+
+
+def test_an_encoding_that_cannot_be_had_is_refused():
+    wrong = PositionalConfig(encodings={"rope": {"base": 1.0}})
+    with pytest.raises(UserError, match="base must be greater than 1"):
+        dropped_layout(LAYOUT, wrong, ChangeConfig(to="rope"), 6)

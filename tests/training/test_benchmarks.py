@@ -33,8 +33,8 @@ from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks import benchmarks
-from trainer.training.callbacks.benchmarks import benchmark_problems
+from trainer.training.callbacks import monitors
+from trainer.training.callbacks.monitors import benchmark_problems
 
 TASK, QUESTIONS = "sentences", 7
 
@@ -244,12 +244,12 @@ def test_no_task_makes_more_than_is_asked():
         longbench=replace(EvaluationConfig().longbench, limit=None),
         many_shot=replace(EvaluationConfig().many_shot, trials=50),
     )
-    found = benchmarks._within(given, BenchmarksConfig(tasks=("statements",), limit=9))
+    found = monitors._within(given, BenchmarksConfig(tasks=("statements",), limit=9))
     assert (found.tasks, found.windows, found.last) == (("statements",), 9, None)
     counts = (found.needles.trials, found.ruler.trials, found.longbench.limit)
     assert (*counts, found.many_shot.trials) == (9, 3, 9, 9)
     fewer = replace(given, longbench=replace(given.longbench, limit=2))
-    assert benchmarks._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
+    assert monitors._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -259,12 +259,12 @@ def test_ranks_share_the_questions_of_lm_eval_and_have_all_answers_in_order(monk
 
     items = list(range(7))
     parts = [answers(items[rank::ranks]) for rank in range(ranks)]
-    monkeypatch.setattr(benchmarks, "all_gather", lambda own: parts if own in parts else None)
+    monkeypatch.setattr(monitors, "all_gather", lambda own: parts if own in parts else None)
     for rank in range(ranks):
         stub = SimpleNamespace(ranks=Ranks(rank, ranks, rank, ranks))
-        assert benchmarks.Benchmarks._spread(stub, items, answers) == answers(items)
+        assert monitors.Benchmarks._spread(stub, items, answers) == answers(items)
 
 
 def test_a_mean_of_nothing_is_no_number():
-    assert benchmarks._mean([1.0, 2.0]) == 1.5
-    assert math.isnan(benchmarks._mean([]))
+    assert monitors._mean([1.0, 2.0]) == 1.5
+    assert math.isnan(monitors._mean([]))

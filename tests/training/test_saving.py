@@ -182,8 +182,9 @@ def test_the_last_step_of_a_phase_that_ends_early_is_saved(monkeypatch, tmp_path
     assert steps == [3]
 
 
-def test_only_the_last_checkpoint_must_be_written(saved_by, caplog):
-    saved, _ = saved_by(7, failing=(3, 6))
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_only_the_last_checkpoint_must_be_written(saved_by, caplog, asynchronous):
+    saved, _ = saved_by(7, failing=(3, 6), asynchronous=asynchronous)
     assert [step for _, step in saved] == [7]
     assert [r.getMessage() for r in caplog.records] == [
         f"Checkpoint step-00000{step} could not be written (No space left); the run goes on, older "
@@ -191,7 +192,7 @@ def test_only_the_last_checkpoint_must_be_written(saved_by, caplog):
         for step in (3, 6)
     ]
     with pytest.raises(UserError, match=r"step 7 could not be written \(No space left\)"):
-        saved_by(7, failing=(7,))
+        saved_by(7, failing=(7,), asynchronous=asynchronous)
 
 
 def test_what_is_no_failure_to_write_is_raised(saved_by):

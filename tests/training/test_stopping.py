@@ -44,8 +44,11 @@ def signal_during(monkeypatch, number, at):
     monkeypatch.setattr(LanguageModule, "training_step", step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("at", [4, 5, 8], ids=["before the drop", "at the drop", "after it"])
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [(signal.SIGTERM, 4), (signal.SIGUSR1, 5), (signal.SIGINT, 8)],
+    ids=["before the drop", "at the drop", "after it"],
+)
 def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     run, monkeypatch, tmp_path, number, at
 ):

@@ -79,14 +79,6 @@ def test_each_row_is_of_the_steps_since_the_one_before():
     assert again.read()["skipped_steps"] == 2
 
 
-def test_micro_batches_count_in_their_own_step():
-    tally = Tally()
-    for loss in (2.0, 8.0):
-        tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
-        value, _ = tally.end_step()
-        assert value.item() == loss
-
-
 def test_the_state_goes_on_in_the_middle_of_a_row():
     whole, first, second = Tally(), Tally(), Tally()
     for index, loss in enumerate((1.1, 2.3, 3.7)):
@@ -98,14 +90,6 @@ def test_the_state_goes_on_in_the_middle_of_a_row():
             value, _ = tally.end_step()
             tally.end_update(value, torch.tensor(loss), ~value.isfinite())
     assert second.read() == whole.read()
-
-
-def test_losses_are_told_apart_by_position():
-    tally = Tally()
-    tally.add(torch.arange(8.0).expand(3, 8), torch.ones(3, 8))
-    tally.end_step()
-    row = tally.read()
-    assert [row[f"loss/quarter_{i}"] for i in (1, 2, 3, 4)] == [0.5, 2.5, 4.5, 6.5]
 
 
 def test_a_spike_is_six_deviations_above_the_last_128_steps():

@@ -274,7 +274,7 @@ SAID = {
 def test_a_fault_in_a_control_or_a_later_phase_alone_is_refused_before_anything_runs(
     base, tmp_path, monkeypatch, wrong, in_a_control
 ):
-    for name in ("trainer.training.loggers", "trainer.training.callbacks.benchmarks"):
+    for name in ("trainer.training.loggers", "trainer.training.callbacks.monitors"):
         monkeypatch.setattr(f"{name}.find_spec", lambda _: None)
     for heavy in ("open_corpus", "open_run_directory", "train"):
         monkeypatch.setattr(experiment, heavy, lambda *_, **__: pytest.fail("began"))

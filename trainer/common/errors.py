@@ -69,8 +69,8 @@ class UserError(Exception):
 
 def raise_all(problems: Iterable[Problem]) -> None:
     """Raise a ``UserError`` of the problems, each once, if there are any."""
-    if found := dict.fromkeys(problems):
-        raise UserError(*found)
+    if distinct := dict.fromkeys(problems):
+        raise UserError(*distinct)
 
 
 @contextmanager
@@ -105,10 +105,10 @@ REQUEUE_EXIT_CODE = 85
 class PreemptedError(Exception):
     """Work stopped because it was asked to: a run at a step boundary, with a checkpoint."""
 
-    def __init__(self, said: str, kept: bool = True) -> None:
+    def __init__(self, message: str, kept: bool = True) -> None:
         self.kept = kept
         """Whether the same command resumes from what is there."""
-        super().__init__(said)
+        super().__init__(message)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 
@@ -18,8 +18,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory: a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # In the same directory: a rename is atomic only within one file system. Process ids are not
+    # unique: processes in containers on several machines often have the same one.
+    temporary = path.with_name(f".{path.name}.{randbelow(10**12)}.tmp")
     try:
         temporary.write_bytes(data)
         temporary.replace(path)

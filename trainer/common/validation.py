@@ -42,10 +42,10 @@ def checked(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem], 
         try:
             return adapter(schema).validate_python(values), [*unknown.values()], [*wrong.values()]
         except ValidationError as error:
-            found: dict[Place, list[Any]] = {}
+            errors_at: dict[Place, list[Any]] = {}
             for one in error.errors(include_url=False):
-                found.setdefault(_place(values, one["loc"]), []).append(one)
-        for place, errors in found.items():
+                errors_at.setdefault(_place(values, one["loc"]), []).append(one)
+        for place, errors in errors_at.items():
             if errors[0]["type"] in ("unexpected_keyword_argument", "invalid_key"):
                 problem = _unknown_key(schema, place)
                 unknown.setdefault(problem.key, problem)
@@ -53,18 +53,18 @@ def checked(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem], 
                 # One problem for all items of a list.
                 whole = _dotted(place[:-1] if isinstance(place[-1], int) else place)
                 wrong.setdefault(whole, _wrong_value(schema, place, errors))
-        values = without(values, [*found])
+        values = without(values, [*errors_at])
 
 
 def _place(values: Any, location: Sequence[str | int]) -> Place:
     """Return the keys of one of pydantic's locations, which also name the arms of unions."""
-    found: list[str | int] = []
+    keys: list[str | int] = []
     for part in location:
         is_item = isinstance(values, list | tuple) and part in range(len(values))
         if is_item or (isinstance(values, dict) and part in values):
             values = values[part]
-            found.append(part)
-    return tuple(found)
+            keys.append(part)
+    return tuple(keys)
 
 
 def _unknown_key(schema: Any, place: Place) -> Problem:
@@ -97,8 +97,8 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     elif get_origin(kind) in (list, tuple) and isinstance(value, str | int | float):
         hint = f"Of this one alone it is {_dotted(place)}=[{value}]."
     key = _dotted(place) + inside
-    given = _YAML[value] if value is None or isinstance(value, bool) else repr(value)
-    return Problem(key, f"expected {' or '.join(expected)}, got {given}.", hint)
+    shown = _YAML[value] if value is None or isinstance(value, bool) else repr(value)
+    return Problem(key, f"expected {' or '.join(expected)}, got {shown}.", hint)
 
 
 _YAML = {None: "null", True: "true", False: "false"}

@@ -32,8 +32,7 @@ from trainer.interchange.hf_config import (
 from trainer.interchange.hub import find_pretrained, tokenizer_from_file
 from trainer.interchange.tensor_files import FileTensor, read_headers
 from trainer.model.config import ModelConfig
-from trainer.model.decoder import Decoder
-from trainer.model.initialization import initial_value
+from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)

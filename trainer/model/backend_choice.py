@@ -105,14 +105,14 @@ def backend_problem(name: str, accelerator: str) -> Problem | None:
 def flash_problem() -> str | None:
     """Return why the package flash-attn, generation 2, cannot be used, or None."""
     try:
-        found = version("flash-attn")
+        installed = version("flash-attn")
     except PackageNotFoundError:
         others = [name for name in OTHER_FLASH if _is_installed(name)]
         if others:
             return f"is not installed ({others[0]} is, with another interface)"
         return "is not installed"
-    if not found.startswith("2."):
-        return f"is of version {found} instead of 2"
+    if not installed.startswith("2."):
+        return f"is of version {installed} instead of 2"
     error = _import_error("flash_attn")
     return None if error is None else _cannot_load(error)
 
@@ -302,17 +302,17 @@ def trial_problem(name: str, needs: Needs) -> str | None:
         documents=documents if needs.documents else None,
         slopes=torch.linspace(0.1, 0.5, 4, device=q.device) if needs.biased else None,
     )
-    softmax, found = Softmax(softcap=needs.softmax.softcap), []
+    softmax, results = Softmax(softcap=needs.softmax.softcap), []
     try:
         for attend in (BACKENDS[name], eager):
             ready = prepared(attend, mask, (1, length), length, q.device)
             with torch.enable_grad():
                 out = attend(q, k, v, ready, softmax)
                 grads = torch.autograd.grad(out.square().sum(), (q, k, v))
-            found.append([out.detach(), *grads])
+            results.append([out.detach(), *grads])
     except Exception as error:  # a kernel may raise anything
         return _brief(error)
-    pairs = zip(*found, strict=True)
+    pairs = zip(*results, strict=True)
     worst = float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
     return None if worst <= 0.03 else f"off by {worst:.1%} in a trial"  # NaN is off too
 

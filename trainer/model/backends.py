@@ -238,8 +238,8 @@ def flex(
 
     out, aux = _compiled("flex_attention")(q, k, v, **options, return_aux=AuxRequest(lse=True))
     # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of each head's weights.
-    kept = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
-    return out * kept[..., None].to(out.dtype)
+    share = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
+    return out * share[..., None].to(out.dtype)
 
 
 def flex_flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:

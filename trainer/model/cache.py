@@ -99,8 +99,8 @@ class KVCache:
     def remove(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
         for layer in self.layers:
-            for kept in (layer.keys, layer.values):
-                kept[row, :, : layer.length] = kept[-1, :, : layer.length]
+            for stored in (layer.keys, layer.values):
+                stored[row, :, : layer.length] = stored[-1, :, : layer.length]
             layer.keys, layer.values = layer.keys[:-1], layer.values[:-1]
             if layer.begins:
                 begins = list(layer.begins)

@@ -112,9 +112,9 @@ class ModelConfig:
 
     def problems(self) -> list[Problem]:
         """Check rules between fields; return a problem for each that is broken."""
-        found = []
+        problems = []
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            found.append(
+            problems.append(
                 Problem(
                     "model.num_attention_heads",
                     f"{self.num_attention_heads} heads do not divide hidden_size "
@@ -122,7 +122,7 @@ class ModelConfig:
                 )
             )
         elif self.head_size % 2:
-            found.append(
+            problems.append(
                 Problem(
                     "model.head_dim",
                     f"{self.head_size} is odd, but channels rotate in pairs; use "
@@ -130,11 +130,11 @@ class ModelConfig:
                 )
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            found.append(
+            problems.append(
                 Problem(
                     "model.num_key_value_heads",
                     f"{self.num_key_value_heads} does not divide num_attention_heads "
                     f"{self.num_attention_heads}.",
                 )
             )
-        return found
+        return problems

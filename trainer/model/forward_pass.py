@@ -155,16 +155,21 @@ class ForwardPass:
 
     def _masks(self, layout: Layout, config: ModelConfig, attends: Sequence[Attend]) -> list[Mask]:
         """Return the mask of every layer; equal ones share the backend's preparation."""
-        device = self.positions.device
+        device, (rows, tokens) = self.positions.device, self.shape
         slopes = bias_slopes(layout, config.num_attention_heads, device)
-        distinct: dict[tuple[int | None, int], Mask] = {}
+        queries = [tokens] * len(layout.layers)
+        if self.last is not None:
+            queries[-1] = min(self.last, tokens)
+        distinct: dict[tuple[int | None, int, int], Mask] = {}
         masks = []
-        for attend, layer, slope in zip(attends, layout.layers, slopes, strict=True):
+        for attend, layer, slope, count in zip(
+            attends, layout.layers, slopes, queries, strict=True
+        ):
             window = layer.window if layer.window and layer.window < self.end else None
-            key = window, id(slope)
+            key = window, id(slope), count
             if key not in distinct:
                 mask = replace(self.mask, window=window, slopes=slope)
-                distinct[key] = prepared(attend, mask, self.shape, self.end, device)
+                distinct[key] = prepared(attend, mask, (rows, count), self.end, device)
             masks.append(distinct[key])
         return masks
 

@@ -108,13 +108,13 @@ class LanguageModel(nn.Module, ABC):
 
     @contextmanager
     def using(self, layout: Layout) -> Iterator[None]:
-        """Use ``layout`` within the block, then restore the model's own."""
-        own = self.layout
+        """Use ``layout`` within the block, then restore the previous one."""
+        previous = self.layout
         try:
             self.layout = layout
             yield
         finally:
-            self.layout = own
+            self.layout = previous
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or those of the ``last`` positions; see

@@ -71,7 +71,7 @@ def chunk_size(vocab_size: int, device: torch.device) -> int:
 def equal_chunk_size(tokens: int, most: int) -> int:
     """Return the size of about ``most`` tokens or less, in whole tiles, into which ``tokens`` are
     divided without a smaller last chunk where fewer than twice the chunks do so."""
-    tiles, most_tiles = -(-tokens // TILE), -(-most // TILE)
+    tiles, most_tiles = max(1, -(-tokens // TILE)), -(-most // TILE)
     fewest = -(-tiles // most_tiles)
     count = next((n for n in range(fewest, 2 * fewest) if tiles % n == 0), fewest)
     return TILE * -(-tiles // count)
@@ -127,8 +127,8 @@ def replace_by_gradient(
             COMPILED_ON.discard(logits.device.type)
     rows = 2 * TILE  # temporaries in float32 stay small
     parts = zip(logits.split(rows), targets.split(rows), weights.split(rows), strict=True)
-    found = [_replace_by_gradient(x, y, w, z_loss, softcap) for x, y, w in parts]
-    log_z, picked = (torch.cat(x) for x in zip(*found, strict=True))
+    results = [_replace_by_gradient(x, y, w, z_loss, softcap) for x, y, w in parts]
+    log_z, picked = (torch.cat(x) for x in zip(*results, strict=True))
     return log_z, picked
 
 
@@ -241,7 +241,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: backward ran twice; call the loss again.")
         grad_hidden, grad_weight = ctx.gradients
         ctx.gradients = None  # scaled in place: a second backward is impossible
-        # In another dtype: scaled and converted in one pass.
+        # Scale and convert in one pass if the dtypes differ.
         same = ctx.weight_dtype == grad_weight.dtype
         scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, scale, out=scaled)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, collecting, did_you_mean, raise_all
 from trainer.common.fields import Count, FreeForm, NotNegative, Number, Share, configuration
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
@@ -86,18 +86,37 @@ class PositionalConfig:
     """Softmax temperature by length, for encodings that have none of their own."""
 
 
+def _kinds(config: PositionalConfig) -> dict[str, str]:
+    """Return the registered encoding that each configured name stands for."""
+    return {
+        name: str(config.encodings.get(name, {}).get("type", name))
+        for name in [*config.layers, *config.heads, *config.encodings]
+    }
+
+
 def unknown_encodings(config: PositionalConfig) -> list[Problem]:
     """Return a problem for every name under which no encoding is registered."""
-    kinds = {
-        name: str(config.encodings.get(name, {}).get("type", name))
-        for name in dict.fromkeys([*config.layers, *config.heads, *config.encodings])
-    }
+    kinds = _kinds(config)
     choices = {*ENCODINGS, *(name for name, kind in kinds.items() if kind in ENCODINGS)}
     return [
         Problem("positional", f"unknown encoding {kind!r}.", did_you_mean(kind, choices))
         for kind in dict.fromkeys(kinds.values())
         if kind not in ENCODINGS
     ]
+
+
+def spectrum_of(
+    config: PositionalConfig, name: str, head_dim: int, training_length: int
+) -> Spectrum:
+    """Return the spectrum of the encoding ``name``, with the configured temperature.
+
+    Raises:
+        UserError: the encoding, its parameters or its temperature are wrong.
+    """
+    parameters = dict(config.encodings.get(name, {}))
+    kind = str(parameters.pop("type", name))
+    spectrum = make_spectrum(kind, head_dim, training_length, parameters, variant=name)
+    return config.temperature.on(spectrum)
 
 
 def build_layout(
@@ -115,27 +134,19 @@ def build_layout(
         UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
     """
     problems = unknown_encodings(config)
-
-    def spectrum(name: str) -> Spectrum | None:
-        given = dict(config.encodings.get(name, {}))
-        kind = str(given.pop("type", name))
-        if kind not in ENCODINGS:
-            return None
-        try:
-            made = make_spectrum(kind, head_dim, training_length, given, variant=name)
-            return config.temperature.on(made) if name in used else made
-        except UserError as error:
-            problems.extend(error.problems)
-            return None
-
     for key in ("layers", "windows"):
         if not getattr(config, key):
             problems.append(
                 Problem(f"positional.{key}", "expected at least one entry, got an empty list.")
             )
     used = {*config.layers, *config.heads}
-    named = dict.fromkeys([*config.layers, *config.heads, *config.encodings])
-    spectra = {name: spectrum(name) for name in named}
+    untempered = replace(config, temperature=TemperatureConfig())
+    spectra: dict[str, Spectrum] = {}
+    for name, kind in _kinds(config).items():
+        if kind in ENCODINGS:
+            with collecting(problems):
+                settings = config if name in used else untempered
+                spectra[name] = spectrum_of(settings, name, head_dim, training_length)
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
             problems.append(
@@ -145,9 +156,9 @@ def build_layout(
                     f"{training_length}; expected 1 to {training_length}, or null for none.",
                 )
             )
-    reached = {*config.layers[:num_layers], *config.heads}
+    reached = [spectra[x] for x in (*config.layers[:num_layers], *config.heads) if x in spectra]
     of_free = config.temperature.heads == "free" and not config.temperature.is_none
-    if of_free and not any(s and config.temperature.reaches(s) for s in map(spectra.get, reached)):
+    if of_free and not any(map(config.temperature.reaches, reached)):
         problems.append(
             Problem(
                 "positional.temperature.heads",
@@ -175,18 +186,14 @@ def build_layout(
             )
     if sum(counts.values()) > num_key_value_heads:
         problems.append(Problem("positional.heads", "the shares add up to more than 1."))
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(problems)
 
     others = [name for name, count in counts.items() for _ in range(count)]
 
     def layer(index: int) -> LayerEncoding:
         main = config.layers[index % len(config.layers)]
         names = [main] * (num_key_value_heads - len(others)) + others
-        return LayerEncoding.of(
-            (s for name in names if (s := spectra[name]) is not None),
-            config.windows[index % len(config.windows)],
-            qk_norm,
-        )
+        window = config.windows[index % len(config.windows)]
+        return LayerEncoding.of((spectra[name] for name in names), window, qk_norm)
 
     return Layout(training_length, tuple(layer(index) for index in range(num_layers)))

@@ -222,8 +222,8 @@ def p_rope(
     if not 0 < p <= 1:
         raise ValueError(f"p must be in (0, 1], got {p}.")
     pairs = rotated_pairs(head_dim, 1.0)
-    kept = int(round(p * pairs, 6))  # 0.58 * 50 is 28.999999999999996
-    return Spectrum(geometric(base, pairs)[:kept] + (0.0,) * (pairs - kept))
+    moving = int(round(p * pairs, 6))  # 0.58 * 50 is 28.999999999999996
+    return Spectrum(geometric(base, pairs)[:moving] + (0.0,) * (pairs - moving))
 
 
 @encoding

@@ -55,9 +55,11 @@ def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Te
     bits = _mixed(place ^ first)
     radius = (-2 * ((bits + 0.5) / 2**BITS).log()).sqrt()
     draws = radius * (_mixed(bits ^ second) * (2 * math.pi / 2**BITS)).cos()
-    found = draws.new_zeros(*draws.shape[:-3], len(std), *draws.shape[-2:])
-    found[..., chosen, :, :] = draws * _factors(tuple((std[h],) for h in chosen), draws.device)
-    return found
+    noise_of_heads = draws.new_zeros(*draws.shape[:-3], len(std), *draws.shape[-2:])
+    noise_of_heads[..., chosen, :, :] = draws * _factors(
+        tuple((std[h],) for h in chosen), draws.device
+    )
+    return noise_of_heads
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -1,19 +1,55 @@
-"""The ``drop`` configuration group: what is dropped, when, and how training continues."""
+"""The configuration groups ``drop`` (what is dropped, and when) and ``schedule``."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainer.common.errors import Problem
-from trainer.common.fields import LARGEST, Count, Integer, Natural, Number, Positive, configuration
-from trainer.recalibration.schedule import ScheduleConfig
+from trainer.common.fields import (
+    LARGEST,
+    Count,
+    Integer,
+    Natural,
+    Number,
+    Positive,
+    Rate,
+    Share,
+    configuration,
+)
 
-Step = Annotated[int, Field(strict=True, ge=-LARGEST, le=LARGEST)]
-Fraction = Annotated[Number, Field(le=LARGEST)]
-"""1.0 is the whole run, where 1 is its first step."""
+
+@configuration
+class ScheduleConfig:
+    """Learning rate of one phase, as a multiple of the optimizer's learning rates."""
+
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up: cosine (falls to the end), wsd (stays, then falls over the last
+    decay_fraction), constant."""
+    peak: Rate = 1.0
+    """Factor on the optimizer's learning rates after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    final: Share = 0.1
+    """Factor at the end, as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Share of the phase over which wsd falls."""
+
+    def factor(self, step: int, length: int) -> float:
+        """Return the factor on the base learning rate for update ``step`` of ``length``."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.name == "wsd":
+            start = max(start, round(length * (1 - self.decay_fraction)))
+        progress = min(max((step - start) / max(length - start, 1), 0.0), 1.0)
+        fall = progress if self.name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
+        return self.peak * (1 - (1 - self.final) * fall)
 
 
 @configuration
@@ -48,7 +84,7 @@ class ChangeConfig:
     @property
     def of_what(self) -> str:
         """The choice in words, such as ``" of layers 0, 1"``; empty for all layers."""
-        found = [
+        parts = [
             f"{name} {', '.join(map(str, chosen))}"
             for name in ("layers", "heads")
             if (chosen := getattr(self, name)) is not None
@@ -58,8 +94,8 @@ class ChangeConfig:
             for than, value in (("slower", self.slower_than), ("faster", self.faster_than))
             if value is not None
         ]
-        found += [f"pairs {' or '.join(pairs)}"] if pairs else []
-        return f" of {', '.join(found)}" if found else ""
+        parts += [f"pairs {' or '.join(pairs)}"] if pairs else []
+        return f" of {', '.join(parts)}" if parts else ""
 
     def change_problems(
         self, key: str, num_layers: int, num_heads: int, steps: int
@@ -72,14 +108,14 @@ class ChangeConfig:
             num_heads: key-value heads of the model.
             steps: steps left after the drop.
         """
-        found = []
+        problems = []
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
             if chosen == []:
-                found.append(
+                problems.append(
                     Problem(f"{key}.{name}", f"an empty list drops nothing; null means all {name}.")
                 )
-            found += [
+            problems += [
                 Problem(
                     f"{key}.{name}",
                     f"{what} {i} does not exist in a model of {count} "
@@ -90,7 +126,7 @@ class ChangeConfig:
             ]
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.slower_than",
                     f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
@@ -98,7 +134,7 @@ class ChangeConfig:
                 )
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.to",
                     "pairs, and what shrinks over steps, are dropped to nope alone, got "
@@ -106,17 +142,17 @@ class ChangeConfig:
                 )
             )
         if self.anneal_steps > steps:
-            found.append(
+            problems.append(
                 Problem(
                     f"{key}.anneal_steps",
                     f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
                 )
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            found.append(
+            problems.append(
                 Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
             )
-        return found
+        return problems
 
 
 @configuration
@@ -165,14 +201,14 @@ class DropConfig(ChangeConfig):
         ``trained``: the run begins with trained weights, which may be dropped before the first
         step.
         """
-        found = []
+        problems = []
         if self.at is not None and self.at_tokens is not None:
-            found.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
+            problems.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
         step = self.step(max_steps, tokens_per_step)
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
-            found.append(
+            problems.append(
                 Problem(
                     f"drop.{key}",
                     f"{getattr(self, key)} is step {step}, but the run has steps {first} to "
@@ -182,5 +218,5 @@ class DropConfig(ChangeConfig):
             )
             step = None
         left = max_steps - step if step is not None else max_steps
-        found += self.change_problems("drop", num_layers, num_heads, left)
-        return found
+        problems += self.change_problems("drop", num_layers, num_heads, left)
+        return problems

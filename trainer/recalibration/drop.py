@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Frequencies, Spectrum
 from trainer.recalibration.config import ChangeConfig
@@ -60,17 +60,20 @@ def drop(
     )
 
 
-def shrunk(layout: Layout, change: ChangeConfig, done: int) -> Layout:
+def shrunk(
+    layout: Layout, positional: PositionalConfig, change: ChangeConfig, head_dim: int, done: int
+) -> Layout:
     """Return ``layout`` after ``done`` steps of a drop that takes ``change.anneal_steps``.
 
     Angles shrink to zero linearly. Of the heads, a number in proportion to ``done`` has dropped,
-    from the last head on.
+    from the last head on. After the last step the layout is that of a drop in one step.
     """
     left = max(1 - done / change.anneal_steps, 0.0)
+    to = spectrum_of(positional, change.to, head_dim, layout.training_length)
     if change.anneal == "heads":
         heads = len(layout.layers[0].spectra)
-        return drop(layout, layers=change.layers, heads=range(round(heads * left), heads))
-    after = drop(layout, **_chosen(change))
+        return drop(layout, layers=change.layers, heads=range(round(heads * left), heads), to=to)
+    after = drop(layout, **_chosen(change), to=to)
     if not left:
         return after
 
@@ -108,14 +111,7 @@ def dropped_layout(
             for index, layer in enumerate(layout.layers)
         )
         return replace(layout, layers=tuple(layers))
-    target = build_layout(
-        replace(positional, layers=[change.to], windows=[None], heads={}),
-        num_layers=1,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        training_length=layout.training_length,
-    )
-    (to,) = target.spectra
+    to = spectrum_of(positional, change.to, head_dim, layout.training_length)
     return drop(layout, **_chosen(change), to=to, qk_norm=qk_norm)
 
 

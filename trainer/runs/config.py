@@ -16,8 +16,7 @@ from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import layer_problems
-from trainer.recalibration.config import DropConfig
-from trainer.recalibration.schedule import ScheduleConfig
+from trainer.recalibration.config import DropConfig, ScheduleConfig
 from trainer.runs.layouts import layout_problems
 from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.monitoring import MonitorConfig

@@ -35,13 +35,6 @@ def layout_problems(
             training_length=training_length,
         )
         for key, drop in drops.items():
-            if drop.anneal_steps and not positional.temperature.is_none:
-                return [
-                    Problem(
-                        f"{key}.anneal_steps",
-                        "with positional.temperature an encoding is dropped at once; expected 0.",
-                    )
-                ]
             if drop.anneal_steps and not layout.rotates:
                 return [
                     Problem(

@@ -10,8 +10,7 @@ from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Count, Integer, Number, Positive, configuration
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
-from trainer.recalibration.config import ChangeConfig
-from trainer.recalibration.schedule import ScheduleConfig
+from trainer.recalibration.config import ChangeConfig, ScheduleConfig
 
 
 @configuration

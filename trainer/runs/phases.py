@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainer.data.config import DataConfig
-from trainer.recalibration.config import ChangeConfig
-from trainer.recalibration.schedule import ScheduleConfig
+from trainer.recalibration.config import ChangeConfig, ScheduleConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.phase_config import PhaseConfig, RescaleConfig, UntilConfig
 from trainer.runs.saved_state import RECALIBRATION

@@ -28,22 +28,22 @@ RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 
 
 OPERATIONS = 1e11
-"""Of a core a second, where matrix products of float32 are quick."""
+"""Operations per second of a core that multiplies float32 matrices fast."""
 
 LONGEST_ON_CPU = 30 * 86400
 """Seconds of training that nobody means to start."""
 
 
 def device_problems(config: RunConfig) -> list[Problem]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
-    device, found = device_type(config), []
+    """Check the configuration against this machine; return what it cannot do."""
+    device, problems = device_type(config), []
     if config.trainer.accelerator == "gpu" and device == "cpu":
-        found.append(
+        problems.append(
             Problem("trainer.accelerator", "'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
         )
     by_itself = device == "cpu" and config.trainer.accelerator == "auto"
     if by_itself and (seconds := cpu_seconds(config)) > LONGEST_ON_CPU:
-        found.append(
+        problems.append(
             Problem(
                 "trainer.accelerator",
                 "torch sees no GPU, and on this machine's CPU the run would take about "
@@ -53,7 +53,7 @@ def device_problems(config: RunConfig) -> list[Problem]:
         )
     half = config.trainer.precision == "bf16"
     if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
-        found.append(
+        problems.append(
             Problem(
                 "trainer.precision",
                 f"'bf16' is not supported by this GPU ({torch.cuda.get_device_name()}); use "
@@ -61,8 +61,8 @@ def device_problems(config: RunConfig) -> list[Problem]:
             )
         )
     if problem := backend_problem(config.model.attention_backend, device):
-        found.append(problem)
-    return found
+        problems.append(problem)
+    return problems
 
 
 def cpu_seconds(config: RunConfig) -> float:
@@ -88,14 +88,14 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
     With several ranks, and when compiling, the default is one per core of this process's share of
     the machine. All ranks call this together.
     """
-    given, share = config.trainer.threads, share_of_cores()
+    threads, share = config.trainer.threads, share_of_cores()
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
-    torch.set_num_threads(given or (share if ranks.world_size > 1 else usual_threads()))
+    torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
     if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # after the environment is set
 
         # The default is one worker per core of the node, up to 32, on every rank.
-        inductor.compile_threads = min(given or share, 32)
+        inductor.compile_threads = min(threads or share, 32)
 
 
 def set_environment(config: RunConfig) -> None:
@@ -131,15 +131,15 @@ def open_gpus(config: RunConfig, ranks: Ranks) -> None:
         if (seconds := cpu_seconds(config)) > 3600:
             log.info("On this machine's CPU about %s", in_words(seconds))
         return
-    said = [
+    settings = [
         f"{ranks.world_size} x {torch.cuda.get_device_name()}",
         f"TF32 {'on' if config.trainer.tf32 else 'off'}",
         f"{ALLOCATOR[0]}={_value(ALLOCATOR)}",
     ]
     if config.strategy.name != "single" and (files := _value(RECORD_FILE)):
         Path(files).parent.mkdir(parents=True, exist_ok=True)
-        said.append(f"NCCL's flight recorder writes to {files}*")
-    log.info("%s", ", ".join(said))
+        settings.append(f"NCCL's flight recorder writes to {files}*")
+    log.info("%s", ", ".join(settings))
 
 
 @contextmanager
@@ -151,8 +151,7 @@ def numerics(config: RunConfig) -> Iterator[None]:
     filled = memory.fill_uninitialized_memory
     try:
         # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
-        # setting,
-        # and torch raises if both are used.
+        # setting, and torch raises if both are used.
         if device_type(config) == "cuda":
             torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
         if config.trainer.deterministic:
@@ -167,11 +166,11 @@ def numerics(config: RunConfig) -> Iterator[None]:
             memory.fill_uninitialized_memory = filled
 
 
-# Dense peaks from vendors' data sheets. Many of NVIDIA's data sheets
-# print peaks for 2:4 sparse matrices and say so in a footnote; the dense peaks, which count in
-# training, are half of these. The key is the whole name without the vendor. The values are
-# (bf16 on tensor or matrix cores, fp32 outside of them, as torch computes it unless TF32 is turned
-# on), in TFLOP/s; None if the device has no bf16 units.
+# Dense peaks from vendors' data sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and
+# say so in a footnote; the dense peaks, which count in training, are half of these. The key is the
+# whole name without the vendor. The values are (bf16 on tensor or matrix cores, fp32 outside of
+# them, as torch computes it unless TF32 is turned on), in TFLOP/s; None if the device has no bf16
+# units.
 _PEAKS: dict[str, tuple[float | None, float]] = {
     # V100 and V100S data sheet (2020)
     r"V100-SXM2-(16|32)GB": (None, 15.7),

@@ -148,7 +148,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
 
 
 def logger_problems(config: RunConfig) -> list[Problem]:
-    """What a configured dashboard lacks, one sentence each."""
+    """Check that configured dashboards are installed; return a problem for each that is not."""
     if not config.logger.tensorboard or any(map(find_spec, ("tensorboard", "tensorboardX"))):
         return []
     return [

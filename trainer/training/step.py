@@ -1,4 +1,4 @@
-"""What happens within a step, in order, and what of it a checkpoint saves.
+"""Order of events within a training step, and the state that a checkpoint saves.
 
 Lightning calls the callbacks of :meth:`Step.callbacks` in their order: change, end, measure, log,
 save, stop. Before the first step :class:`Resume` restores the checkpoint.

@@ -31,8 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.interchange.pretrained import Pretrained
-from trainer.model.decoder import Decoder
-from trainer.model.initialization import initial_value
+from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, limit_collectives

@@ -1,4 +1,4 @@
-"""What training steps leave on the device until it is logged or saved, without a host sync.
+"""Sums over training steps that stay on the device until they are logged or saved: no host sync.
 
 :class:`Tally` sums losses, :class:`StepTimer` times the parts of a step, and :class:`Certificate`
 sums the hashes of the samples that were read.
@@ -168,8 +168,8 @@ def _numbers(*values: Tensor | float) -> list[float]:
     """Return all values in one transfer from the device."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if tensors:
-        found = iter(torch.stack([t.double() for t in tensors]).tolist())
-        return [next(found) if isinstance(v, Tensor) else float(v) for v in values]
+        numbers = iter(torch.stack([t.double() for t in tensors]).tolist())
+        return [next(numbers) if isinstance(v, Tensor) else float(v) for v in values]
     return [float(v) for v in values]
 
 

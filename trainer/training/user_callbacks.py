@@ -30,17 +30,17 @@ MOST_ELEMENTS = 10_000
 """Largest tensor in a callback's state; ``state.json`` is text."""
 
 
-def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """What is wrong with configured callbacks, one sentence each; imports their classes only."""
+def callback_problems(configured: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Check configured callbacks by importing their classes; return a problem for each mistake."""
     problems: list[Problem] = []
-    for name, values in given.items():
+    for name, values in configured.items():
         with collecting(problems):
             _checked(f"callbacks.{name}", values)
     return problems
 
 
-def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
-    """Create a callback for each name in ``given``: the class ``_target_`` with the other keys.
+def make_callbacks(configured: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
+    """Create each callback that is configured: the class ``_target_`` with the other keys.
 
     Raises:
         UserError: a class is missing, is no callback or takes other arguments; two callbacks have
@@ -48,7 +48,7 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
     """
     made: dict[str, L.Callback] = {}
     problems: list[Problem] = []
-    for name, values in given.items():
+    for name, values in configured.items():
         with collecting(problems):
             made[name] = _make(f"callbacks.{name}", values)
     seen: dict[str, str] = {}

@@ -37,8 +37,7 @@ from trainer.runs.ranks import (
     process_group,
 )
 from trainer.runs.run_lock import RunLock
-from trainer.training.callbacks.benchmarks import benchmark_problems
-from trainer.training.callbacks.monitors import check_monitored_text
+from trainer.training.callbacks.monitors import benchmark_problems, check_monitored_text
 from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
 from trainer.training.devices import (
     device_problems,

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
-from trainer.recalibration.config import ChangeConfig
-from trainer.recalibration.schedule import ScheduleConfig
+from trainer.recalibration.config import ChangeConfig, ScheduleConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.phase_config import PhaseConfig

@@ -168,7 +168,8 @@ def layouts(config: RunConfig) -> list[Layout]:
     for phase in phases_of(config):
         layout = layout_of_phase(found[-1], phase, config.model)
         if phase.drop is not None and (steps := phase.drop.anneal_steps):
-            layout = shrunk(layout, phase.drop, steps)
+            size = config.model.head_size
+            layout = shrunk(layout, phase.config.positional, phase.drop, size, steps)
         found.append(layout)
     return found
 

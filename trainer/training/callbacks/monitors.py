@@ -1,28 +1,52 @@
-"""Measurements during training on one schedule: lengths, benchmarks, attention statistics."""
+"""Measurements during training on one schedule: lengths, attention statistics, benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Protocol
 
 import lightning as L
+import numpy as np
 import torch
 
 from trainer.analysis.attention import probe
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
 from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.multiple_choice import (
+    SUFFIX,
+    Question,
+    benchmark_directory,
+    missing_tasks,
+    read_questions,
+    score_questions,
+)
 from trainer.evaluation.results import Milestone, Reach
+from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks
+from trainer.runs.monitoring import BenchmarksConfig
+from trainer.runs.phases import phase_before
+from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
-from trainer.training.callbacks.benchmarks import Benchmarks
+from trainer.training.callbacks.guards import watch
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating
+from trainer.training.strategy import gathered
+
+log = logging.getLogger(__name__)
 
 
 class Measure(Protocol):
@@ -221,3 +245,181 @@ class Probe:
             each = {f"probe/{name}/layer_{i:02}": value for i, value in enumerate(layers)}
             metrics |= {f"probe/{name}": whole} | each
         return metrics
+
+
+class Benchmarks:
+    """Scores of tasks as in DroPE's Fig. 10, on the same questions every time.
+
+    The questions are divided among the ranks.
+    """
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, ranks: Ranks, remember: Callable[[Milestone], None]
+    ) -> None:
+        self.config, self.ranks, self.remember = config, ranks, remember
+        self.settings = config.monitor.benchmarks
+        self.tasks, self.lengths = _tasks(config, corpus, ranks)
+        self.encoder = Encoder(corpus.tokenizer, config.data.sequence_length, add_bos=True)
+        self.questions = _questions(self.settings, ranks)
+
+    def is_due(self, module: LanguageModule, step: int) -> bool:
+        """Whether the step crossed a multiple of the configured steps or tokens."""
+        before = phase_before(module.phases, step - 1).tokens_at(step - 1)
+        return self.settings.is_due(before, _tokens(module, step), step)
+
+    def measure(
+        self, trainer: L.Trainer, module: LanguageModule, has_dropped: bool
+    ) -> dict[str, float]:
+        """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
+        began, step = time.perf_counter(), trainer.global_step
+        scores: dict[str, float] = {}
+        with evaluating(module) as model, gathered(module.model):
+            for work in (self._of_lengths, self._of_questions, self._of_harness):
+                scores |= work(model)
+        self.remember(Milestone(step, _tokens(module, step), has_dropped, dict(scores)))
+        log.info("Step %d: benchmarks took %.1f s", step, time.perf_counter() - began)
+        return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
+
+    def _of_lengths(self, model: LanguageModel) -> dict[str, float]:
+        scores_by_task = {}
+        C, batch_tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
+        for task in self.tasks:
+            for length in self.lengths:
+                self._watch()
+                has = task.sequences(length)
+                cell = task.measure(model, length, None, batch_tokens) if has else {}
+                losses = _gathered(cell.get("by_window", ()))
+                scores = _gathered(cell.get("scores", ()))
+                value = float(np.exp(_mean(losses))) if losses else _mean(scores)
+                scores_by_task[f"{task.key}/{length / C:g}x"] = value
+        return scores_by_task
+
+    def _of_questions(self, model: LanguageModel) -> dict[str, float]:
+        scores_by_task = {}
+        for task, questions in self.questions.items():
+            self._watch()
+            tokens = MultipleChoiceConfig.batch_tokens
+            scores = []
+            if questions:
+                scores = score_questions(model, self.encoder, task, questions, tokens, silent=True)
+            each = {score.metric: score.each for score in scores}
+            for metric in ("acc", "acc_norm"):
+                scores_by_task[f"{task}/{metric}"] = _mean(_gathered(each.get(metric, ())))
+        return scores_by_task
+
+    def _of_harness(self, model: LanguageModel) -> dict[str, float]:
+        if not self.settings.harness:
+            return {}
+        from trainer.evaluation import harness
+
+        self._watch()
+        config = _harness_config(self.settings)
+        scores = harness.score_tasks(model, self.encoder, config, self._spread, silent=True)
+        return {f"harness/{score.task}/{score.metric}": score.value for score in scores}
+
+    def _spread(
+        self, items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]
+    ) -> list[Any]:
+        """Compute a part on every rank; return the results of all, in order."""
+        rank, ranks = self.ranks.rank, self.ranks.world_size
+        parts = all_gather(compute(items[rank::ranks]))
+        results: list[Any] = [None] * len(items)
+        for start, part in enumerate(parts):
+            results[start::ranks] = part
+        return results
+
+    def _watch(self) -> None:
+        """Extend the watchdog: a task may take as long as a first step."""
+        watch(self.config.trainer.step_timeout, 10)
+
+
+BENCHMARKS = "monitor.benchmarks"
+"""Configuration key of the benchmarks."""
+
+
+def benchmark_problems(config: RunConfig) -> list[Problem]:
+    """Check that the benchmarks' data and packages are available; return a problem for each that is
+    missing."""
+    asked = config.monitor.benchmarks
+    keys = {"evaluation.tasks": f"{BENCHMARKS}.multiple_choice", "evaluation": BENCHMARKS}
+    problems = missing_tasks(_choice_config(asked)) if asked.multiple_choice else []
+    problems = [problem.renamed(keys) for problem in problems]
+    if asked.harness and find_spec("lm_eval") is None:
+        problems.append(
+            Problem(BENCHMARKS, "lm-eval is not installed; pip install 'unrope[eval]'.")
+        )
+    elif asked.harness:
+        from trainer.evaluation.harness import task_problems
+
+        keys = {"evaluation.tasks": f"{BENCHMARKS}.harness", "evaluation": BENCHMARKS}
+        problems += [problem.renamed(keys) for problem in task_problems(_harness_config(asked))]
+    return problems
+
+
+def _tasks(
+    config: RunConfig, corpus: Corpus, ranks: Ranks
+) -> tuple[list[Measurement], tuple[int, ...]]:
+    """Return this rank's part of the tasks with lengths, and their lengths.
+
+    Raises:
+        UserError: there is too little validation text, or a task does not fit a length.
+    """
+    asked, C = config.monitor.benchmarks, config.data.sequence_length
+    lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
+    if not asked.tasks:
+        return [], ()
+    text = HeldOut(corpus, corpus.validation, corpus.end_of_text, config.data.needles.share)
+    with renaming(evaluation=BENCHMARKS):
+        made, notes = make_tasks(text, _within(config.evaluation, asked), lengths, C)
+        made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
+        check_prompts(made, lengths)
+    for note in notes:
+        log.warning("monitor.benchmarks.tasks: %s", note)
+    return [task.part(ranks.rank, ranks.world_size) for task in made], tuple(lengths)
+
+
+def _within(config: EvaluationConfig, asked: BenchmarksConfig) -> EvaluationConfig:
+    """Return the evaluation's settings, limited to the questions asked."""
+    limit = asked.limit
+    return replace(
+        config,
+        tasks=asked.tasks,
+        windows=limit,
+        last=None,
+        needles=replace(config.needles, trials=min(config.needles.trials, limit)),
+        ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
+        longbench=replace(config.longbench, limit=min(config.longbench.limit or limit, limit)),
+        many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
+    )
+
+
+def _choice_config(asked: BenchmarksConfig) -> MultipleChoiceConfig:
+    return MultipleChoiceConfig(asked.multiple_choice, directory=asked.directory)
+
+
+def _harness_config(asked: BenchmarksConfig) -> HarnessConfig:
+    return HarnessConfig(asked.harness, limit=asked.limit, include_path=asked.include_path)
+
+
+def _questions(asked: BenchmarksConfig, ranks: Ranks) -> dict[str, list[Question]]:
+    """Return this rank's part of every task's questions; tasks without questions are omitted."""
+    directory = benchmark_directory(_choice_config(asked))
+    questions_of_rank = {}
+    for task in asked.multiple_choice:
+        questions = read_questions(directory / f"{task}{SUFFIX}", asked.limit)
+        share = questions[ranks.rank :: ranks.world_size]
+        questions_of_rank[task] = [replace(question, unconditional=()) for question in share]
+    return questions_of_rank
+
+
+def _tokens(module: LanguageModule, step: int) -> int:
+    return phase_before(module.phases, step).tokens_at(step)
+
+
+def _gathered(values: Sequence[float]) -> list[float]:
+    """Gather the values of all ranks."""
+    return [value for of_rank in all_gather(list(values)) for value in of_rank]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

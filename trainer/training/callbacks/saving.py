@@ -54,6 +54,7 @@ class Saving(L.Callback):
         self.seconds = 0.0  # duration of the last write
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[str, Future[None]] | None = None
+        self._problem: str | None = None  # of the last checkpoint that was written
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
         # The thread's collectives must not mix with those of training.
         self._group = (
@@ -110,7 +111,7 @@ class Saving(L.Callback):
         self.last_saved = trainer.global_step
         device = trainer.strategy.root_device
         work = self._thread.submit(self._write_beside, device, tensors, state, name)
-        self._in_flight = name, work
+        self._in_flight, self._problem = (name, work), None
         if not self.config.async_checkpoint:
             self.finish()
         module.timer.enter("data")
@@ -121,23 +122,22 @@ class Saving(L.Callback):
         self._write(*checkpoint)
 
     def finish(self) -> str | None:
-        """Wait for the checkpoint being written; return its error, or None."""
+        """Wait for the checkpoint being written; return the error of the last one, or None."""
         if self._in_flight is None:
-            return None
+            return self._problem
         name, work = self._in_flight
         self._in_flight = None
         try:
             work.result()
         except (OSError, RuntimeError, CheckpointException, UserError) as error:
-            problem = reason(error).rstrip(".")
+            self._problem = reason(error).rstrip(".")
             log.warning(
                 "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
                 "untouched",
                 name,
-                problem,
+                self._problem,
             )
-            return problem
-        return None
+        return self._problem
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Wait for the checkpoint being written."""

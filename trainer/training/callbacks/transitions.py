@@ -193,7 +193,9 @@ class Transitions(L.Callback):
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self.layout_before is not None
         assert phase.drop is not None
-        module.model.layout = shrunk(self.layout_before, phase.drop, done)
+        positional, model = phase.config.positional, module.model
+        size = model.config.head_size
+        model.layout = shrunk(self.layout_before, positional, phase.drop, size, done)
         if done >= phase.drop.anneal_steps:
             self.layout_before = None
 
@@ -213,8 +215,8 @@ class Transitions(L.Callback):
             parts = self._micro_batches(module, phase, ranks)
             if len(parts) % ranks:  # with fewer sequences than ranks, each rank reads all of them
                 rank, ranks = 0, 1
-            own = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
-            mine = torch.stack(own).tolist()
+            losses = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
+            mine = torch.stack(losses).tolist()
         of_ranks = [mine] if ranks == 1 else all_gather(mine)
         return [loss for row in zip(*of_ranks, strict=True) for part in row for loss in part]
 
