@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ def features_of(heads):
 def test_a_planted_pair_is_found_with_its_radii_and_angle():
     found = features_of(planted(4.5))
     assert len(found.angle) == 4 * 4
-    assert (found.context_length, found.scale) == (50, 8**-0.5)
+    assert found.context_length == 50
+    assert found.scale.tolist() == [8**-0.5] * 16
     (at,) = np.flatnonzero((found.query_radius > 1) & (found.key_radius > 1))
     assert (found.layer[at], found.head[at], found.pair[at]) == (5, 2, 3)
     assert found.angle[at] == pytest.approx(4.5, abs=0.02)
@@ -123,15 +125,20 @@ def test_recall_knows_large_keys_at_high_frequency():
     assert (six.positives, six.upper, six.lower) == (2, 0, 0)
 
 
-def test_contributions_are_dot_products_of_rotated_means():
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_contributions_are_dot_products_of_rotated_means(factor):
+    """Eq. 13: the key stands still, the query turns. YaRN also makes both 1 + 0.1 ln s as long."""
     heads = layer_of_heads(D=8)
+    spectrum = slowed(yarn, heads.encoding.spectra[1], factor, 40)
+    heads = replace(heads, encoding=LayerEncoding(((spectrum, 2),)))
     found = contributions(features_of(heads), 0, 3, [0, 1, 17])
-    spectrum = heads.encoding.spectra[1]
     q, k = heads.q[:, 3].double().mean((0, 1)), heads.k[:, 1].double().mean((0, 1))
+    size = 1 + 0.1 * math.log(factor)
     for at, distance in enumerate([0, 1, 17]):
-        query = turned(q.expand(1, 1, 18, 8), spectrum)[0, 0, distance]
         for pair in range(4):
-            expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
+            x, y = (size * torch.complex(*of[[pair, pair + 4]]) for of in (q, k))
+            x = x * cmath.exp(1j * distance * spectrum.inv_freq[pair])
+            expected = (x * y.conj()).real / math.sqrt(8)
             assert found[pair, at] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
 
 

@@ -71,12 +71,11 @@ class OffsetFeatures:
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
-    :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
-    ``scale``: factor on the dot product of a query and a key.
+    :class:`Bounds`. ``scale``: factor on the dot product of a query and a key, with YaRN's
+    attention factor. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
     """
 
     context_length: int
-    scale: float
     layer: Array
     head: Array
     pair: Array
@@ -86,6 +85,7 @@ class OffsetFeatures:
     angle: Array
     possible: Array
     lower_bound: Array
+    scale: Array
     share: float
     mean_lower_bound: float | None
     recall: list[Recall]
@@ -126,7 +126,8 @@ class OffsetFeatureSearch:
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
                 spectrum = change(self._spectra[layer][head // group])
-                limits = bounds(spectrum.at(C, trained), C)
+                spectrum = spectrum.at(C, trained)
+                limits = bounds(spectrum, C)
                 pairs = len(limits.inv_freq)
                 of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
                 values = (
@@ -139,11 +140,12 @@ class OffsetFeatureSearch:
                     np.mod(np.angle(of_k) - np.angle(of_q), TURN),
                     limits.possible,
                     limits.angle,
+                    np.full(pairs, self._scale * spectrum.rotary_scale**2),
                 )
                 for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
         whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-        return _counted(C, self._scale, whole)
+        return _counted(C, whole)
 
 
 COLUMNS = (
@@ -156,6 +158,7 @@ COLUMNS = (
     "angle",
     "possible",
     "lower_bound",
+    "scale",
 )
 """Columns of the table of pairs, by their names in :class:`OffsetFeatures`."""
 
@@ -165,11 +168,10 @@ def _complex(vector: Array, pairs: int) -> Array:
     return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
 
 
-def _counted(context_length: int, scale: float, columns: Mapping[str, Array]) -> OffsetFeatures:
+def _counted(context_length: int, columns: Mapping[str, Array]) -> OffsetFeatures:
     possible, lower = columns["possible"], columns["lower_bound"]
     return OffsetFeatures(
         context_length,
-        scale,
         **columns,
         share=float(possible.mean()) if len(possible) else 0.0,
         mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
@@ -211,12 +213,12 @@ def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatur
     """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
     columns = {name: getattr(features, name) for name in COLUMNS}
     columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
-    return _counted(by.context_length, features.scale, columns)
+    return _counted(by.context_length, columns)
 
 
 def _only(features: OffsetFeatures, at: Array) -> OffsetFeatures:
     columns = {name: getattr(features, name)[at] for name in COLUMNS}
-    return _counted(features.context_length, features.scale, columns)
+    return _counted(features.context_length, columns)
 
 
 def contributions(
@@ -232,7 +234,7 @@ def contributions(
     chosen = (features.layer == layer) & (features.head == head)
     size = features.query_radius[chosen] * features.key_radius[chosen]
     turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
-    return size[:, None] * np.cos(turned) * features.scale
+    return (size * features.scale[chosen])[:, None] * np.cos(turned)
 
 
 STABILITY_COLUMNS = "of_keys", "layer", "head", "pair", "radius", "variance"
