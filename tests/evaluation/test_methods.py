@@ -180,7 +180,15 @@ def test_dropping_keeps_a_temperature_that_was_trained(fitting):
     assert dropped.temperature.coefficient == 1
 
 
-@pytest.mark.parametrize(("name", "cos"), [("drop", 1.0), ("drop_channels", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "cos"),
+    [
+        ("drop", 1.0),
+        ("drop_channels", 0.0),
+        ("drop_channels+yarn", 0.0),
+        ("dynamic_yarn+drop_channels", 0.0),
+    ],
+)
 @pytest.mark.parametrize("encoding", ["rope", "half_rope", "p_rope"])
 def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name, cos):
     """Scores in numpy with a table of that cosine and of sine 0 at every position."""
@@ -202,7 +210,7 @@ def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name
         keys = layer.rotated_k[0].repeat_interleave(4 // layer.k.shape[1], dim=0)
         found = layer.rotated_q[0] @ keys.mT
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
-    assert (np.abs(expected).max() == 0) == (name == "drop_channels" and encoding != "half_rope")
+    assert (np.abs(expected).max() == 0) == (cos == 0 and encoding != "half_rope")
 
 
 def test_without_its_rotary_channels_a_head_averages_the_values(fitting):

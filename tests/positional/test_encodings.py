@@ -127,8 +127,8 @@ def test_published_hope_is_rope_without_wavelengths_beyond_the_training_length(s
 
 
 def test_published_hope_rotates_half_of_the_channels_of_rope_ids_1b_model():
-    """RoPE-ID, App. A.6."""
-    frequencies = spectrum("hope_published", 64, 4096, base=500_000.0).inv_freq
+    """RoPE-ID, App. A.6; its heads have 80 channels (Table 4)."""
+    frequencies = spectrum("hope_published", 80, 4096, base=500_000.0).inv_freq
     assert sum(f > 0 for f in frequencies) == len(frequencies) / 2
 
 

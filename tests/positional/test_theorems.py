@@ -188,7 +188,7 @@ def test_section_4_1_slow_frequencies_never_turn_once():
 
 @pytest.mark.parametrize("name", ["high_frequency", "rope_id", "hope"])
 def test_fast_spectra_have_no_pair_with_unseen_angles(name):
-    """Their slowest pair turns about once (RoPE-ID Sec. 3), twice (App. A.4), once (App. A.6)."""
+    """Their slowest pair turns about once (RoPE-ID Sec. 4), twice (App. A.4), once (App. A.6)."""
     spectrum = make_spectrum(name, 64, 4096, {})
     turns = spectrum.inv_freq[-1] * 4096 / (2 * math.pi)
     expected = {"high_frequency": (1, 1.3), "rope_id": (2, 2.001), "hope": (1, 1.001)}[name]

@@ -222,7 +222,13 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 def _without_channels(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Remove the rotary channels from the scores: cos = sin = 0, where ``drop`` has cos = 1 and
     sin = 0. A head all of whose channels are rotary then attends uniformly to what it may see."""
-    return lambda factor: before(factor).map(lambda s: replace(s, rotary_scale=0.0))
+
+    def without(spectrum: Spectrum) -> Spectrum:
+        # Zero frequencies, so that no YaRN before or after it adds its attention factor.
+        still = (0.0,) * len(spectrum.inv_freq)
+        return replace(spectrum, inv_freq=still, rotary_scale=0.0, long=None)
+
+    return lambda factor: before(factor).map(without)
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:

@@ -240,7 +240,7 @@ def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -
 def hope_published(head_dim: int, training_length: int, *, base: float = 10_000.0) -> Spectrum:
     """HoPE (Chen et al. 2024): RoPE whose pairs with a wavelength of more than C are zero.
 
-    At a base of 500,000, 64 channels and C = 4096 half of the channels rotate, as RoPE-ID reports
+    At a base of 500,000, 80 channels and C = 4096 half of the channels rotate, as RoPE-ID reports
     for HoPE at 1B (App. A.6).
     """
     slowest = 2 * math.pi / training_length

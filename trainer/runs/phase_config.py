@@ -18,7 +18,7 @@ class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good."""
 
     method: str = "yarn"
-    """pi, ntk, ntk_by_parts, yarn, llama3 or yarn_full_range."""
+    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns or yarn_turns."""
     factor: Annotated[Number, Field(gt=1, le=1_000_000)] | None = None
     """How much longer sequences get; null: the phase's sequences over the longest trained on
     before."""
