@@ -172,6 +172,19 @@ class RunConfig:
                     "'auto' or 'sdpa'.",
                 )
             )
+        sizes = {
+            "hidden_size": self.model.hidden_size,
+            "intermediate_size": self.model.intermediate_size,
+            "num_key_value_heads * head_dim": self.model.num_key_value_heads * self.model.head_size,
+        }
+        odd = [f"model.{key} = {size}" for key, size in sizes.items() if size % 16]
+        if self.trainer.fp8 and odd and not model_problems:
+            found.append(
+                Problem(
+                    "trainer.fp8",
+                    f"float8 products need sizes that are multiples of 16, got {', '.join(odd)}.",
+                )
+            )
         no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(

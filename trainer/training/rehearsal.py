@@ -263,7 +263,8 @@ def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
         positional=PositionalConfig(),
         drop=DropConfig(),
         phases={},
-        trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False),
+        # A float8 copy lives only within its product, and torchao may be missing here.
+        trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False, fp8=False),
     )
     with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()
