@@ -31,6 +31,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import strategy as strategies
 from trainer.training.module import LanguageModule, make_decoder
+from trainer.training.optimizers import global_norm
 
 
 @contextmanager
@@ -201,6 +202,9 @@ def memory_peaks(
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    # On its first call with a shape, DTensor makes fake tensors of the whole model for an operator.
+    # The tracker would count them.
+    global_norm(module.parameters())
     optimizer.step()
     if not has_gradients:
         optimizer.zero_grad()
