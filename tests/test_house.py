@@ -77,7 +77,7 @@ def test_rooms_and_what_does_not_train_import_without_the_training_stack():
 
 USED_BY_THE_PACKAGE = [
     extra
-    for extra in ("flash", "gguf", "export", "eval")
+    for extra in ("flash", "fp8", "gguf", "export", "eval")
     if extra
     in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ]

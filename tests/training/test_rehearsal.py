@@ -154,6 +154,16 @@ def test_one_micro_batch_finds_no_gradients_where_there_is_no_other():
     assert sum(of_one.values()) < 0.95 * sum(of_two.values())
 
 
+def test_an_update_never_holds_the_whole_model():
+    """Nor is counted what DTensor makes to find out shapes, which takes no memory of a device."""
+    config, ranks = described("fsdp2 x16 full, 2 of 2")
+    with simulated_rank(config, ranks) as module, fake_tensors():
+        module.configure_model()
+        whole = 4 * sum(p.numel() for p in module.parameters())
+        found = memory_peaks(module, module.configure_optimizers(), (2, 32))
+    assert sum(found["update"].values()) < 0.5 * whole
+
+
 def test_what_was_pretended_is_forgotten(tiny_decoder):
     """Tables of rotations are kept from one forward pass to the next."""
     model, ids = tiny_decoder(), torch.arange(8)[None]

@@ -74,6 +74,14 @@ def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[P
                 f"{near}.",
             )
         )
+    tokens = (run.micro_batch_size or run.batch_size // processes) * config.data.sequence_length
+    if run.fp8 and tokens % 16:
+        found.append(
+            Problem(
+                "trainer.fp8",
+                f"float8 products need a multiple of 16 tokens, and a micro-batch has {tokens:,}.",
+            )
+        )
     size = shard_size(config.strategy, processes, on_a_node)
     if config.strategy.name == "hsdp" and processes % size:
         found.append(

@@ -171,6 +171,8 @@ class RunConfig:
                     "'auto' or 'sdpa'.",
                 )
             )
+        if self.trainer.fp8 and not model_problems:
+            found += self._float8_problems()
         no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(
@@ -188,3 +190,20 @@ class RunConfig:
             problems = layout_problems(self.positional, self.model, self.data.sequence_length, drop)
             found += [problem for problem in problems if problem not in found]
         return found
+
+    def _float8_problems(self) -> list[Problem]:
+        """Check that the inputs and outputs of all linear layers of a block suit float8."""
+        model = self.model
+        sizes = {
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_key_value_heads * head_dim": model.num_key_value_heads * model.head_size,
+        }
+        odd = ", ".join(f"model.{key} = {size}" for key, size in sizes.items() if size % 16)
+        if not odd:
+            return []
+        return [
+            Problem(
+                "trainer.fp8", f"float8 products need sizes that are multiples of 16, got {odd}."
+            )
+        ]

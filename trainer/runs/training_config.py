@@ -64,6 +64,9 @@ class TrainerConfig:
     """Sequences per forward pass of one rank; null: all that the rank has."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 (computes in bfloat16 and keeps float32 weights)."""
+    fp8: bool = False
+    """Multiply in float8 within blocks; with precision=bf16, on Ada, Hopper and later GPUs, and the
+    extra fp8 (torchao)."""
     tf32: bool = True
     """Multiply float32 matrices in TF32 on GPUs."""
     deterministic: bool = False
@@ -124,6 +127,10 @@ class TrainerConfig:
                     f"expected the first and the last of steps 1 to {self.max_steps}, such as "
                     f"[10, 13], got {steps}.",
                 )
+            )
+        if self.fp8 and self.precision != "bf16":
+            found.append(
+                Problem("trainer.fp8", "needs trainer.precision=bf16, the type of all else.")
             )
         if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
             found.append(

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,9 +61,25 @@ def device_problems(config: RunConfig) -> list[Problem]:
                 "'fp32'.",
             )
         )
+    if config.trainer.fp8 and (reason := _why_not_float8(device)):
+        found.append(Problem("trainer.fp8", reason))
     if problem := backend_problem(config.model.attention_backend, device):
         problems.append(problem)
     return problems
+
+
+def _why_not_float8(device: str) -> str | None:
+    """Return why this machine cannot multiply in float8, or None."""
+    if device == "cpu":
+        return "float8 products need a GPU, and this run is on the CPU."
+    if torch.version.hip or torch.cuda.get_device_capability() < (8, 9):
+        return (
+            "float8 products need an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, "
+            f"Blackwell), and this one is {torch.cuda.get_device_name()}."
+        )
+    if find_spec("torchao") is None:
+        return "float8 products need the package torchao; pip install 'unrope[fp8]'."
+    return None
 
 
 def cpu_seconds(config: RunConfig) -> float:

@@ -31,6 +31,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import strategy as strategies
 from trainer.training.module import LanguageModule, make_decoder
+from trainer.training.optimizers import global_norm
 
 
 @contextmanager
@@ -201,6 +202,9 @@ def memory_peaks(
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    # On its first call with a shape, DTensor makes fake tensors of the whole model for an operator.
+    # The tracker would count them.
+    global_norm(module.parameters())
     optimizer.step()
     if not has_gradients:
         optimizer.zero_grad()
@@ -263,7 +267,8 @@ def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
         positional=PositionalConfig(),
         drop=DropConfig(),
         phases={},
-        trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False),
+        # A float8 copy lives only within its product, and torchao may be missing here.
+        trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False, fp8=False),
     )
     with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()

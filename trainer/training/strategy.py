@@ -1,6 +1,6 @@
 """Distribution of a run over devices, applied to the decoder from outside.
 
-Order: activation checkpointing, compilation of each block, sharding.
+Order: float8 products, activation checkpointing, compilation of each block, sharding.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def parallelize(
 
     Weights come from ``pretrained`` or are drawn; without ``draw`` they are only allocated.
     """
+    if config.trainer.fp8:
+        multiply_in_float8(model)
     for block in model.layers:
         checkpoint_activations(block, config.strategy.activation_checkpointing)
         if config.trainer.compile:
@@ -196,6 +198,18 @@ def gathered(model: Decoder) -> Iterator[None]:
             if isinstance(block, FSDPModule):
                 block.set_reshard_after_forward(block is not model.layers[-1], recurse=False)
         reshard(model)
+
+
+def multiply_in_float8(model: Decoder) -> None:
+    """Replace the linear layers of all blocks by torchao's; parameters and their names stay.
+
+    Forward and backward passes then multiply in float8. Every row of an operand has its own scale.
+    With one scale for all, the loss of a token would depend on the rest of its batch.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model.layers, config=recipe)
 
 
 def checkpoint_activations(block: nn.Module, kind: str) -> None:
