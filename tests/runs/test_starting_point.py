@@ -142,6 +142,12 @@ def test_a_second_rewind_leaves_out_what_the_first_did_too(copied, before, skips
     assert rewind_run(copied, 9, 11, before) == skips
 
 
+def test_a_control_without_a_checkpoint_goes_back_to_where_it_branched_off(copied, tmp_path):
+    control, branch = replace(copied, run_dir=str(tmp_path / "control")), checkpoint_of(copied, 6)
+    starting_point(control, branch)
+    assert rewind_run(control, 8, 10, branch=branch) == [[6, 16]]
+
+
 def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
     """Of two phases of other lengths, which begin at steps 0 and 10; the last checkpoint is 9."""
     phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}

@@ -106,6 +106,13 @@ def run(place, tmp_path, monkeypatch):
     return start
 
 
+def test_several_processes_are_refused_since_each_would_score_everything(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="multiple_choice uses one process, and 2 were started"):
+        run("nothing")
+
+
 @pytest.mark.parametrize(
     ("method", "rope"),
     [

@@ -115,9 +115,9 @@ def _control_problems(
                 f"{name!r} names a directory in the run's; expected letters, digits and ._+- only.",
             )
         ]
-    own = [key for key in ("run_dir", "controls") if key in changes]
+    own = [key for key in ("run_dir", "controls", "evaluation") if key in changes]
     branch = changes.get("branch")
-    misplaced = [Problem(key, "a control has none of its own.") for key in own]
+    misplaced = [Problem(key, "a control has none of its own; leave it out.") for key in own]
     if found := misplaced or ([] if known else _branch_problems(config, branch)):
         return [problem.under(f"controls.{name}") for problem in found]
     try:

@@ -34,6 +34,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
+from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import BenchmarkRequest
@@ -79,10 +80,14 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     path.
 
     Raises:
-        UserError: a checkpoint, the data or the text that methods choose on cannot be read, or no
-            method changes any of the models.
+        UserError: a checkpoint, the data or the text that methods choose on cannot be read, no
+            method changes any of the models, or several processes were started.
     """
     config = request.evaluation
+    if (processes := current_ranks().world_size) > 1:
+        raise UserError.at(
+            "evaluation", f"{name} uses one process, and {processes} were started; start one."
+        )
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
         raise UserError(*problems)
     torch.set_num_threads(request.threads or usual_threads())

@@ -23,7 +23,7 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
     """
     source, run = text_source(text, candidate), candidate.run
     if text is None and run is not None and not run.model.is_trained:
-        read = candidate.state["data"].get("texts") if "data" in candidate.state else None
+        read = (candidate.state.get("data") or {}).get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=read)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
             raise UserError.at(

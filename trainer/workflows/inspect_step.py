@@ -36,7 +36,7 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     corpus = held_out_corpus(None, candidate)
     phase = phase_before(phases_of(run), request.step)
     read = phase_before(phases_of(run), candidate.state["step"])
-    if candidate.state["data"] != data_fingerprints(corpus, read):
+    if candidate.state.get("data") != data_fingerprints(corpus, read):
         raise UserError.at(
             "checkpoint",
             "it was trained on other text, or in another order, than is read here (an earlier "
