@@ -222,6 +222,8 @@ def test_other_text_another_order_and_other_samples_are_refused(finished, corpus
         check_same_data(changed, corpus, config)
     with pytest.raises(UserError, match=r"^data: .* read samples 50 to 53 with the certificate"):
         check_same_data(state | {"skips": [[6, 6]]}, corpus, config)
+    unread = replace(config, drop=replace(config.drop, at=0))
+    check_same_data(changed | {"step": 0}, corpus, unread)  # just before a drop at step 0
     del changed["certificate"]
     with pytest.raises(UserError, match=r"^checkpoint: an earlier version of this program"):
         check_same_data(changed, corpus, config)

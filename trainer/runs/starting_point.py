@@ -233,6 +233,8 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
             "reads (changed files, another version of Python, another seed); give the same, or "
             "overwrite=true.",
         )
+    if not state["step"]:  # a checkpoint from before a drop at step 0
+        return
     size = phase.config.trainer.batch_size
     first = phase.first_sample(state["step"] - 1, state.get("skips", []))
     samples = samples_of(corpus, phase)
