@@ -22,7 +22,7 @@ from trainer.data.preparing import prepare_command
 from trainer.runs.checkpoint_files import digests
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
-from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.subjects import held_out_corpus
 from trainer.workflows.training_text import open_corpus
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.commands import snapshot as snapshots
+from trainer.commands import sbatch as snapshots
 from trainer.commands.hydra.running import run_command
 from trainer.commands.slurm import COMMAND
 from trainer.common.errors import Problem, UserError

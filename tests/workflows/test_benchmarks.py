@@ -25,8 +25,8 @@ from trainer.evaluation.methods import CHOICE
 from trainer.runs.models import find_candidate
 from trainer.workflows import benchmarks
 from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import MultipleChoiceRequest
+from trainer.workflows.subjects import held_out_corpus
 
 C, FACTOR = 32, 4
 WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "until", "it", "ends"]

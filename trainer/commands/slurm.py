@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command
 from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
-from trainer.commands.snapshot import snapshot
+from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts, snapshot
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.fields import configuration

@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeVar
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.validation import checked
 from trainer.plugins import load_plugins
-from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.phase_problems import phase_problems
+from trainer.runs.phase_problems import branch_problems, phase_problems
 from trainer.runs.phases import with_lengths
 from trainer.runs.trained_shape import ignored_keys, with_trained_shape
 

@@ -36,9 +36,8 @@ from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import BenchmarkRequest
-from trainer.workflows.subjects import applicable, multiplying, subject_of
+from trainer.workflows.subjects import applicable, held_out_corpus, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 
