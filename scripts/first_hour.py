@@ -48,7 +48,7 @@ from trainer.model.backends import BACKENDS, cudnn_attention, prepared
 from trainer.model.masks import Mask
 from trainer.model.softmax import PLAIN, Softmax, eager
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.same_run import compare
+from trainer.workflows.drill import first_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -363,7 +363,7 @@ def _twice(
     place.train(f"{name}_1", *words, ranks=ranks)
     again(f"{name}_2", words)
     first, second = (read_config(place.words(f"{name}_{i}", *words)) for i in (1, 2))
-    difference = compare(first, second, exactly=True)
+    difference = first_difference(first, second, exactly=True)
     return difference or "metrics and weights identical", not difference
 
 

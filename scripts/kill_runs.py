@@ -36,9 +36,8 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.runs.checkpoints import regular_checkpoints, step_of
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.same_run import compare
 from trainer.training.run import train
-from trainer.workflows.small_copy import shrink
+from trainer.workflows.drill import first_difference, shrink
 
 
 class Notes(L.Callback):
@@ -166,7 +165,7 @@ def main() -> None:
             print(f"kill {done} of {options.kills} at step {told[0]}", file=sys.stderr)
         start(broken, corpus, directory / "broken.txt").join()
         console.print(table)
-        difference = compare(whole, broken, exactly=True)
+        difference = first_difference(whole, broken, exactly=True)
         if samples(directory / "whole.txt") != samples(directory / "broken.txt"):
             difference = difference or "samples were lost, repeated or out of place"
     console.print(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from pathlib import Path
 
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
 from trainer.commands.hydra.running import run_command
-from trainer.commands.other_trainer import check_other_trainer
 from trainer.common.errors import UserError, did_you_mean
 
 
@@ -47,6 +48,44 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     raise UserError.at(
         "", f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
     )
+
+
+DISTRIBUTIONS = "trainer", "coqui_tts_trainer"
+"""How the metadata directories of Coqui's packages begin."""
+
+
+def check_other_trainer() -> None:
+    """Warn on standard error if Coqui's package is installed; only the first rank does.
+
+    Lists the directories of ``sys.path``: importing ``importlib.metadata`` would slow ``--help``.
+
+    Raises:
+        UserError: it is installed into the same directory, so that one has overwritten the other.
+    """
+    own = Path(__file__).resolve().parents[1]
+    for directory in dict.fromkeys(Path(entry).resolve() for entry in sys.path):
+        try:
+            names = os.listdir(directory)  # noqa: PTH208  pathlib takes three times as long
+        except OSError:  # a directory that is not there, or an archive
+            continue
+        for name in names:
+            distribution, _, version = name.removesuffix(".dist-info").partition("-")
+            if distribution not in DISTRIBUTIONS or not name.endswith(".dist-info"):
+                continue
+            package = f"Coqui's package {distribution.replace('_', '-')} {version}"
+            if directory == own:
+                raise UserError.at(
+                    "",
+                    f"{package} is installed in the same directory as Unrope, {directory}, and "
+                    "has the same import name, trainer: one has overwritten files of the other. "
+                    "Install Unrope in a virtual environment of its own.",
+                )
+            if os.environ.get("RANK", "0") == "0":
+                print(
+                    f"warning: {package} in {directory} has the same import name as Unrope, "
+                    "trainer. Install Unrope in a virtual environment of its own.",
+                    file=sys.stderr,
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What is written to disk is read back as what it is declared to be, or refused in one line.
+"""Reading of JSON files: as what they are declared to be, or refused in one line.
 
-A file may be damaged, cut short, or come from somebody else. It carries the number of its format; a
-newer one is refused, not misread.
+A file may be damaged, cut short, or written by somebody else. It contains the number of its format,
+and a newer format is refused, not misread.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from trainer.common.validation import adapter
 
 T = TypeVar("T")
 FIRST = 1
-"""The format of what was written before there were numbers."""
+"""Format of files without a number."""
 LARGEST = 256 << 20
-"""Bytes of a file that is read as a whole; the largest is a description with its tokenizer."""
+"""Largest file that is read, in bytes; checkpoint descriptions with a tokenizer are the largest."""
 Count = Annotated[int, Field(ge=0, le=10**15)]
-"""Of steps, tokens, bytes: more are none that anything here counted."""
+"""Number of steps, tokens or bytes; a larger one is damage."""
 
 
 def read_plain(path: Path, largest: int = LARGEST) -> Any:
-    """The plain values of a JSON file.
+    """Return the plain values of a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large or no JSON; says so in one line.
+        OSError: the file cannot be read.
+        ValueError: it is too large or no JSON; the message is one line.
     """
     data = read_content(path, largest)
     try:
@@ -41,11 +41,12 @@ def read_plain(path: Path, largest: int = LARGEST) -> Any:
 
 
 def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
-    """A JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
+    """Return a JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, no JSON, or holds something else; says where, in one line.
+        OSError: the file cannot be read.
+        ValueError: it is too large, no JSON, or contains something else; the message is one line
+            and says where.
     """
     data = read_content(path, largest)
     try:
@@ -55,18 +56,18 @@ def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where the first of pydantic's findings is, and what."""
+    """Return the place and message of pydantic's first error."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def read_content(path: Path, largest: int = LARGEST) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, or a pipe, which would be waited for.
+        OSError: the file cannot be read.
+        ValueError: it is too large, or no regular file: reading a pipe would block.
     """
     if not path.is_file() and path.exists():
         raise ValueError("it is no file")
@@ -77,17 +78,17 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
 
 
 def check_format(found: Any, newest: int, key: str, what: str, otherwise: str) -> None:
-    """Refuse what a newer version of this program wrote.
+    """Check that this version can read a format.
 
     Args:
-        found: the number that stands there, :data:`FIRST` where there is none.
-        newest: the last format that this version reads.
+        found: the number in the file, :data:`FIRST` if there is none.
+        newest: the newest format that this version reads.
         key: the configuration key that led there.
         what: names the file.
-        otherwise: what to do but installing a newer version.
+        otherwise: what the user can do instead of installing a newer version.
 
     Raises:
-        UserError: the number is newer, or no format's.
+        UserError: the format is newer, or not a whole number.
     """
     if not isinstance(found, int) or isinstance(found, bool) or found < FIRST:
         raise UserError.at(

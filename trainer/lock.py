@@ -1,4 +1,7 @@
-"""One process at a time works in a directory; the system lets go of it however a process ends."""
+"""Locks that let one process at a time work in a directory.
+
+The system releases a lock when its process ends, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from trainer.common.errors import UserError
 log = logging.getLogger(__name__)
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What file systems answer that know no locks, such as Lustre mounted without them."""
+"""Errors of file systems without locks, such as Lustre mounted without them."""
 
 
 def try_lock(file: IO[str]) -> bool | None:
-    """Lock an open file for this process: True; another has it: False; the file system knows no
-    locks: None."""
+    """Lock an open file for this process.
+
+    Returns True if it is locked, False if another process holds it, None if the file system has no
+    locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -35,16 +41,16 @@ def try_lock(file: IO[str]) -> bool | None:
 
 @contextmanager
 def locked(path: Path, key: str, doing: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock on a file, which stays; where the file system knows none, a warning says so.
+    """Hold a lock on a file; warn if the file system has no locks. The file is not removed.
 
     Args:
-        path: the file, which a killed process may have left behind: that locks nothing.
+        path: the file. A file that a killed process left behind is not locked.
         key: the configuration key that an error about the lock names.
         doing: what the process that holds it does, such as ``packs 'DIRECTORY'``.
-        wait: until it lets go.
+        wait: wait until the lock is free.
 
     Raises:
-        UserError: another process holds the lock, and there is no waiting.
+        UserError: another process holds the lock, and ``wait`` is false.
     """
     with path.open("a+") as file:
         held = try_lock(file)

@@ -1,6 +1,6 @@
-"""Files of the user's own that add to what can be named: encodings, needle tasks, analyses.
+"""Python files of the user that register encodings, needle tasks and analyses.
 
-Only what a command names is run; what a checkpoint names never is.
+Only files that a command names are run, never those that a checkpoint names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How work that only writes whole files ends: at once by a signal, with nothing temporary left."""
+"""Immediate stop by a signal, for work that only writes whole files; leaves nothing temporary."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def stopping_at_once(
     first: Callable[[], None] = lambda: None,
     kept: bool = True,
 ) -> Iterator[None]:
-    """Let signals end what runs inside as an interrupt does, so that nothing temporary stays.
+    """Let signals end the block by an exception, so that it removes what is temporary.
 
     Args:
-        said: how far the work was, before the name of the signal.
+        said: how far the work was; the name of the signal follows.
         numbers: the signals.
-        first: called when one comes.
-        kept: whether the same command goes on from what is there.
+        first: called when a signal comes.
+        kept: whether the same command resumes from what is there.
 
     Raises:
-        PreemptedError: one came.
+        PreemptedError: a signal came.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -46,8 +46,11 @@ def stopping_at_once(
 
 @contextmanager
 def partial_directory(final: Path) -> Iterator[Path]:
-    """A new directory beside ``final``, whose parent exists, to be written and renamed; it is gone
-    at the end, and so are those that killed processes of this machine have left."""
+    """Create a directory beside ``final``, to be written and renamed; remove it at the end.
+
+    The parent of ``final`` exists. Directories that killed processes of this machine left are
+    removed, too.
+    """
     beginning = f".{final.name}.partial-{os.uname().nodename}-"
     for left in final.parent.glob(f".{_plain(final.name)}.partial-*"):
         process = left.name.removeprefix(beginning)
@@ -63,12 +66,12 @@ def partial_directory(final: Path) -> Iterator[Path]:
 
 
 def _plain(name: str) -> str:
-    """A name as a pattern that means itself."""
+    """Escape a name for ``glob``."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def runs(process: int) -> bool:
-    """Whether there is such a process on this machine."""
+    """Return whether a process of this number exists on this machine."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

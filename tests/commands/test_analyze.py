@@ -22,11 +22,10 @@ from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
-from trainer.workflows.analysis_method import use_method
 from trainer.workflows.analysis_texts import page_texts
-from trainer.workflows.analyze import analyze
-from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.analyze import analyze, use_method
 from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
+from trainer.workflows.subjects import held_out_corpus
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 

@@ -178,6 +178,7 @@ def compare(schema, given, path):
             "Did you mean strategy.activation_checkpointing?",
         ),
         (["trainer.run_dir=x"], "trainer.run_dir: unknown key. Did you mean run_dir?"),
+        (["trainer.seed=1"], "trainer.seed: unknown key. Did you mean seed?"),
         (["trainer.lr=1"], "trainer.lr: unknown key. Did you mean optimizer.lr?"),
         (
             ["strategy.activation_checkpointing=true"],
@@ -185,7 +186,8 @@ def compare(schema, given, path):
         ),
         (["optimizer.betas=0.9"], "optimizer.betas: expected a list in brackets, got 0.9."),
         (["name=${hydra:job.name}"], "name: ${hydra:...} has no value here; name a key, such as"),
-        (["+controls.x.run_dir=y"], "controls.x.run_dir: a control has none of its own."),
+        (["+controls.x.run_dir=y"], "controls.x.run_dir: a control has none of its own;"),
+        (["+controls.x.evaluation.windows=9"], "controls.x.evaluation: a control has none of"),
         (["controls.rope.seed=1"], "controls.rope.seed: not set yet; write +controls.rope.seed=1"),
         (["phases.schedule.steps=3"], "not set yet; write +phases.schedule.steps=3"),
         (["positional.heads.rope=1"], "not set yet; write +positional.heads.rope=1"),

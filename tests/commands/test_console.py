@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -13,6 +14,7 @@ from rich.logging import RichHandler
 from tests.report.described import check_text
 from tests.report.examples import cell, report
 from trainer.commands import console
+from trainer.commands.console import show
 from trainer.evaluation.results import Arm, Change, Drop, Observation
 from trainer.report.tables import terminal_tables
 
@@ -121,3 +123,18 @@ def test_the_log_is_shown_once_and_that_of_libraries_only_where_they_fail(monkey
     logger.error("Of any rank")
     assert "Not of this rank" not in shown.getvalue()
     assert "Of any rank" in shown.getvalue()
+
+
+RAW = "a\x1b[2J\tb\n\x7f\x9b\xa0"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown"), [(True, "a\u241b[2J\tb\n\u2421\ufffd\xa0"), (False, RAW)]
+)
+def test_what_a_terminal_would_obey_is_shown_and_passed_on_to_files(
+    monkeypatch, capsys, terminal, shown
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    show(RAW)
+    show(RAW, end="")
+    assert capsys.readouterr().out == f"{shown}\n{shown}"

@@ -144,6 +144,7 @@ def test_impossible_requests_are_refused(capsys):
             ["slurm.nodes=2", "strategy=single"],
             "'single' uses one GPU, but slurm.nodes is",
         ),
+        (["+controls.odd.seed=1"], "controls.odd.label: 'RoPE' is what main is called too"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["plan", "model=nano", *words])

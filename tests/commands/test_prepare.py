@@ -19,9 +19,10 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
 from trainer.data.preparing import prepare_command
+from trainer.runs.checkpoint_files import digests
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
-from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.subjects import held_out_corpus
 from trainer.workflows.training_text import open_corpus
 
 
@@ -219,6 +220,14 @@ def test_inspect_shows_the_samples_of_a_step(capsys, run):
         capsys, "inspect", f"checkpoint={checkpoint}", "step=5"
     )
     assert "checkpoint: give a run directory" in error_of(capsys, "inspect")
+    (trained.checkpoint / "state.json").write_text(json.dumps({**state, "data": None}))
+    (trained.checkpoint / "manifest.json").write_text(json.dumps(digests(trained.checkpoint)))
+    refused = error_of(capsys, "inspect", f"checkpoint={checkpoint}")
+    assert "checkpoint: it was trained on other text" in refused
+    del state["data"]
+    (trained.checkpoint / "state.json").write_text(json.dumps(state))
+    (trained.checkpoint / "manifest.json").write_text(json.dumps(digests(trained.checkpoint)))
+    assert error_of(capsys, "inspect", f"checkpoint={checkpoint}") == refused
 
 
 @pytest.mark.parametrize("mixed", [False, True])

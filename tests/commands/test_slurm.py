@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.commands import snapshot as snapshots
+from trainer.commands import sbatch as snapshots
 from trainer.commands.hydra.running import run_command
 from trainer.commands.slurm import COMMAND
 from trainer.common.errors import Problem, UserError
@@ -33,6 +33,7 @@ def place(tmp_path, monkeypatch):
 
 ONE = "slurm.gpus_per_node=1"
 TWO = "slurm.nodes=2", "strategy=ddp", "trainer.batch_size=8"
+ODD = "+controls.odd.label=Odd"
 
 
 def script(*words, name="run"):
@@ -303,20 +304,25 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
             ["trainer.batch_size: 9 sequences do not divide into micro-batches of 1 on 2 ranks"],
         ),
         (  # in a control alone
-            [*TWO, "+controls.odd.trainer.batch_size=9"],
+            [*TWO, ODD, "+controls.odd.trainer.batch_size=9"],
             ["controls.odd.trainer.batch_size: 9 sequences do not divide"],
         ),
         (  # in a phase of a control alone
-            [*TWO, "+controls.odd.phases={a: {steps: 2}, b: {steps: 2, batch_size: 9}}"],
+            [*TWO, ODD, "+controls.odd.phases={a: {steps: 2}, b: {steps: 2, batch_size: 9}}"],
             ["controls.odd.trainer.batch_size: 9 sequences do not divide"],
         ),
-        (["+controls.odd.overwrite=true"], ["controls.odd.overwrite: true would start again"]),
+        ([ODD, "+controls.odd.overwrite=true"], ["controls.odd.overwrite: true would start again"]),
         (
-            [*TWO, "+controls.odd.strategy.name=single"],
-            ["controls.odd.strategy: 'single' uses one worker, and the job starts 2"],
+            [*TWO, ODD, "+controls.odd.strategy.name=single"],
+            ["controls.odd.strategy: 'single', but the processes of the run are started for 'ddp'"],
+        ),
+        (["+controls.odd.seed=1"], ["controls.odd.label: 'RoPE' is what main is called too"]),
+        (
+            [ODD, "+controls.odd.tokenizer.vocab_size=999"],
+            ["controls.odd.tokenizer: a control reads the tokens of its run"],
         ),
         (
-            ["+controls.odd.callbacks.mine={_target_: my_callbacks.Mine}"],
+            [ODD, "+controls.odd.callbacks.mine={_target_: my_callbacks.Mine}"],
             ["controls.odd.callbacks.mine: a job does not look for 'my_callbacks'"],
         ),
         (["--sumbit"], ["unknown option '--sumbit'. Did you mean '--submit'?"]),

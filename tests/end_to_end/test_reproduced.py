@@ -27,7 +27,7 @@ from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
 from trainer.runs.training_config import StrategyConfig
 from trainer.training.run import train
-from trainer.workflows import analyze, evaluate, small_copy
+from trainer.workflows import analyze, drill, evaluate
 from trainer.workflows.benchmarks import run_benchmarks
 
 pytestmark = pytest.mark.whole
@@ -198,12 +198,12 @@ class TestTrainings:
     def test_runs_and_their_controls_reach_their_end(self, line, tmp_path, monkeypatch):
         """In copies as the drill makes them."""
         for name, value in {"STEPS": 4, "DROP": 2, "EVERY": 4, "BATCH": 4, "LENGTH": 160}.items():
-            monkeypatch.setattr(small_copy, name, value)
+            monkeypatch.setattr(drill, name, value)
         words = configuration.compose_words(shlex.split(line))
         whole = read_run(words, weights=False)
         controls = [control_config(plain(whole), name, weights=False) for name in whole.controls]
         for number, one in enumerate((whole, *controls)):
-            copy = small_copy.shrink(one, tmp_path / str(number))
+            copy = drill.shrink(one, tmp_path / str(number))
             benchmarks = replace(one.monitor.benchmarks, directory="questions", limit=1)
             if benchmarks.every_tokens:
                 benchmarks = replace(benchmarks, every_tokens=512)
@@ -217,5 +217,5 @@ class TestTrainings:
             same = repr(replace(copy, run_dir="", name="", label=None))
             if same not in TRAINED:
                 train(copy, prepare_corpus(copy.data, copy.tokenizer))
-                assert read_state(find_checkpoint(copy.run_dir))["step"] == small_copy.STEPS
+                assert read_state(find_checkpoint(copy.run_dir))["step"] == drill.STEPS
                 TRAINED.add(same)

@@ -29,6 +29,17 @@ def test_ranks_share_trials_and_windows(corpus):
     assert (perplexity.part(1, 2).windows[32] == perplexity.windows[32][1::2]).all()
 
 
+def test_windows_beside_shorter_ones_are_another_measurement(corpus):
+    """Fewer of their last tokens are averaged."""
+
+    def key(*lengths, **settings):
+        windows = windows_with_common_ends(corpus.test, 3, [*lengths, 64])
+        return Perplexity(windows, corpus.end_of_text, 64, **settings).fingerprint(64)
+
+    assert key(24) != key()
+    assert key(24, last=24) == key(last=24) == key(24)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("last", [None, 5])
 def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):

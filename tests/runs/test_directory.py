@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.directory import (
@@ -94,9 +95,12 @@ def test_overwriting_leaves_a_directory_alone_that_another_program_marked(place)
 
 
 def test_overwriting_replaces_all_that_a_run_leaves(place, run):
-    """A trained run with its checkpoints, a measured temperature and an interrupted write."""
+    """A trained run with its checkpoints, a measured temperature and interrupted writes."""
     opened(place)
     run()
+    for left in ("evaluation-2/report.json", f"evaluation/cells/claims-{'a' * 32}/worked-1",
+                 f"evaluation-2/cells/claims-{'a' * 32}/{'0' * 20}"):  # fmt: skip
+        write_atomically(place / left, "{}")
     (place / "checkpoints" / "step-000012" / "temperature.json").write_text("{}")
     (place / "checkpoints" / ".step-000015.partial").mkdir()
     (place / "checkpoints" / ".step-000015.partial" / "__0_0.distcp").write_text("")

@@ -24,7 +24,7 @@ from trainer.runs.memory import (
     needed_memory,
     weights_of,
 )
-from trainer.runs.monitoring import MonitorConfig
+from trainer.runs.training_config import MonitorConfig
 
 GIB = 1 << 30
 SHAPE = ModelConfig(

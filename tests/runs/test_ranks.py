@@ -34,7 +34,7 @@ from trainer.runs.ranks import (
     shutdown_distributed,
     waiting_group,
 )
-from trainer.runs.timeouts import TimeoutConfig
+from trainer.runs.training_config import TimeoutConfig
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 

@@ -142,6 +142,12 @@ def test_a_second_rewind_leaves_out_what_the_first_did_too(copied, before, skips
     assert rewind_run(copied, 9, 11, before) == skips
 
 
+def test_a_control_without_a_checkpoint_goes_back_to_where_it_branched_off(copied, tmp_path):
+    control, branch = replace(copied, run_dir=str(tmp_path / "control")), checkpoint_of(copied, 6)
+    starting_point(control, branch)
+    assert rewind_run(control, 8, 10, branch=branch) == [[6, 16]]
+
+
 def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
     """Of two phases of other lengths, which begin at steps 0 and 10; the last checkpoint is 9."""
     phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}
@@ -216,6 +222,8 @@ def test_other_text_another_order_and_other_samples_are_refused(finished, corpus
         check_same_data(changed, corpus, config)
     with pytest.raises(UserError, match=r"^data: .* read samples 50 to 53 with the certificate"):
         check_same_data(state | {"skips": [[6, 6]]}, corpus, config)
+    unread = replace(config, drop=replace(config.drop, at=0))
+    check_same_data(changed | {"step": 0}, corpus, unread)  # just before a drop at step 0
     del changed["certificate"]
     with pytest.raises(UserError, match=r"^checkpoint: an earlier version of this program"):
         check_same_data(changed, corpus, config)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.runs.monitoring import BenchmarksConfig, MonitorConfig
-from trainer.runs.timeouts import TimeoutConfig
 from trainer.runs.training_config import (
+    BenchmarksConfig,
+    MonitorConfig,
     StrategyConfig,
+    TimeoutConfig,
     TrainerConfig,
     seconds_of,
 )

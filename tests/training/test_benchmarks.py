@@ -30,9 +30,9 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
-from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
+from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks import monitors
 from trainer.training.callbacks.monitors import benchmark_problems
 

@@ -15,8 +15,7 @@ from tests.program import run_ranks
 from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.runs.timeouts import TimeoutConfig
-from trainer.runs.training_config import StrategyConfig
+from trainer.runs.training_config import StrategyConfig, TimeoutConfig
 from trainer.training.callbacks import saving
 
 ALONE = Ranks()

@@ -25,8 +25,8 @@ from trainer.evaluation.methods import CHOICE
 from trainer.runs.models import find_candidate
 from trainer.workflows import benchmarks
 from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import MultipleChoiceRequest
+from trainer.workflows.subjects import held_out_corpus
 
 C, FACTOR = 32, 4
 WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "until", "it", "ends"]
@@ -104,6 +104,13 @@ def run(place, tmp_path, monkeypatch):
         return run_benchmarks(request, "multiple_choice")[0], list(likelihoods)
 
     return start
+
+
+def test_several_processes_are_refused_since_each_would_score_everything(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="multiple_choice uses one process, and 2 were started"):
+        run("nothing")
 
 
 @pytest.mark.parametrize(

@@ -311,15 +311,19 @@ def test_runs_are_named_by_what_differs_in_their_configurations():
     assert compared_by({"seed": 1}, {"seed": 2}).names == ("seed=1", "seed=2")
 
 
-def test_of_metrics_that_end_before_their_run_nothing_is_shown():
+@pytest.mark.parametrize(("rows_left", "step"), [(3, 6), (0, 0), (None, 0)])
+def test_of_metrics_that_end_before_their_run_nothing_is_shown(rows_left, step):
+    """Cut short in a row, in the first one, and gone."""
     found = compared_by({"seed": 1}, {"seed": 2})
     assert [run.problem for run in found.runs] == ["", ""]
     metrics = Path("runs/by_1/metrics.csv")
-    content = metrics.read_bytes()
-    metrics.write_bytes(content[:-9])  # in the last row
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.unlink()
+    if rows_left is not None:
+        metrics.write_text("".join(lines[: rows_left + 1]) + lines[rows_left + 1][:9])
     whole, cut = compared(Path("multirun") / found.name).runs
     assert (whole.problem, whole.loss) == ("", 4.92)
-    assert cut.problem == "its metrics.csv ends at step 6 of 8"
+    assert cut.problem == f"its metrics.csv ends at step {step} of 8"
     assert (cut.tokens, cut.loss, cut.skipped) == (None, None, None)
     assert cut.reached == whole.reached
 

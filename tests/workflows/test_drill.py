@@ -4,16 +4,163 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.program import run
-from trainer.runs.config import RunConfig
+from trainer.runs.checkpoints import step_name
+from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.directory import plain
+from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse
+from trainer.runs.state import save
 from trainer.workflows import drill
-from trainer.workflows.small_copy import EVERY
+from trainer.workflows.drill import EVERY, first_difference, shrink
+
+MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+MODEL |= {"num_key_value_heads": 2, "vocab_size": 1024, "attention_backend": "sdpa"}
+ALWAYS = {
+    "data.num_workers": 1,
+    "evaluation.enabled": False,
+    "model.attention_backend": "auto",
+    "model.hidden_size": 64,
+    "model.intermediate_size": 96,
+    "model.vocab_size": None,
+    "drop.effect_sequences": 4,
+    "run_dir": "copy",
+    "tokenizer.vocab_size": 512,
+    "trainer.accelerator": "cpu",
+    "trainer.batch_size": 8,
+    "trainer.checkpoint_every": 4,
+    "trainer.keep_checkpoints": 3,
+    "trainer.log_every": 1,
+    "trainer.max_steps": 24,
+    "trainer.micro_batch_size": 2,
+    "trainer.threads": 1,
+}
+
+
+def flat(values, path=""):
+    """Values by their keys, with dots."""
+    found = {}
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else key
+        found |= flat(value, where) if isinstance(value, dict) and value else {where: value}
+    return found
+
+
+def changes(values, tmp_path):
+    """What is otherwise in the copy of a run."""
+    config = parse(RunConfig, {"run_dir": "runs/big", **values})
+    before, after = flat(plain(config)), flat(plain(shrink(config, tmp_path / "copy")))
+    found = {
+        key: value for key, value in after.items() if key not in before or before[key] != value
+    }
+    assert found.pop("run_dir") == str(tmp_path / "copy")
+    return found | {"run_dir": "copy"}
+
+
+def test_a_large_run_gets_small_and_keeps_its_kinds(tmp_path):
+    values = {
+        "overwrite": True,
+        "model": MODEL | {"num_hidden_layers": 6},
+        "positional": {"layers": ["rope", "rope", "nope"], "windows": [None, 256, 64]},
+        "data": {"sequence_length": 512, "num_workers": 4, "document_mask": True}
+        | {"cache_dir": "somewhere", "needles": {"share": 0.2}},
+        "tokenizer": {"vocab_size": 1024},
+        "schedule": {"name": "wsd", "warmup_steps": 100},
+        "drop": {"at": 500, "layers": [0, 4, 5], "anneal_steps": 50, "effect_sequences": 64}
+        | {"schedule": {"warmup_steps": 3}},
+        "trainer": {"max_steps": 1000, "batch_size": 64, "gradient_clip": 0.5, "z_loss": 1e-4}
+        | {"precision": "bf16", "keep_every": 100},
+        "strategy": {"name": "hsdp", "shard_size": 2, "cpu_offload": True},
+        "controls": {"other": {"seed": 1}},
+        "logger": {"wandb": True},
+    }
+    assert changes(values, tmp_path) == ALWAYS | {
+        "controls": {},
+        "data.sequence_length": 128,
+        "drop.anneal_steps": 6,
+        "drop.at": 12,
+        "drop.layers": [0, 2],
+        "drop.schedule.warmup_steps": 2,
+        "logger.wandb": False,
+        "model.head_dim": 32,
+        "model.num_hidden_layers": 3,
+        "overwrite": False,
+        "positional.windows": [None, 128, 64],
+        "schedule.warmup_steps": 2,
+        "strategy.cpu_offload": False,
+        "strategy.shard_size": None,
+        "trainer.keep_every": None,
+    }
+
+
+def test_phases_share_the_steps_and_keep_how_they_differ(tmp_path):
+    """24 steps of five phases; lengths stay multiples, up to four; batches are as many, twice as
+    many or half as many as the others'."""
+    quick = {"warmup_steps": 1}
+    phases = {
+        "short": {"steps": 100, "sequence_length": 32, "batch_size": 64, "micro_batch_size": 4}
+        | {"schedule": {"warmup_steps": 10}, "log_every": 5},
+        "long": {"tokens": 1 << 20, "sequence_length": 1024, "batch_size": 16}
+        | {"drop": {"layers": [-9, 1, -1], "anneal_steps": 10}, "until": {"every": 9, "flat": 0.1}},
+        "same": {"steps": 5, "sequence_length": 128, "batch_size": 32, "schedule": quick},
+        "least": {"steps": 5, "sequence_length": 2},
+        "last": {"steps": 5},
+    }
+    values = {
+        "model": MODEL | {"num_hidden_layers": 12, "hidden_size": 64},
+        "positional": {"layers": ["rope"]},
+        "data": {"sequence_length": 64, "num_workers": 0},
+        "trainer": {"batch_size": 32},
+        "phases": phases,
+    }
+    found = changes(values, tmp_path)
+    of_phases = {key.removeprefix("phases."): v for key, v in found.items() if "phases" in key}
+    assert of_phases == {
+        "short.steps": 5,
+        "short.batch_size": 16,
+        "short.micro_batch_size": None,
+        "short.schedule.warmup_steps": 2,
+        "short.log_every": None,
+        "long.steps": 5,
+        "long.tokens": None,
+        "long.sequence_length": 256,
+        "long.batch_size": 4,
+        "long.drop.layers": [-2, -1, 1],
+        "long.drop.anneal_steps": 2,
+        "long.until": None,
+        "same.batch_size": 8,
+        "last.steps": 4,
+    }
+    assert "data.sequence_length" not in found
+    assert (found["model.num_hidden_layers"], found["model.head_dim"]) == (2, 16)
+
+
+def test_a_single_phase_has_all_the_steps(tmp_path):
+    found = changes({"phases": {"only": {"steps": 100}}}, tmp_path)
+    assert found["phases.only.steps"] == found["trainer.max_steps"] == 24
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"phases": {"a": {"steps": 5}, "b": {"steps": 5, "drop": {"layers": [0]}}}},
+    ],
+    ids=["without a drop", "with one that a phase has"],
+)
+def test_a_copy_drops_only_where_its_run_does(tmp_path, values):
+    config = parse(RunConfig, {"run_dir": "runs/big", **values})
+    copy = shrink(config, tmp_path / "copy")
+    assert (copy.drop.at, copy.drop.at_tokens) == (None, None)
+    assert copy.drop_step == (12 if values else None)
+
 
 SETUP = """
 import signal, sys
@@ -98,7 +245,7 @@ def test_a_run_on_one_device_is_drilled_on_one(tmp_path, monkeypatch, strategy, 
         asked.append(given)
 
     monkeypatch.setattr(drill, "break_and_resume", broken)
-    monkeypatch.setattr(drill, "compare", lambda *_, exactly: f"exactly: {exactly}")
+    monkeypatch.setattr(drill, "first_difference", lambda *_, exactly: f"exactly: {exactly}")
     config = parse(RunConfig, {"strategy": {"name": strategy}})
     (outcome,) = drill.drill(config, tmp_path)
     assert asked == [("text", ranks), ("text", drill.FAULTS[0], ranks)]
@@ -214,3 +361,68 @@ def test_a_run_is_killed_once_the_tensors_of_that_checkpoint_are_written(tmp_pat
     assert done[1:] == [
         ({}, tmp_path / ".step-000008.partial", None), (os.getpid(), signal.SIGKILL),
     ]  # fmt: skip
+
+
+FIRST = {"step": 1, "tokens": 64, "phase": 0, "loss": 2.0, "learning_rate": 0.1, "mfu": 0.5}
+ROWS = [FIRST, FIRST | {"step": 2, "tokens": 128, "loss": 1.0, "gradient_norm": 4.0}]
+TENSORS = {"model.a": torch.arange(3.0), "optimizer.a.step": torch.tensor(2)}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A function that makes a finished run of two steps, with changes to it."""
+
+    def make(name, rows=(), tensors=(), precision="fp32"):
+        place = tmp_path / name
+        changed = [row | dict(change) for row, change in zip(ROWS, rows or ({}, {}), strict=True)]
+        place.mkdir()
+        write_metrics(place / "metrics.csv", changed)
+        save(TENSORS | dict(tensors), place / "checkpoints" / step_name(2), None)
+        config = RunConfig(run_dir=str(place))
+        return replace(config, trainer=TrainerConfig(max_steps=2, precision=precision))
+
+    return make
+
+
+def test_the_same_run_differs_in_its_times_alone(made):
+    timed = [{"tokens_per_second": 9, "time/data": 1.0}, {"mfu": 0.1, "memory": 7.0}]
+    assert first_difference(made("whole"), made("broken", timed), True) == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensors", "said"),
+    [
+        (({}, {"step": 3}), {}, "rows of steps [1, 3] instead of [1, 2]"),
+        (({}, {"loss": 1.0000001}), {}, "loss at step 2: 1.0000001 instead of 1.0"),
+        (({}, {"gradient_norm": 5.0}), {}, "gradient_norm at step 2: 5.0 instead of 4.0"),
+        (({}, {"gradient_norm": ""}), {}, "gradient_norm at step 2: nan instead of 4.0"),
+        ((), {"model.a": torch.tensor([0.0, 1.0, 3.0])}, "model.a differs in the last checkpoint"),
+        (
+            (), {"model.b": torch.ones(1)},
+            "the last checkpoint holds other tensors: ['model.b']",
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(made, rows, tensors, said):
+    assert first_difference(made("whole"), made("broken", rows, tensors), True) == said
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "said"),
+    [
+        ("fp32", 2.0019, ""),
+        ("fp32", 2.0021, "loss at step 1: 2.0021 instead of 2.0"),
+        ("bf16", 2.059, ""),
+        ("bf16", 1.939, "loss at step 1: 1.939 instead of 2.0"),
+    ],
+)
+def test_on_other_ranks_losses_are_the_same_up_to_rounding(made, precision, loss, said):
+    broken = [{"loss": loss, "gradient_norm": 9.0}, {"gradient_norm": 1.0}]
+    other = {"model.a": torch.zeros(3)}
+    runs = made("whole", precision=precision), made("broken", broken, other, precision)
+    assert first_difference(*runs, False) == said
+
+
+def test_on_other_ranks_rows_count_too(made):
+    broken = made("broken", ({}, {"phase": 1}))
+    assert first_difference(made("whole"), broken, False) == "phase at step 2: 1 instead of 0"

@@ -17,6 +17,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
 from trainer.evaluation.store import Share
+from trainer.runs.arms import arms_of
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
@@ -27,7 +28,7 @@ from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.experiment import label_problems, run_experiment
+from trainer.workflows.experiment import label_problems, process_problems, run_experiment
 from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import (
     say_epochs,
@@ -84,6 +85,23 @@ def test_runs_that_tables_could_not_tell_apart_are_refused():
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
     (problem,) = map(str, label_problems(configs))
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
+
+
+@pytest.mark.parametrize(
+    ("run", "control", "said"),
+    [
+        ("single", "strategy.name=ddp", "strategy: 'ddp', but the processes of the run are"),
+        ("ddp", "strategy.name=single", "strategy: 'single', but the processes of the run are"),
+        ("ddp", "strategy.name=fsdp2", None),
+        ("single", "trainer.threads=3", "trainer.threads: 3, but a control trains in the"),
+        ("single", "trainer.accelerator=cpu", "trainer.accelerator: 'cpu', but a control"),
+    ],
+)
+def test_a_control_trains_in_the_processes_of_its_run(run, control, said):
+    words = [f"strategy.name={run}", "+controls.odd.label=Odd", f"+controls.odd.{control}"]
+    found = [str(problem) for problem in process_problems(arms_of(read_config(words)))]
+    assert len(found) == (said is not None)
+    assert all(problem.startswith(f"controls.odd.{said}") for problem in found)
 
 
 def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):

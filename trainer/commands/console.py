@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -80,3 +81,13 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     if existing:
         out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
     out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False, markup=False)
+
+
+CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+"""Pictures of characters that a terminal would obey."""
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print text immediately; escape control characters on a terminal."""
+    print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end=end, flush=True)

@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command
-from trainer.commands.shown import show
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -32,6 +31,7 @@ def read(composed: Composed) -> GenerationRequest:
 
 def execute(request: GenerationRequest) -> None:
     """Print one continuation as it grows, several with their prompts at the end."""
+    from trainer.commands.console import show
     from trainer.workflows.generate import continue_prompts
 
     streamed = request.stream and len(request.prompts) == 1

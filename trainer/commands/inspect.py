@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command
-from trainer.commands.shown import show
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -22,7 +21,7 @@ def read(composed: Composed) -> InspectionRequest:
 
 def execute(request: InspectionRequest) -> None:
     """Read the samples again and print them."""
-    from trainer.commands.console import set_up_console
+    from trainer.commands.console import set_up_console, show
 
     set_up_console()
     from trainer.workflows.inspect_step import inspect_step

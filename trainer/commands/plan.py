@@ -44,8 +44,9 @@ def read(composed: Composed) -> PlanRequest:
     given."""
     from trainer.common.validation import validated
     from trainer.interchange.hub import MissingWeights
-    from trainer.runs.arms import arm_problems, arms_of, spread_problems
+    from trainer.runs.arms import arms_of
     from trainer.runs.starting_weights import FROM_RUN
+    from trainer.workflows.experiment import experiment_problems
 
     own, problems = validated(PlanKeys, {key: composed.values[key] for key in OWN})
     problems += own.problems()
@@ -73,10 +74,7 @@ def read(composed: Composed) -> PlanRequest:
                 "strategy=ddp, fsdp2 or hsdp.",
             )
         )
-    problems += arm_problems(
-        arms_of(config, weights=not missing),
-        of_phase=[lambda phase: spread_problems(phase, ranks, on_a_node)],
-    )
+    problems += experiment_problems(arms_of(config, weights=not missing), ranks, on_a_node)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return PlanRequest(config, ranks, min(on_a_node, ranks), own.gpu, own.mfu, own.exact, missing)

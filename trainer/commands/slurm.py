@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command
 from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
-from trainer.commands.snapshot import snapshot
+from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts, snapshot
 from trainer.commands.train import read_run
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.fields import configuration
 
 if TYPE_CHECKING:
@@ -50,23 +49,21 @@ class Job:
 def read(composed: Composed, trains: bool = True) -> Job:
     """Return the checked job; ``trains``: whether it trains the run."""
     from trainer.common.validation import validated
-    from trainer.runs.arms import arm_problems, arms_of, spread_problems
+    from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.directory import plain
+    from trainer.workflows.experiment import experiment_problems
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
     problems = [*found, *(problem.under("slurm") for problem in group.slurm.problems())]
-    problems += _misfits(group.slurm, values) if trains else []
+    if trains:
+        problems += [*_misfits(values), *_idle_workers(group.slurm, values)]
     config = read_run(replace(composed, values=values), problems)
     settings = group.slurm.on(config)
-    if trains and (
-        problems := arm_problems(
-            arms_of(config),
-            of_run=[lambda arm: _misfits(settings, plain(arm))],
-            of_phase=[lambda phase: spread_problems(phase, *_workers(settings))],
-        )
-    ):
-        raise UserError(*problems)
+    if trains:
+        arms = arms_of(config)
+        misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
+        raise_all([*misfits, *experiment_problems(arms, *_workers(settings))])
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # without any the job would ask for one
     return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
@@ -135,7 +132,7 @@ def _is_setting(word: str) -> bool:
     return re.match(r"[+~]*slurm[.=]", word) is not None
 
 
-def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
+def _misfits(values: dict[str, Any]) -> list[Problem]:
     """Return problems of a run that only arise when it is a job."""
     found = []
     if values["overwrite"]:
@@ -152,16 +149,21 @@ def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
                     "put that directory on PYTHONPATH and submit again.",
                 )
             )
-    workers, _ = _workers(settings)
-    if workers > 1 and values["strategy"]["name"] == "single":
-        found.append(
-            Problem(
-                "strategy",
-                f"'single' uses one worker, and the job starts {workers}; choose strategy=ddp, or "
-                "slurm.nodes=1 slurm.gpus_per_node=1.",
-            )
-        )
     return found
+
+
+def _idle_workers(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
+    """Return the problem of a job with several workers for a run on one device."""
+    workers, _ = _workers(settings)
+    if workers == 1 or values["strategy"]["name"] != "single":
+        return []
+    return [
+        Problem(
+            "strategy",
+            f"'single' uses one worker, and the job starts {workers}; choose strategy=ddp, or "
+            "slurm.nodes=1 slurm.gpus_per_node=1.",
+        )
+    ]
 
 
 def _found_by_a_job(module: str) -> bool:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field, replace
 from typing import Any
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import FreeForm, Natural, OptionalText, configuration
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import LAYERS_KEY, units
 from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig
-from trainer.positional.config import PositionalConfig, unknown_encodings
+from trainer.positional.config import PositionalConfig, build_layout, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import layer_problems
-from trainer.recalibration.config import DropConfig, ScheduleConfig
-from trainer.runs.layouts import layout_problems
-from trainer.runs.logger_config import LoggerConfig
-from trainer.runs.monitoring import MonitorConfig
+from trainer.recalibration.config import ChangeConfig, DropConfig, ScheduleConfig
+from trainer.recalibration.drop import dropped_layout
 from trainer.runs.phase_config import PhaseConfig
-from trainer.runs.training_config import OptimizerConfig, StrategyConfig, TrainerConfig
+from trainer.runs.training_config import (
+    LoggerConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
 
 NAME = re.compile(r"\w[\w.+-]*")
 """Of runs and controls, which are names of directories."""
@@ -207,3 +212,51 @@ class RunConfig:
                 "trainer.fp8", f"float8 products need sizes that are multiples of 16, got {odd}."
             )
         ]
+
+
+def layout_problems(
+    positional: PositionalConfig,
+    model: ModelConfig,
+    training_length: int,
+    drops: Mapping[str, ChangeConfig],
+) -> list[Problem]:
+    """Check that the layout can be made and that each drop changes it.
+
+    Args:
+        positional: encodings that are registered.
+        model: a valid model configuration.
+        training_length: C, in tokens.
+        drops: valid drops by their configuration keys, applied one after the other.
+    """
+    try:
+        layout = build_layout(
+            positional,
+            num_layers=model.num_hidden_layers,
+            num_key_value_heads=model.num_key_value_heads,
+            head_dim=model.head_size,
+            training_length=training_length,
+        )
+        for key, drop in drops.items():
+            if drop.anneal_steps and not layout.rotates:
+                return [
+                    Problem(
+                        f"{key}.anneal_steps", "nothing rotates, so that no angle could shrink."
+                    )
+                ]
+            at_once = replace(drop, anneal_steps=0)
+            before, layout = layout, dropped_layout(layout, positional, at_once, model.head_size)
+            if layout == before:
+                return [_without_effect(key, drop)]
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def _without_effect(key: str, drop: ChangeConfig) -> Problem:
+    if drop.of_pairs:
+        return Problem(key, f"nothing{drop.of_what} rotates, so that nothing would be dropped.")
+    return Problem(
+        f"{key}.to",
+        f"{drop.to!r} is what the layers to drop have already, so that nothing would be "
+        "dropped; choose another encoding, or no drop.",
+    )

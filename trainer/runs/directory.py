@@ -285,7 +285,8 @@ _CHECKPOINT = r"(unused-)?(step-\d+|before-drop)|\.[^/]+\.(partial|removed)"
 _SAVED = r"(manifest\.json|state\.json|\.metadata|temperature\.json|__\w+\.distcp)"
 _TABLE = r"(report\.(json|html)|table\.(md|tex|csv)|[\w.-]+\.json)"
 _PICTURE = r"[\w.,+ -]+\.(svg|png|csv|json)"
-_EVALUATION = rf"({_TABLE}|cells/[a-z]+-[0-9a-f]{{20}}\.json|figures/{_PICTURE})"
+_CELL = r"cells/([a-z]+-[0-9a-f]{20}\.json|claims-\w+/(\w{20}|worked-\d+))"
+_EVALUATION = rf"({_TABLE}|{_CELL}|figures/{_PICTURE})"
 _OWN = re.compile(
     rf"""
     config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
@@ -295,7 +296,7 @@ _OWN = re.compile(
     | {_TABLE} | figures/{_PICTURE}
     | profile/steps-\d+-\d+-rank-\d+\.(json\.gz|txt) | flight_recorder/rank_\d+
     | checkpoints/({_CHECKPOINT})/{_SAVED}
-    | (evaluation|lengths/[^/]+)/{_EVALUATION}
+    | (evaluation(-\d+)?|lengths/[^/]+)/{_EVALUATION}
     | analysis/\.[^/]+\.partial-.*
     | analysis/[^/]+/(report\.html|{_PICTURE}|figures/{_PICTURE})
     | (wandb|tensorboard)/.*

@@ -1,7 +1,7 @@
 """Softmax temperature fitted by an evaluation, stored beside a checkpoint's weights.
 
 ``temperature.json`` in the checkpoint's directory is no part of the training state and not listed
-in the manifest. Generation uses it, and evaluation offers it as a method.
+in the manifest. `generate` uses it; an evaluation fits its own.
 """
 
 from __future__ import annotations

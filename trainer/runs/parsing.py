@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeVar
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.validation import checked
 from trainer.plugins import load_plugins
-from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.phase_problems import phase_problems
+from trainer.runs.phase_problems import branch_problems, phase_problems
 from trainer.runs.phases import with_lengths
 from trainer.runs.trained_shape import ignored_keys, with_trained_shape
 
@@ -115,9 +114,9 @@ def _control_problems(
                 f"{name!r} names a directory in the run's; expected letters, digits and ._+- only.",
             )
         ]
-    own = [key for key in ("run_dir", "controls") if key in changes]
+    own = [key for key in ("run_dir", "controls", "evaluation") if key in changes]
     branch = changes.get("branch")
-    misplaced = [Problem(key, "a control has none of its own.") for key in own]
+    misplaced = [Problem(key, "a control has none of its own; leave it out.") for key in own]
     if found := misplaced or ([] if known else _branch_problems(config, branch)):
         return [problem.under(f"controls.{name}") for problem in found]
     try:

@@ -1,4 +1,4 @@
-"""Checks of a run's phases."""
+"""Checks of a run's phases, and of the steps at which its controls branch off."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from trainer.common.errors import Problem, did_you_mean
 from trainer.positional.encodings import ENCODINGS
-from trainer.runs.config import NAME, RunConfig
-from trainer.runs.layouts import layout_problems
-from trainer.runs.phases import Phase, phases_of
+from trainer.runs.config import NAME, RunConfig, layout_problems
+from trainer.runs.phases import Phase, phase_at, phases_of, reading
 
 
 def phase_problems(config: RunConfig) -> list[Problem]:
@@ -97,3 +96,43 @@ def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
         return []  # known only once the weights are read
     drops = {f"phases.{phase.name}.drop": phase.drop for phase in phases if phase.drop is not None}
     return layout_problems(config.positional, config.model, config.data.sequence_length, drops)
+
+
+def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Problem]:
+    """Why ``control`` cannot begin with what ``run`` is after ``step`` steps, one sentence each."""
+    main, other = phases_of(run), phases_of(control)
+    early = next((phase for phase in main if phase.until and phase.start < step), None)
+    if early is not None:
+        return [
+            Problem(
+                "branch", f"{early.name!r} may end early, so that step {step} may lie behind it."
+            )
+        ]
+    starts = {phase.start for phase in (*main, *other) if phase.start < step}
+    for start in sorted(starts):
+        a, b = phase_at(main, start), phase_at(other, start)
+        if _read(a, start) != _read(b, start):
+            return [
+                Problem(
+                    "branch", f"from step {start} on the run reads other samples than the control."
+                )
+            ]
+        if _changes(a, start) != _changes(b, start):
+            return [
+                Problem(
+                    "branch",
+                    f"after step {start} the run and the control are not changed alike, and step "
+                    f"{step}, from which the control goes on, is later.",
+                )
+            ]
+    return []
+
+
+def _read(phase: Phase, step: int) -> tuple[object, ...]:
+    return phase.first_sample(step), phase.config.trainer.batch_size, reading(phase.config.data)
+
+
+def _changes(phase: Phase, step: int) -> tuple[object, ...]:
+    if phase.start != step or not phase.changes:
+        return ()
+    return phase.drop, phase.rescale, phase.optimizer_state

@@ -100,7 +100,11 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
 
 
 def rewind_run(
-    config: RunConfig, first_bad: int, broken_at: int, skips: Sequence[Sequence[int]] = ()
+    config: RunConfig,
+    first_bad: int,
+    broken_at: int,
+    skips: Sequence[Sequence[int]] = (),
+    branch: Path | None = None,
 ) -> list[list[int]]:
     """Set aside the checkpoints since a run diverged; return the samples to skip after resuming.
 
@@ -112,6 +116,7 @@ def rewind_run(
         broken_at: the step at which it stopped.
         skips: samples skipped so far. The checkpoint does not contain later skips: a second rewind
             to it would read the samples skipped by the first.
+        branch: checkpoint of another run that this one began with.
 
     Returns:
         Pairs (step, number of samples) for the steps from there on.
@@ -120,7 +125,7 @@ def rewind_run(
     on_rank_zero(
         lambda: set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
     )
-    found = newest_sound_checkpoint(Path(config.run_dir))
+    found = newest_sound_checkpoint(Path(config.run_dir)) or branch
     state = on_rank_zero(lambda: read_state(found)) if found is not None else {}
     step = state.get("step", 0)
     phases = phases_of(config)
@@ -228,6 +233,8 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
             "reads (changed files, another version of Python, another seed); give the same, or "
             "overwrite=true.",
         )
+    if not state["step"]:  # a checkpoint from before a drop at step 0
+        return
     size = phase.config.trainer.batch_size
     first = phase.first_sample(state["step"] - 1, state.get("skips", []))
     samples = samples_of(corpus, phase)

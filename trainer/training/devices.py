@@ -62,7 +62,7 @@ def device_problems(config: RunConfig) -> list[Problem]:
             )
         )
     if config.trainer.fp8 and (reason := _why_not_float8(device)):
-        found.append(Problem("trainer.fp8", reason))
+        problems.append(Problem("trainer.fp8", reason))
     if problem := backend_problem(config.model.attention_backend, device):
         problems.append(problem)
     return problems

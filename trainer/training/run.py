@@ -120,7 +120,7 @@ def train(
                     "learning rate, or look at the text.",
                 )
             left_out = start.state.get("skips", []) if skips is None else skips
-            skips = rewind_run(config, *trained.diverged, left_out)
+            skips = rewind_run(config, *trained.diverged, left_out, branch)
         else:
             config = with_ends(planned, trained.ends)
             if trained.step == config.trainer.max_steps:

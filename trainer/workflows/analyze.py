@@ -22,7 +22,13 @@ from trainer.common.errors import Problem, UserError, renaming
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.cores import usual_threads
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
+from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.report.pages import GeometryReport, write_geometry_report
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
@@ -31,11 +37,9 @@ from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
-from trainer.workflows.analysis_method import use_method
-from trainer.workflows.analysis_texts import choice_texts, page_texts
-from trainer.workflows.held_out import held_out_corpus
-from trainer.workflows.needle_prompts import needle_prompt
-from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
+from trainer.workflows.analysis_texts import choice_texts, needle_prompt, page_texts
+from trainer.workflows.requests import LAYERS_KEY, AnalysisConfig, AnalysisRequest
+from trainer.workflows.subjects import held_out_corpus
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +128,31 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         origin([candidate] if other is None else [other, candidate]),
     )
     return report, write_geometry_report(report, output)
+
+
+def use_method(
+    model: LanguageModel, of: Candidate, name: str, length: int, layers: LayerChoice = None
+) -> str:
+    """Set the layout that a method has for texts of ``length`` tokens; return a sentence about it.
+
+    The method chooses nothing on text.
+
+    Raises:
+        UserError: the method changes nothing in ``layers`` of this model.
+    """
+    if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
+        raise UserError(*problems)
+    config = EvaluationConfig(methods=[name], layers=layers)
+    own = of.computed_by is None
+    made = recipe(name, of.layout, config, own=own, layers_key=LAYERS_KEY)
+    if isinstance(made, tuple):
+        why, titles = made
+        raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
+    # Such a method reads no text and stores no choice.
+    unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
+    C = of.layout.training_length
+    model.layout = made.make(unread).layout_at(max(1.0, length / C))
+    return f"{of.name} is read with {made.title}, set for {length:,} tokens of {C:,} in training."
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:

@@ -34,10 +34,10 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
+from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import BenchmarkRequest
-from trainer.workflows.subjects import applicable, multiplying, subject_of
+from trainer.workflows.subjects import applicable, held_out_corpus, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +79,14 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     path.
 
     Raises:
-        UserError: a checkpoint, the data or the text that methods choose on cannot be read, or no
-            method changes any of the models.
+        UserError: a checkpoint, the data or the text that methods choose on cannot be read, no
+            method changes any of the models, or several processes were started.
     """
     config = request.evaluation
+    if (processes := current_ranks().world_size) > 1:
+        raise UserError.at(
+            "evaluation", f"{name} uses one process, and {processes} were started; start one."
+        )
     raise_all(_task_problems(config))
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))

@@ -139,8 +139,8 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
     elif not math.isfinite(last.get("parameter_norm", 0.0)):
         problem = "its weights are no numbers any more: it diverged, and its figures say nothing"
     arm = next((arm for arm in report.arms if arm.name == called), None) if report else None
-    if arm is not None and last and last["step"] < arm.steps:
-        problem = f"its metrics.csv ends at step {last['step']:,} of {arm.steps:,}"
+    if arm is not None and (end := last.get("step", 0)) < arm.steps:
+        problem = f"its metrics.csv ends at step {end:,} of {arm.steps:,}"
         last = {}
     return SweptRun(
         run.run_dir,

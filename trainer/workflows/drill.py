@@ -7,6 +7,7 @@ metrics, every tensor of its last checkpoint.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -17,20 +18,35 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError
+from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.evaluation.config import EvaluationConfig
+from trainer.recalibration.config import ChangeConfig, ScheduleConfig
 from trainer.runs.checkpoints import regular_checkpoints, step_name
 from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import TIMES, read_metrics
+from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.ranks import process_group
-from trainer.runs.same_run import compare
+from trainer.runs.state import load, read_metadata
+from trainer.runs.training_config import LoggerConfig, TrainerConfig
 from trainer.training.callbacks import saving
 from trainer.training.run import train
-from trainer.workflows.small_copy import DROP, shrink
+
+STEPS, DROP, EVERY, LENGTH, BATCH = 24, 12, 4, 128, 8
+"""Steps of the copy, the one it drops at, those between checkpoints, tokens of a sequence and
+sequences of a step."""
+LONGER = 4
+"""Most times that the sequences of a phase get longer."""
+ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
+"""Relative tolerance of losses when the number of ranks changes."""
+
+Change = TypeVar("Change", bound=ChangeConfig)
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ def drill(config: RunConfig, directory: Path) -> Iterator[Outcome]:
         broken = replace(small, run_dir=str(directory / f"fault-{number:02}"))
         try:
             break_and_resume(broken, corpus, fault, ranks)
-            difference = compare(small, broken, exactly=fault.ranks is None)
+            difference = first_difference(small, broken, exactly=fault.ranks is None)
         except DrillError as error:
             difference = str(error)
         yield Outcome(fault, difference, time.perf_counter() - began)
@@ -231,3 +247,140 @@ def _die_while_saving(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     patched.save = save
+
+
+def shrink(config: RunConfig, directory: Path) -> RunConfig:
+    """Return a copy with the same features, in a model and for a number of steps that take seconds.
+
+    The text is the built-in one, and nothing is compiled, evaluated or sent to a dashboard.
+    Encodings, layout, QK-norm, drop, phases, optimizer, schedules, precision and strategy stay.
+    """
+    C = min(config.data.sequence_length, LENGTH)
+    windows = [w and min(w, C) for w in config.positional.windows]
+    depth = min(config.model.num_hidden_layers, max(2, len(config.positional.layers)))
+    drop = replace(config.drop, effect_sequences=4)
+    if config.drop_step is not None and not config.phases:
+        drop = replace(_shrunk(drop, depth, STEPS - DROP), at=DROP, at_tokens=None)
+        drop = replace(drop, schedule=_quick(drop.schedule))
+    count = max(len(config.phases), 1)
+    steps = [STEPS // count + (index < STEPS % count) for index in range(count)]
+    parts = zip(config.phases.items(), steps, strict=False)
+    return replace(
+        config,
+        phases={name: _phase(config, phase, C, depth, n) for (name, phase), n in parts},
+        run_dir=str(directory),
+        overwrite=False,
+        controls={},
+        model=replace(
+            config.model,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=depth,
+            head_dim=min(config.model.head_size, 32),
+            vocab_size=None,
+            from_pretrained=None,
+            from_run=None,
+            attention_backend="auto",
+        ),
+        positional=replace(config.positional, windows=windows),
+        data=DataConfig(
+            sequence_length=C,
+            document_mask=config.data.document_mask,
+            needles=config.data.needles,
+            num_workers=min(config.data.num_workers, 1),
+            cache_dir=config.data.cache_dir,
+        ),
+        tokenizer=replace(config.tokenizer, path=None, vocab_size=512),
+        schedule=_quick(config.schedule),
+        drop=drop,
+        trainer=TrainerConfig(
+            max_steps=STEPS,
+            batch_size=BATCH,
+            micro_batch_size=2,
+            precision=config.trainer.precision,
+            accelerator="cpu",
+            threads=1,
+            gradient_clip=config.trainer.gradient_clip,
+            z_loss=config.trainer.z_loss,
+            log_every=1,
+            checkpoint_every=EVERY,
+            keep_checkpoints=3,
+        ),
+        strategy=replace(config.strategy, shard_size=None, cpu_offload=False),
+        logger=LoggerConfig(),
+        evaluation=EvaluationConfig(enabled=False),
+    )
+
+
+def _phase(
+    config: RunConfig, phase: PhaseConfig, longest: int, depth: int, steps: int
+) -> PhaseConfig:
+    """Return a phase of the same kind with ``steps`` steps."""
+    length, size = phase.sequence_length, phase.batch_size
+    if length is not None:
+        times = length / config.data.sequence_length
+        length = max(round(longest * min(times, LONGER)), 2)
+    if size is not None:
+        more, fewer = size > config.trainer.batch_size, size < config.trainer.batch_size
+        size = 2 * BATCH if more else BATCH // 2 if fewer else BATCH
+    return replace(
+        phase,
+        steps=steps,
+        tokens=None,
+        sequence_length=length,
+        batch_size=size,
+        micro_batch_size=None,
+        weights=None,
+        schedule=phase.schedule and _quick(phase.schedule),
+        drop=phase.drop and _shrunk(phase.drop, depth, steps),
+        log_every=None,
+        until=None,  # it would end the run at another step
+    )
+
+
+def _shrunk(change: Change, depth: int, steps: int) -> Change:
+    """Return a drop of layers that the copy has, within ``steps`` steps."""
+    layers = change.layers and sorted({min(max(i, -depth), depth - 1) for i in change.layers})
+    return replace(change, layers=layers, anneal_steps=min(change.anneal_steps, steps // 2))
+
+
+def _quick(schedule: ScheduleConfig) -> ScheduleConfig:
+    return replace(schedule, warmup_steps=min(schedule.warmup_steps, 2))
+
+
+def first_difference(whole: RunConfig, broken: RunConfig, exactly: bool) -> str:
+    """Describe the first difference between two finished runs; return "" if there is none."""
+    rows = [_rows(Path(config.run_dir)) for config in (whole, broken)]
+    steps = [[row["step"] for row in part] for part in rows]
+    if steps[0] != steps[1]:
+        return f"rows of steps {steps[1]} instead of {steps[0]}"
+    tolerance = 0.0 if exactly else ROUNDING[whole.trainer.precision]
+    for expected, found in zip(*rows, strict=True):
+        for key in expected if exactly else ("loss", "learning_rate", "tokens", "phase"):
+            a, b = expected[key], found.get(key, math.nan)
+            if a != b and not abs(a - b) <= tolerance * abs(a):
+                return f"{key} at step {expected['step']}: {b} instead of {a}"
+    return _first_different_tensor(whole, broken) if exactly else ""
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(run_dir / "metrics.csv")
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def _first_different_tensor(whole: RunConfig, broken: RunConfig) -> str:
+    last = step_name(whole.trainer.max_steps)
+    a, b = (_tensors(Path(c.run_dir) / "checkpoints" / last) for c in (whole, broken))
+    if a.keys() != b.keys():
+        return f"the last checkpoint holds other tensors: {sorted(a.keys() ^ b.keys())[:3]}"
+    different = (name for name, value in a.items() if not torch.equal(value, b[name]))
+    return next((f"{name} differs in the last checkpoint" for name in different), "")
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.zeros(about.size, dtype=about.properties.dtype)
+        for name, about in read_metadata(path).items()
+    }
+    load(tensors, path)
+    return tensors

@@ -19,9 +19,9 @@ from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
 from trainer.workflows.requests import EvaluationRequest
+from trainer.workflows.subjects import held_out_corpus
 
 log = logging.getLogger(__name__)
 

@@ -178,16 +178,26 @@ def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]
     """
     found = arm_problems(
         configs,
-        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
-        of_phase=[
-            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
-            lambda phase: memory_problems(phase, ranks.world_size),
-        ],
+        of_run=[device_problems, logger_problems, benchmark_problems],
+        of_phase=[lambda phase: memory_problems(phase, ranks.world_size)],
     )
-    for check in (label_problems, length_problems, text_problems):
-        found += check(configs)
+    found += experiment_problems(configs, ranks.world_size, ranks.local_size)
     with collecting(found):
         check_writable(configs["main"].run_dir)
+    return found
+
+
+def experiment_problems(
+    configs: dict[str, RunConfig], processes: int, on_a_node: int
+) -> list[Problem]:
+    """Return what is wrong with an experiment on any machine, also one that only submits it."""
+    found = arm_problems(
+        configs,
+        of_run=[vocabulary_problems],
+        of_phase=[lambda phase: spread_problems(phase, processes, on_a_node)],
+    )
+    for check in (label_problems, length_problems, text_problems, process_problems):
+        found += check(configs)
     return found
 
 
@@ -292,6 +302,30 @@ def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
         for name, arm in configs.items()
         if (length := arm.training_length) != first
     ]
+
+
+def process_problems(configs: dict[str, RunConfig]) -> list[Problem]:
+    """Check that all runs can train in the same processes, one after the other."""
+    run, found = configs["main"], []
+    for name, arm in configs.items():
+        if (arm.strategy.name == "single") != (run.strategy.name == "single"):
+            found.append(
+                Problem(
+                    f"controls.{name}.strategy",
+                    f"{arm.strategy.name!r}, but the processes of the run are started for "
+                    f"{run.strategy.name!r}; leave it out, or train it as a run of its own.",
+                )
+            )
+        found += [
+            Problem(
+                f"controls.{name}.trainer.{key}",
+                f"{own!r}, but a control trains in the processes of its run, which has {shared!r}; "
+                "leave it out.",
+            )
+            for key in ("accelerator", "threads")
+            if (own := getattr(arm.trainer, key)) != (shared := getattr(run.trainer, key))
+        ]
+    return found
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:

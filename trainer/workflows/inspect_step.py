@@ -11,8 +11,8 @@ from trainer.data.order import as_text, sample_hashes
 from trainer.runs.models import find_candidate
 from trainer.runs.phases import phase_before, phases_of
 from trainer.runs.starting_point import data_fingerprints, samples_of
-from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.requests import InspectionRequest
+from trainer.workflows.subjects import held_out_corpus
 
 BORDER = " ¶ "
 """Stands where a document ends."""
@@ -36,7 +36,7 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     corpus = held_out_corpus(None, candidate)
     phase = phase_before(phases_of(run), request.step)
     read = phase_before(phases_of(run), candidate.state["step"])
-    if candidate.state["data"] != data_fingerprints(corpus, read):
+    if candidate.state.get("data") != data_fingerprints(corpus, read):
         raise UserError.at(
             "checkpoint",
             "it was trained on other text, or in another order, than is read here (an earlier "

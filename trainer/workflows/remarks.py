@@ -13,9 +13,9 @@ from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.monitoring import MonitorConfig
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
+from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.training_text import idle_rescalings
 
 log = logging.getLogger(__name__)

@@ -386,7 +386,7 @@ def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) 
     if not get_close_matches(key, here, 1, CLOSE):
         for word in get_close_matches(key, [*_names(base)], 1, CLOSE):
             below = [f"{where}.{one}" if where else one for one in _below(word, place)]
-            found = below or [*([word] if word in base else ()), *_below(word, base)]
+            found = below or ([word] if word in base else [*_below(word, base)])
             if len(found) <= MOST:
                 return f"Did you mean {' or '.join(found)}?"
     return did_you_mean(key, here)

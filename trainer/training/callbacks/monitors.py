@@ -37,10 +37,10 @@ from trainer.evaluation.results import Milestone, Reach
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
-from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
+from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating

@@ -5,7 +5,7 @@ import pytest
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, TemperatureConfig
 from trainer.recalibration.config import ChangeConfig
-from trainer.runs.layouts import layout_problems
+from trainer.runs.config import layout_problems
 
 TEMPERED = PositionalConfig(temperature=TemperatureConfig(coefficient=0.1, reference=8))
 

@@ -1,10 +1,10 @@
-"""What an analysis cannot be asked for."""
+"""Requests: what is impossible in them."""
 
 from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest, ExportRequest, PrepareConfig
 
 NEEDS = (
     "needs text or another reading of the model; expected one of the methods that change its "
@@ -41,4 +41,34 @@ NEEDS = (
 def test_what_is_impossible_is_said_in_one_sentence(changes, said):
     assert [*map(str, AnalysisConfig(**changes).problems())] == said
     request = AnalysisRequest("runs/x", analysis=AnalysisConfig(**changes))
+    assert [*map(str, request.problems())] == said
+
+
+@pytest.mark.parametrize(
+    ("part", "numbers"), [("1/1", (1, 1)), ("3/16", (3, 16)), ("16/16", (16, 16))]
+)
+def test_a_part_is_one_of_so_many(part, numbers):
+    config = PrepareConfig(part, workers=1)
+    assert config.problems() == []
+    assert config.number_of == numbers
+
+
+@pytest.mark.parametrize("part", ["0/1", "2/1", "1", 1, "1/x", "1/2/3", "-1/2", " 1/2", "1/0", ""])
+def test_what_is_no_part_is_named(part):
+    assert [*map(str, PrepareConfig(part).problems())] == [
+        f"prepare.part: expected a part and how many there are, such as 3/16, got {part!r}."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"tolerance": 0.0}, []),
+        ({"to": None}, ["to: give to=DIRECTORY, new or empty."]),
+        ({"to": ""}, ["to: give to=DIRECTORY, new or empty."]),
+    ],
+)
+def test_what_is_missing_or_impossible_is_named(changes, said):
+    request = ExportRequest(**{"checkpoint": "runs/x", "to": "out", **changes})
     assert [*map(str, request.problems())] == said
