@@ -261,14 +261,17 @@ def table(numbers: Numbers) -> str:
 
 
 def claims(numbers: Numbers) -> str:
-    """Write in how many seeds each observation shows, with a column for every rung and share."""
+    """Write in how many seeds each observation shows: a column for the two largest shares of every
+    rung; claims.csv has all."""
     counts: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for row in numbers.claims:
         column = (row["rung"], row["arm"])
         own = counts.setdefault((row["claim"], row["source"]), {})
         own.setdefault(column, []).append(row["shown"])
-    columns = [(rung, arm) for rung in numbers.rungs for arm in numbers.names(rung)]
-    columns = [c for c in columns if any(c in own for own in counts.values())]
+    columns = []
+    for rung in numbers.rungs:
+        judged = [(rung, arm) for arm in numbers.names(rung)]
+        columns += [c for c in judged if any(c in own for own in counts.values())][-2:]
     head = ["claim", *(f"{rung}, {arm.removeprefix('DroPE ')}" for rung, arm in columns)]
     rows = [head, ["---"] * len(head)]
     for (claim, source), own in counts.items():

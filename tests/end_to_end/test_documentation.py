@@ -37,7 +37,10 @@ BUDGETS = {
             *("qk_norm_rates", "qk_norm_stability", "rope_id_extension", "trunk_and_branches"),
         )
     },
-    **{f"+experiment=ladder{rung}": ONLY_READ for rung in ("", "_1m", "_4m", "_no_norm")},
+    **{
+        f"+experiment=ladder{rung}": ONLY_READ
+        for rung in ("", "_1m", "_1_6m", "_4m", "_no_norm", "_1m_no_norm", "_order")
+    },
     **{
         f"checkpoint=runs/{name}": ONLY_READ
         for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
