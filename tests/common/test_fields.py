@@ -45,7 +45,7 @@ RUN = {
     NATURAL: """
         seed data.min_characters trainer.keep_best drop.anneal_steps schedule.warmup_steps
         drop.schedule.warmup_steps evaluation.longrope.seed evaluation.dope.heads
-        evaluation.dope.seed evaluation.needles.seed evaluation.ruler.seed
+        evaluation.dope.seed evaluation.needles.seed evaluation.needles.changes evaluation.ruler.seed
         evaluation.longbench.seed evaluation.many_shot.seed""",
     "-62 62": """
         drop.layers[] drop.heads[] tokenizer.vocab_size evaluation.layers[]
@@ -73,8 +73,8 @@ RUN = {
     "> 1 .. 1000000": "phases.a.rescale.factor evaluation.temperature.lengths[]",
     "1 .. 1000000": "evaluation.dynamic_ntk.alpha",
     SHARE: """
-        data.needles.share data.bad_rows schedule.final schedule.decay_fraction drop.schedule.final
-        drop.schedule.decay_fraction
+        data.needles.share data.needles.changes data.bad_rows
+        schedule.final schedule.decay_fraction drop.schedule.final drop.schedule.decay_fraction
         positional.heads.x evaluation.weighted_rope[].tau evaluation.weighted_rope[].alpha
         evaluation.needles.depths[] evaluation.many_shot.depths[]""",
     "0 < 1": "optimizer.betas[2] optimizer.muon_momentum",

@@ -48,7 +48,7 @@ def test_every_command_of_a_check_is_taken(tmp_path, monkeypatch, check, ranks, 
 
     monkeypatch.setattr(first_hour.Place, "run", run)
     monkeypatch.setattr(first_hour, "read_metrics", lambda _: ROWS)
-    monkeypatch.setattr(first_hour, "compare", lambda *_, **__: "")
+    monkeypatch.setattr(first_hour, "first_difference", lambda *_, **__: "")
     monkeypatch.setattr(first_hour, "_losses", lambda _: [1.0])
     check.measure(first_hour.Place(tmp_path, ranks, nodes, quick))
     assert commands

@@ -235,7 +235,7 @@ def measured(monkeypatch):
 
 def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monkeypatch):
     checks = (
-        *("device", "logger", "vocabulary", "benchmark", "spread", "memory"),
+        *("device", "logger", "benchmark", "memory", "vocabulary", "spread"),
         *("label", "length", "text"),
     )
     for check in checks:
