@@ -45,7 +45,8 @@ RUN = {
     NATURAL: """
         seed data.min_characters trainer.keep_best drop.anneal_steps schedule.warmup_steps
         drop.schedule.warmup_steps evaluation.longrope.seed evaluation.dope.heads
-        evaluation.dope.seed evaluation.needles.seed evaluation.needles.changes evaluation.ruler.seed
+        evaluation.dope.seed evaluation.needles.seed evaluation.needles.changes
+        evaluation.ruler.seed
         evaluation.longbench.seed evaluation.many_shot.seed""",
     "-62 62": """
         drop.layers[] drop.heads[] tokenizer.vocab_size evaluation.layers[]
