@@ -135,6 +135,13 @@ def test_layers_that_were_left_out_follow_from_the_others(words):
     assert sum(estimated.values()) == pytest.approx(sum(whole.values()), rel=0.05)
 
 
+def test_gathered_blocks_do_not_grow_with_depth():
+    config, ranks = described("fsdp2 x4 full, 2 of 2")
+    config = replace(config, model=replace(config.model, num_hidden_layers=16))
+    whole, estimated = (step_memory(config, ranks, exact=exact) for exact in (True, False))
+    assert estimated["gathered"] == pytest.approx(whole["gathered"], rel=0.05)
+
+
 def test_one_micro_batch_that_finds_gradients_needs_what_the_second_does():
     config, ranks = described("fsdp2 x4 full, 2 of 4")
     config = replace(config, model=replace(config.model, num_hidden_layers=2))

@@ -229,7 +229,7 @@ def step_memory(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     Args:
         config: the run; its encodings are ignored, since they take next to nothing.
         ranks: the rank.
-        exact: simulate all layers, which takes longer. Otherwise two and four layers are simulated,
+        exact: simulate all layers, which takes longer. Otherwise three and five are simulated,
             and the peak of each stage is extrapolated.
     """
     depth = config.model.num_hidden_layers
@@ -244,8 +244,8 @@ def step_memory(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     return max(stages, key=_total)
 
 
-FEW_LAYERS = 2, 4
-"""Numbers of layers from which the memory of others is extrapolated."""
+FEW_LAYERS = 3, 5
+"""Numbers of layers from which the memory of others is extrapolated; two gather fewer blocks."""
 
 
 def _total(parts: Parts) -> int:
