@@ -235,8 +235,8 @@ def measured(monkeypatch):
 
 def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monkeypatch):
     checks = (
-        *("device", "logger", "vocabulary", "benchmark", "spread", "memory"),
-        *("label", "length", "text"),
+        *("device", "logger", "benchmark", "memory", "vocabulary", "spread"),
+        *("label", "length", "text", "process"),
     )
     for check in checks:
 
@@ -254,7 +254,7 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
     values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
-    both = {"label", "length", "text"}
+    both = {"label", "length", "text", "process"}
     said = [f"{check}: of {'main, other' if check in both else 'x'}" for check in checks]
     assert tuple(map(str, error.value.problems)) == (*said, f"writing: to {tmp_path}")
 
