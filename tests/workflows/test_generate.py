@@ -14,26 +14,34 @@ from trainer.workflows.generate import Continuations, continue_prompts
 from trainer.workflows.requests import GenerationRequest
 
 
-def test_keys_and_values_have_to_fit_before_weights_are_read(tiny_decoder, monkeypatch):
-    """Of as many tokens as the longest prompt has characters, and what follows, for all prompts."""
+@pytest.mark.parametrize(("device", "size"), [("cpu", 4), ("cuda", 2)])
+def test_keys_and_values_have_to_fit_before_weights_are_read(
+    tiny_decoder, monkeypatch, device, size
+):
+    """Of as many tokens as the longest prompt has characters, and what follows, for all prompts, on
+    the device that computes."""
     config = tiny_decoder().config
-    needed = cache_memory(config, 2, 1_000_005)
+    needed = cache_memory(config, 2, 1_000_005, size)
+    monkeypatch.setattr(generate.torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(generate.torch.cuda, "is_bf16_supported", lambda emulated: True)
 
-    def load():
+    def subject_of(found, dtype, on):
+        assert (dtype, on) == (None, device)
         raise InterruptedError
 
-    found = SimpleNamespace(config=config, load=load)
-    monkeypatch.setattr(generate, "find_candidate", lambda given: found)
+    monkeypatch.setattr(generate, "find_candidate", lambda given: SimpleNamespace(config=config))
+    monkeypatch.setattr(generate, "subject_of", subject_of)
     request = GenerationRequest("x", prompts=["the", "a two"], max_new_tokens=10**6, threads=1)
-    monkeypatch.setattr(generate, "free_memory", lambda device: needed)
+    free = {device: needed}
+    monkeypatch.setattr(generate, "free_memory", lambda device: free[device])
     with pytest.raises(InterruptedError):
         continue_prompts(request, print, print)
-    monkeypatch.setattr(generate, "free_memory", lambda device: needed - 1)
-    size = f"{needed / 2**30:,.1f} GiB"
+    free[device] -= 1
+    said = f"{needed / 2**30:,.1f} GiB"
     with pytest.raises(UserError) as error:
         continue_prompts(request, print, print)
     assert tuple(map(str, error.value.problems)) == (
-        f"max_new_tokens: keys and values of 1,000,005 tokens need {size}, and {size} are free; "
+        f"max_new_tokens: keys and values of 1,000,005 tokens need {said}, and {said} are free; "
         "choose fewer.",
     )
 

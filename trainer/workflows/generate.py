@@ -12,13 +12,15 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.passes import precision_of
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.memory import cache_memory, free_memory, gib
-from trainer.runs.models import Candidate, find_candidate
+from trainer.runs.models import DTYPES, Candidate, find_candidate
 from trainer.workflows.requests import GenerationRequest
+from trainer.workflows.subjects import multiplying, subject_of
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,16 @@ def continue_prompts(
     """
     torch.set_num_threads(request.threads or usual_threads())
     found = find_candidate(str(request.checkpoint))
-    _check_memory(found, request)
-    model = found.load()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_memory(found, request, device)
+    model = subject_of(found, request.dtype, device).load()
     model.layout, said = with_fitted_temperature(model.layout, found.path)
     say(f"{found.name}, {found.path.name}{said}")
-    return write(model, found.tokenizer, found.bos_token, request, show)
+    with multiplying(device):
+        return write(model, found.tokenizer, found.bos_token, request, show)
 
 
-def _check_memory(found: Candidate, request: GenerationRequest) -> None:
+def _check_memory(found: Candidate, request: GenerationRequest, device: str) -> None:
     """Check that keys and values of all tokens fit into memory.
 
     Raises:
@@ -72,7 +76,9 @@ def _check_memory(found: Candidate, request: GenerationRequest) -> None:
     """
     characters = max(map(len, request.prompts))  # nearly always at least the number of tokens
     tokens = request.max_new_tokens + characters
-    needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
+    size = DTYPES[precision_of(request.dtype, device)].itemsize
+    needed = cache_memory(found.config, len(request.prompts), tokens, size)
+    free = free_memory(device)
     if needed > free:
         raise UserError.at(
             "max_new_tokens",
