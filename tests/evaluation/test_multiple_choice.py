@@ -137,6 +137,37 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         read_questions(path)
 
 
+def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
+    path = write(tmp_path / "t.jsonl.gz", [2, 0])
+    questions = read_questions(path)
+    with gzip.open(path, "rt") as file:
+        lines = file.readlines()
+    half = len(lines) // 2
+    with gzip.open(path, "wt") as file:
+        file.writelines([*lines[half - 1 :: -1], *lines[half:]])
+    read = {question.choices: question for question in read_questions(path)}
+    assert [read[question.choices] for question in questions] == questions
+
+
+@pytest.mark.parametrize(
+    ("index", "label", "said"),
+    [
+        (3, 0, "doc_id 0 lacks a choice, or its label is none of them"),
+        (0, 0, "line 2 is no request .*doc_id 0 has two choices 0"),
+        (1, 3, "doc_id 0 lacks a choice, or its label is none of them"),
+    ],
+)
+def test_choices_that_are_missing_or_given_twice_are_refused(tmp_path, index, label, said):
+    path = write(tmp_path / "t.jsonl.gz", [label, 0])
+    with gzip.open(path, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    rows[1]["idx"] = index
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    with pytest.raises(UserError, match=said):
+        read_questions(path)
+
+
 def test_a_file_without_questions_is_refused(tmp_path):
     with gzip.open(tmp_path / "t.jsonl.gz", "wt"):
         pass

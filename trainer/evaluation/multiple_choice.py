@@ -68,12 +68,12 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Read the first ``limit`` questions of a request file.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
-    ``context`` and ``continuation``, as OLMES writes them.
+    ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
 
     Raises:
-        UserError: a line is malformed, or there is none.
+        UserError: a line is malformed, a choice is missing, or there is no line.
     """
-    choices: dict[int, list[Pair]] = defaultdict(list)
+    choices: dict[int, dict[int, Pair]] = defaultdict(dict)
     labels: dict[int, int] = {}
     number = 0
     try:
@@ -82,17 +82,28 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
                 number += 1
                 row: dict[str, Any] = json.loads(line)
                 question, request = int(row["doc_id"]), row["request"]
-                choices[question].append((str(request["context"]), str(request["continuation"])))
+                pair = str(request["context"]), str(request["continuation"])
+                if choices[question].setdefault(int(row["idx"]), pair) is not pair:
+                    raise ValueError(f"doc_id {question} has two choices {row['idx']}")
                 labels[question] = int(row["label"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UserError.at(str(path), f"line {number} is no request ({error!r}).") from error
     if not choices:
         raise UserError.at(str(path), "expected a question or more, got none.")
+    for question, pairs in choices.items():
+        if sorted(pairs) != list(range(len(pairs))) or labels[question] not in pairs:
+            raise UserError.at(
+                str(path), f"doc_id {question} lacks a choice, or its label is none of them."
+            )
     asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
-        Question(tuple(choices[n]), labels[n], tuple(choices.get(n + UNCONDITIONAL, ())))
+        Question(_in_order(choices[n]), labels[n], _in_order(choices.get(n + UNCONDITIONAL, {})))
         for n in asked
     ]
+
+
+def _in_order(choices: dict[int, Pair]) -> tuple[Pair, ...]:
+    return tuple(choices[index] for index in sorted(choices))
 
 
 def score_questions(
