@@ -29,11 +29,12 @@ def place(tmp_path, tiny_decoder, monkeypatch):
     rows = [
         {
             "doc_id": number,
+            "idx": index,
             "label": 0,
             "request": {"context": f"Question {number}?", "continuation": f" {answer}"},
         }
         for number in range(2)
-        for answer in ("yes", "no")
+        for index, answer in enumerate(("yes", "no"))
     ]
     (tmp_path / "cache/benchmarks").mkdir(parents=True)
     with gzip.open(tmp_path / "cache/benchmarks/piqa.jsonl.gz", "wt") as file:

@@ -110,9 +110,10 @@ def write_questions(directory, text):
     (directory / "questions").mkdir()
     for task in ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande"):
         with gzip.open(directory / "questions" / f"{task}.jsonl.gz", "wt") as file:
-            for choice in ("twelve", "thirteen"):
+            for index, choice in enumerate(("twelve", "thirteen")):
                 request = {"context": "The sum is", "continuation": f" {choice}"}
-                file.write(json.dumps({"doc_id": 0, "label": 0, "request": request}) + "\n")
+                row = {"doc_id": 0, "idx": index, "label": 0, "request": request}
+                file.write(json.dumps(row) + "\n")
 
 
 def small(command, output):

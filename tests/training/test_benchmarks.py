@@ -46,11 +46,12 @@ def asked(tmp_path_factory):
     rows = [
         {
             "doc_id": number,
+            "idx": index,
             "label": number % 2,
             "request": {"context": f"Sentence {number} of a text that is", "continuation": text},
         }
         for number in range(QUESTIONS)
-        for text in (f" {number * number} long.", " not.")
+        for index, text in enumerate((f" {number * number} long.", " not."))
     ]
     with gzip.open(directory / f"{TASK}.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -40,6 +40,7 @@ def place(tmp_path_factory):
     rows = [
         {
             "doc_id": number,
+            "idx": index,
             "label": number % 3,
             "request": {
                 "context": " ".join(draw.choices(WORDS, k=40)),
@@ -47,7 +48,7 @@ def place(tmp_path_factory):
             },
         }
         for number in range(12)
-        for _ in range(3)
+        for index in range(3)
     ]
     (directory / "questions").mkdir()
     with gzip.open(directory / "questions/t.jsonl.gz", "wt") as file:
