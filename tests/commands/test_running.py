@@ -193,6 +193,17 @@ def test_commands_of_one_job_refuse_several(name):
     assert problem.startswith("--multirun: ")
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("name", ["analyze", "drill", "export", "generate"])
+def test_commands_that_share_no_work_refuse_several_processes(name, launcher, monkeypatch):
+    """Each would read all, and write the same files."""
+    given = {"torchrun": {"RANK": "3", "WORLD_SIZE": "8"}, "srun": {"SLURM_STEP_NUM_TASKS": "8"}}
+    for variable, value in given[launcher].items():
+        monkeypatch.setenv(variable, value)
+    (problem,) = refused(name)
+    assert problem == "this command uses one process, and 8 were started; start one."
+
+
 def test_multirun_starts_a_job_for_every_choice(done, place):
     words = ["checkpoint=x", "+evaluation=niah,ruler", "threads=1,2"]
     run_command(evaluate.COMMAND, ["--multirun", *words])

@@ -180,6 +180,21 @@ def test_failures_are_noted_and_retried_so_often_without_progress(cluster):
     ]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "workers"),
+    [
+        ({}, 1),
+        ({"SLURM_GPUS_ON_NODE": "3"}, 3),
+        ({"SLURM_GPUS_PER_NODE": "h100:8", "SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_GPUS_PER_NODE": "a100:4,l40s:2"}, 6),
+    ],
+)
+def test_every_gpu_of_a_node_has_a_worker_whatever_its_kind(cluster, gpus, workers):
+    program = 'echo "$@" > "$CLUSTER/torchrun"'
+    assert codes_by_hand(cluster, program, SLURM_CPUS_PER_TASK="8", **gpus) == [0]
+    assert f"--nproc-per-node={workers} " in (cluster / "torchrun").read_text()
+
+
 def test_a_failure_that_is_got_over_leaves_the_job_to_end_well(cluster):
     program = f"{RUN} checkpoint step-000400; exit $((n == 0))"
     assert codes_by_hand(cluster, program) == [1, 0]

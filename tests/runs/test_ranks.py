@@ -104,8 +104,9 @@ def test_a_process_takes_the_gpu_that_is_its_own_among_those_it_sees(visible, in
 
 def test_more_processes_than_gpus_are_refused_by_each():
     for local_rank in range(4):
-        with pytest.raises(UserError, match=r"4 processes .* sees 2 GPUs"):
+        with pytest.raises(UserError, match=r"4 processes .* sees 2 GPUs") as error:
             device_index(Ranks(local_rank, 4, local_rank, 4), 2)
+        assert error.value.is_transient  # a GPU may have failed since the job was submitted
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,11 @@ def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two)
 
 def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
     assert [said["disk"] for said in said_by_two] == ["nowhere: No such file or directory."] * 2
+
+
+def test_a_node_that_sees_no_gpu_is_named_by_all(said_by_two):
+    said = f"trainer.accelerator: torch sees no GPU on {os.uname().nodename}, but other processes"
+    assert all(of_rank["device"].startswith(said) for of_rank in said_by_two)
 
 
 def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):

@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from trainer.common.errors import UserError
 from trainer.runs.config import LoggerConfig, RunConfig, StrategyConfig
-from trainer.runs.ranks import init_distributed, limit_collectives, on_rank_zero
+from trainer.runs.ranks import (
+    check_same_device,
+    init_distributed,
+    limit_collectives,
+    on_rank_zero,
+)
 from trainer.training import loggers
 from trainer.training.devices import set_threads
 
@@ -26,6 +31,12 @@ try:
     on_rank_zero(Path("nowhere").stat)
 except UserError as error:
     print("disk:" if error.is_transient else "mistake:", error)
+
+check_same_device("cuda")
+try:
+    check_same_device("cuda" if ranks.is_rank_zero else "cpu")
+except UserError as error:
+    print("device:" if error.is_transient else "mistake:", error)
 
 if not ranks.is_rank_zero:
     loggers.wandb_id = None  # nobody else may call it

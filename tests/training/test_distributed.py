@@ -106,7 +106,10 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
     directory, runs = resumed
     # One rank was told during step 3; both knew it, and stopped, after step 4.
     for rank in (0, 1):
-        assert "after step 4" in (directory / name / "stopped" / f"stopped-{rank}").read_text()
+        stopped = directory / name / "stopped"
+        assert "after step 4" in (stopped / f"stopped-{rank}").read_text()
+        # Each asks for the requeue: on NFS the batch script's node sees its own ranks' files first.
+        assert (stopped / f"asked-{rank}").exists()
     whole = runs[f"{name}/whole"]
     for part in ("resumed", "stopped"):
         config = runs[f"{name}/{part}"]

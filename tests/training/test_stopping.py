@@ -225,7 +225,7 @@ def stopped(monkeypatch):
         monkeypatch.setattr(stopping.time, "time", lambda: now[0])
         requeues, saved = [], []
         monkeypatch.setattr(stopping, "ask_for_requeue", lambda: requeues.append(1))
-        monkeypatch.setattr(stopping, "on_rank_zero", lambda ask: ask())
+        monkeypatch.setattr(stopping, "on_all_ranks", lambda ask: ask())
         if limit:
             monkeypatch.setenv("SLURM_JOB_END_TIME", limit)
         saving = SimpleNamespace(

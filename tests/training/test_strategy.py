@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -203,6 +204,15 @@ def test_whole_gradients_are_kept_where_they_fit(tiny_decoder, kind, gigabytes, 
     model = tiny_decoder()
     assert strategy.reduces_once_a_step(model, kind, gigabytes * 10**9) == once
     assert strategy.reduces_once_a_step(model, "auto", None)
+
+
+def test_ranks_with_gpus_of_several_sizes_decide_by_the_smallest(monkeypatch):
+    """Where one reduces every micro-batch and another every step, both wait for ever."""
+    own = SimpleNamespace(total_memory=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: own)
+    monkeypatch.setattr(strategy, "all_gather", lambda mine: [mine, 44])
+    assert strategy.least_memory(torch.device("cuda", 1)) == 44
+    assert strategy.least_memory(torch.device("cpu")) is None
 
 
 def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):

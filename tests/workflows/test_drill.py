@@ -233,6 +233,21 @@ def test_a_process_that_fails_is_told_of_with_its_last_words(tmp_path, monkeypat
     assert str(error.value) == said
 
 
+def test_processes_are_none_of_the_job_that_the_drill_runs_in(tmp_path, monkeypatch):
+    """Under sbatch and torchrun a fault's SIGTERM would have the whole job requeued."""
+    asked = tmp_path / "requeue"
+    for name in drill.OF_A_JOB:
+        monkeypatch.setenv(name, str(asked))
+
+    def train(*_, **__):
+        (tmp_path / "seen").write_text(str({*drill.OF_A_JOB} & {*os.environ}))
+
+    monkeypatch.setattr(drill, "train", train)
+    drill.start(RunConfig(run_dir=str(tmp_path / "run")), SimpleNamespace(), 1)
+    assert (tmp_path / "seen").read_text() == "set()"
+    assert all(name in os.environ for name in drill.OF_A_JOB)
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_a_run_on_one_device_is_drilled_on_one(tmp_path, monkeypatch, strategy, ranks):
     asked = []

@@ -311,6 +311,56 @@ def test_a_fault_in_a_control_or_a_later_phase_alone_is_refused_before_anything_
     assert not (tmp_path / "x").exists()
 
 
+LACKS = "trainer.fp8", "float8 products need an NVIDIA GPU of compute capability 8.9 or later."
+SHORT = "evaluation.lengths", "more than is free."
+SIZES = "strategy.shard_size: by default the number of ranks on a node, but nodes have 2 or 4"
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "strategy", "said"),
+    [
+        # On four ranks of three nodes: what the first sees is said once, and of the others once
+        # a node.
+        ([], [("b", 2, LACKS), ("b", 2, LACKS), ("c", 2, None)], {}, [(LACKS, "b")]),
+        ([LACKS], [("b", 2, LACKS), ("b", 2, SHORT), ("c", 2, SHORT)], {}, [
+            (LACKS, None), (SHORT, "b"), (SHORT, "c")
+        ]),
+        ([], [("b", 4, None)], {}, []),
+        ([], [("b", 4, None)], {"name": "hsdp", "shard_size": 2}, []),
+        ([], [("b", 4, None)], {"name": "hsdp"}, [SIZES]),
+    ],
+)  # fmt: skip
+def test_what_gpus_and_nodes_of_other_ranks_lack_is_refused_before_anything_runs(
+    base, tmp_path, monkeypatch, first, others, strategy, said
+):
+    """As on a node of an L40S, first, and an A100."""
+    monkeypatch.setattr(experiment, "machine_problems", lambda *_: [Problem(*one) for one in first])
+    rows = [(node, size, [Problem(*one)] if one else []) for node, size, one in others]
+
+    def gathered(mine):
+        return [mine, *rows] if isinstance(mine, tuple) else [mine]
+
+    monkeypatch.setattr(experiment, "all_gather", gathered)
+    monkeypatch.setattr(experiment, "open_corpus", lambda *_, **__: pytest.fail("began"))
+    ranks = Ranks(world_size=4, local_size=2)
+    monkeypatch.setattr(experiment, "process_group", lambda _: nullcontext(ranks))
+    values = merged(base, {"run_dir": str(tmp_path / "x"), "strategy": strategy})
+    outcome = pytest.raises(UserError if said else pytest.fail.Exception)
+    with outcome as error:
+        run_experiment(parse(RunConfig, values))
+    if not said:
+        return
+    found = [str(problem) for problem in error.value.problems]
+    wanted = [
+        one
+        if isinstance(one, str)
+        else f"{one[0][0]}: {one[0][1]}" + f" (On {one[1]}.)" * bool(one[1])
+        for one in said
+    ]
+    assert len(found) == len(wanted)
+    assert all(map(str.startswith, found, wanted))
+
+
 def test_what_another_process_may_train_is_locked_before_it_is_opened(base, tmp_path, monkeypatch):
     done = []
 

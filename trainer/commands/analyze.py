@@ -79,4 +79,4 @@ python -m trainer analyze checkpoint=PATH +analysis=NAME [KEY=VALUE ...]
 Reads held-out text with a model once and writes a page about its attention: figures (SVG, PNG,
 CSV), numbers (JSON) and findings, in analysis/NAME of the run directory.
 """
-COMMAND = Command("analyze", HELP, read, execute, described=("analysis",))
+COMMAND = Command("analyze", HELP, read, execute, described=("analysis",), alone=True)

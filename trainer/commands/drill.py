@@ -62,5 +62,10 @@ Run it before a long run: what it shows for the small copy holds for the code an
 not for the cluster's file system or network.
 """
 COMMAND = Command(
-    "config", HELP, read_run, execute, single="a drill is of one configuration; run it for each."
+    "config",
+    HELP,
+    read_run,
+    execute,
+    single="a drill is of one configuration; run it for each.",
+    alone=True,
 )

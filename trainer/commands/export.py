@@ -44,4 +44,4 @@ computes the same; else the model's code goes with it. Where transformers is ins
 written is loaded in a fresh process and its logits are compared; nothing is kept if they differ by
 more than tolerance.
 """
-COMMAND = Command("export", HELP, read, execute, output=lambda request: request.to)
+COMMAND = Command("export", HELP, read, execute, output=lambda request: request.to, alone=True)

@@ -69,4 +69,5 @@ COMMAND = Command(
     execute,
     single="give several prompts in one command, or run it for each checkpoint.",
     verbatim="prompt",
+    alone=True,
 )

@@ -13,7 +13,11 @@ from pathlib import Path
 
 
 def ask_for_requeue() -> None:
-    """Request a requeue: create an empty file at ``UNROPE_REQUEUE_FILE``."""
+    """Request a requeue: create an empty file at ``UNROPE_REQUEUE_FILE``.
+
+    All ranks call this. On NFS the batch script's node may not see for a minute what another node
+    creates, and the script decides within seconds after the workers exit.
+    """
     _write("UNROPE_REQUEUE_FILE", "")
 
 

@@ -106,7 +106,7 @@ def device_index(ranks: Ranks, visible: int) -> int:
     --gpus-per-task=1``).
 
     Raises:
-        UserError: there are fewer GPUs than processes.
+        UserError: there are fewer GPUs than processes; transient, since a GPU may have failed.
     """
     if visible == 1:
         return 0
@@ -115,6 +115,7 @@ def device_index(ranks: Ranks, visible: int) -> int:
             "strategy",
             f"{ranks.local_size} processes were started on a machine where each sees {visible} "
             f"GPUs; start {visible}, or show every process its own (srun --gpus-per-task=1).",
+            transient=True,
         )
     return ranks.local_rank
 
@@ -124,7 +125,7 @@ def init_distributed(config: RunConfig) -> Ranks:
 
     Raises:
         UserError: several processes were started for a run on a single device, or more processes
-            than GPUs.
+            than GPUs, or only some of them see a GPU.
     """
     ranks = current_ranks()
     if config.strategy.name == "single":
@@ -145,10 +146,31 @@ def init_distributed(config: RunConfig) -> Ranks:
             dist.init_process_group(backend, timeout=start)
             wait = timedelta(seconds=config.strategy.timeouts.one_rank)
             _waiting.append(dist.new_group(backend="gloo", timeout=wait))
+            check_same_device(device.type)
         else:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return ranks
+
+
+def check_same_device(device: str) -> None:
+    """Check that all ranks have a GPU, or none; all ranks call this together.
+
+    ``device``: type of this rank's device, "cpu" or "cuda". A rank that falls back to the CPU
+    would enter none of the others' collectives on GPUs.
+
+    Raises:
+        UserError: on all ranks, if some have no GPU; transient, since a driver may have failed.
+    """
+    found = all_gather((device, os.uname().nodename))
+    without = sorted({node for kind, node in found if kind == "cpu"})
+    if without and any(kind != "cpu" for kind, _ in found):
+        raise UserError.at(
+            "trainer.accelerator",
+            f"torch sees no GPU on {', '.join(without)}, but other processes have one; see what "
+            "nvidia-smi says there, or leave such nodes out (slurm.exclude, sbatch --exclude).",
+            transient=True,
+        )
 
 
 def join_evaluation() -> tuple[Share, int]:
@@ -156,14 +178,15 @@ def join_evaluation() -> tuple[Share, int]:
     where torchrun or srun started several. All of them call it together.
 
     Raises:
-        UserError: there are fewer GPUs than processes.
+        UserError: there are fewer GPUs than processes, or only some processes see a GPU.
     """
     ranks = current_ranks()
     if ranks.world_size == 1:
         return Share(), usual_threads()
-    if torch.cuda.is_available():
+    if on_gpu := torch.cuda.is_available():
         torch.cuda.set_device(device_index(ranks, torch.cuda.device_count()))
     dist.init_process_group("gloo")
+    check_same_device("cuda" if on_gpu else "cpu")
     share, threads = agreed_share(range(ranks.world_size), ranks), share_of_cores()
     dist.destroy_process_group()
     assert share is not None

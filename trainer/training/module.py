@@ -24,6 +24,7 @@ from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.training.strategy import (
+    least_memory,
     parallelize,
     reduces_once_a_step,
     reshard,
@@ -93,11 +94,8 @@ class LanguageModule(L.LightningModule):
             device = self.trainer.strategy.root_device
             drawn = not self.resumes
             parallelize(self.model, self.config, self.ranks, device, self.pretrained, drawn)
-            memory = None
-            if device.type == "cuda":
-                memory = torch.cuda.get_device_properties(device).total_memory
             kind = self.config.strategy.reduce_gradients
-            self.reduces_once = reduces_once_a_step(self.model, kind, memory)
+            self.reduces_once = reduces_once_a_step(self.model, kind, least_memory(device))
 
     def choose_attention(self, config: RunConfig, device: str) -> Choice:
         """Choose the attention kernels for the layout as it is, on "cpu" or "cuda".

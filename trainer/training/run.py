@@ -28,7 +28,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
-from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import Effect
 from trainer.runs.starting_point import (
     Start,
@@ -141,7 +141,7 @@ def _stop_if_asked(trained: TrainedStretch) -> None:
         PreemptedError: a rank was asked to stop.
     """
     if request := next(filter(None, all_gather(trained.stop_request)), None):
-        on_rank_zero(ask_for_requeue)
+        on_all_ranks(ask_for_requeue)
         raise PreemptedError(f"Stopped after step {trained.step} ({request}), checkpoint saved.")
 
 

@@ -34,7 +34,7 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, limit_collectives
+from trainer.runs.ranks import Ranks, all_gather, limit_collectives
 from trainer.runs.training_config import StrategyConfig
 
 SHARDED = ("fsdp2", "hsdp")
@@ -143,13 +143,24 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
         parameter.copy_(value)
 
 
+def least_memory(device: torch.device) -> int | None:
+    """Return the bytes of the smallest GPU of all ranks, or None on a CPU; all call this together.
+
+    GPUs may differ. What ranks decide by their own memory, they would decide differently, and then
+    wait in different collectives.
+    """
+    if device.type != "cuda":
+        return None
+    return min(all_gather(torch.cuda.get_device_properties(device).total_memory))
+
+
 def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool:
     """Whether unsharded float32 gradients stay on every rank until a step ends.
 
     Args:
         model: a model with sharded parameters.
         kind: value of ``strategy.reduce_gradients``.
-        memory: bytes of the device; None for a CPU, which has enough.
+        memory: bytes of the smallest device; None for a CPU, which has enough.
     """
     if kind != "auto":
         return kind == "step"

@@ -46,6 +46,10 @@ LONGER = 4
 ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
 """Relative tolerance of losses when the number of ranks changes."""
 
+OF_A_JOB = ("TORCHELASTIC_USE_AGENT_STORE", "UNROPE_REQUEUE_FILE", "SLURM_JOB_END_TIME")
+"""Variables of torchrun and a SLURM job that a drill's processes must not see: they would meet
+elsewhere, ask for a requeue of the job, or stop before its end."""
+
 Change = TypeVar("Change", bound=ChangeConfig)
 
 
@@ -188,6 +192,8 @@ def _process(
     fault: Fault | None,
     said: Path,
 ) -> None:
+    for name in OF_A_JOB:
+        os.environ.pop(name, None)
     if ranks > 1:
         os.environ |= {
             "RANK": str(rank),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +93,8 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         set_threads(config, ranks)
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
-        found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))
+        elsewhere = problems_elsewhere(configs, ranks)
+        found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
         if isinstance(found, Report):
             return (found, True) if ranks.is_rank_zero else None
         # Rank 0 has found the text; the others open it there.
@@ -176,15 +177,50 @@ def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]
     This is the one list of checks before a run: of each arm, of each phase of an arm, and of all
     arms together.
     """
-    found = arm_problems(
-        configs,
-        of_run=[device_problems, logger_problems, benchmark_problems],
-        of_phase=[lambda phase: memory_problems(phase, ranks.world_size)],
-    )
+    found = machine_problems(configs, ranks.world_size)
     found += experiment_problems(configs, ranks.world_size, ranks.local_size)
     with collecting(found):
         check_writable(configs["main"].run_dir)
     return found
+
+
+def machine_problems(configs: dict[str, RunConfig], processes: int) -> list[Problem]:
+    """Return what an experiment needs and this process's GPU, packages or memory do not offer."""
+    return arm_problems(
+        configs,
+        of_run=[device_problems, logger_problems, benchmark_problems],
+        of_phase=[lambda phase: memory_problems(phase, processes)],
+    )
+
+
+def problems_elsewhere(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
+    """Return the problems of machines that the first rank does not see, one per node and key.
+
+    GPUs and packages of a job's nodes may differ, and a smaller GPU would end the run in its first
+    step, or in the evaluation after its last one. All ranks call this together.
+    """
+    mine: list[Problem] = []
+    if not ranks.is_rank_zero:
+        with collecting(mine):
+            mine += machine_problems(configs, ranks.world_size)
+    found: dict[tuple[str, str], Problem] = {}
+    gathered = all_gather((os.uname().nodename, ranks.local_size, mine))
+    for node, _, problems in gathered:
+        for problem in _on_node(problems, node):
+            found.setdefault((node, problem.key), problem)
+    sizes = sorted({size for _, size, _ in gathered})
+    strategies = [arm.strategy for arm in configs.values()]
+    by_node = any(one.name == "hsdp" and one.shard_size is None for one in strategies)
+    unequal = Problem(
+        "strategy.shard_size",
+        f"by default the number of ranks on a node, but nodes have {' or '.join(map(str, sizes))}; "
+        "give a number that divides all of them.",
+    )
+    return [*found.values(), *([unequal] if by_node and len(sizes) > 1 else [])]
+
+
+def _on_node(problems: Iterable[Problem], node: str) -> list[Problem]:
+    return [replace(p, hint=f"{p.hint} (On {node}.)".strip()) for p in problems]
 
 
 def experiment_problems(
@@ -219,8 +255,11 @@ def _open(
     ranks: Ranks,
     lock: RunLock,
     opened: list[Corpus],
+    elsewhere: Sequence[Problem],
 ) -> Report | list[str]:
     """Check everything, then prepare text and directories.
+
+    ``elsewhere``: the machine problems of other ranks.
 
     Returns:
         The report of a finished run, or else where the text lies, which is then ``opened``.
@@ -228,7 +267,9 @@ def _open(
     Raises:
         UserError: with all that is wrong.
     """
-    raise_all(start_problems(configs, ranks))
+    problems = start_problems(configs, ranks)
+    keys = {problem.key for problem in problems}
+    raise_all([*problems, *(problem for problem in elsewhere if problem.key not in keys)])
     finished = Path(config.run_dir) / "report.json"
     if finished.exists() and not config.overwrite:
         report = _finished_report(finished)
@@ -270,13 +311,12 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
         UserError: on all ranks, with the problems of any.
     """
     corpus = opened
-    problems: tuple[Problem, ...] = ()
+    problems: list[Problem] = []
     try:
         corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
-        node = f"(On {os.uname().nodename}.)"
-        problems = tuple(replace(p, hint=f"{p.hint} {node}".strip()) for p in error.problems)
-    _raise_together([*problems])
+        problems = _on_node(error.problems, os.uname().nodename)
+    _raise_together(problems)
     assert corpus is not None
     return corpus
 

@@ -52,5 +52,8 @@ class Command(Generic[T]):
     """Returns the directory that only one job may write, if there is one."""
     together: Callable[[Path], None] | None = None
     """Compares what several jobs wrote, given the directory with their failures."""
+    alone: bool = False
+    """Whether it refuses several processes of torchrun or srun, of which each would do all the
+    work and write the same files."""
     wordless: Callable[[T], str] | None = None
     """Returns the text for a command line without words; None: do the work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,10 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     from trainer.commands.hydra import jobs as hydra_main
     from trainer.commands.hydra.composing import compose_words
 
+    if command.alone and (processes := _processes()) > 1:
+        raise UserError.at(
+            "", f"this command uses one process, and {processes} were started; start one."
+        )
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
     if options.multirun:
@@ -49,6 +54,12 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))
         command.execute(request)
+
+
+def _processes() -> int:
+    """Return the number of processes that torchrun or srun started, without importing torch."""
+    name = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_STEP_NUM_TASKS"
+    return int(os.environ.get(name, "1"))
 
 
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)

@@ -23,7 +23,7 @@ import lightning as L
 
 from trainer.runs.config import RunConfig
 from trainer.runs.job_files import ask_for_requeue
-from trainer.runs.ranks import Vote, on_rank_zero
+from trainer.runs.ranks import Vote, on_all_ranks
 from trainer.runs.training_config import seconds_of
 from trainer.stopping import stopping_at_once
 from trainer.training.callbacks.saving import Saving
@@ -125,7 +125,7 @@ class Stopping(L.Callback):
         self.saving.save_now(trainer)
         # Stop now: what comes next, such as an upload, may take longer than the job has left. Stop
         # on all ranks, since the first one to exit may end the others.
-        on_rank_zero(ask_for_requeue)
+        on_all_ranks(ask_for_requeue)
         trainer.should_stop = True
 
     def _margin(self) -> float:
