@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from trainer.data import plan, preparing
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.encoding import document_hash
-from trainer.data.plan import exact_thresholds
+from trainer.data.plan import exact_thresholds, request_of
 from trainer.data.preparing import unprepared
 from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
 
@@ -161,6 +162,19 @@ def test_text_behind_a_network_says_what_it_is_without_one(tmp_path):
     (problem,) = map(str, unprepared(plain))
     assert problem.startswith("data: some/text, much has not been prepared")
     assert unprepared({"source": "stdlib_docs"}) == []
+
+
+def test_of_text_behind_a_network_all_but_the_tokenizer_says_whether_it_is_prepared(
+    tmp_path, monkeypatch
+):
+    plain = {"source": "hub", "hub_name": "some/text", "cache_dir": str(tmp_path)}
+    request = request_of(DataConfig(**plain), TokenizerConfig(vocab_size=999), None)
+    monkeypatch.setattr(preparing, "read_manifest", lambda _: SimpleNamespace(request=request))
+    (tmp_path / "corpora" / "text").mkdir(parents=True)
+    (tmp_path / "corpora" / "text" / "manifest.json").touch()
+    assert unprepared(plain) == []
+    for key in ("hub_name", "hub_config", "hub_split", "text_field", "revision"):
+        assert len(unprepared(plain | {key: "other"})) == 1
 
 
 def test_text_shorter_than_a_sequence_is_an_error(config):

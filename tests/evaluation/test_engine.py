@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -123,6 +125,27 @@ def test_what_was_measured_is_not_measured_again(evaluation):
 def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
     short, long = (evaluation(["none"], lengths=lengths)[0] for lengths in ([32], LENGTHS))
     assert short[0].last_loss != long[0].last_loss
+
+
+def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_path):
+    read, kept = [], []
+
+    def load():
+        gc.collect()
+        kept.append(sum(model() is not None for model in read))
+        model = tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
+        read.append(weakref.ref(model))
+        return model
+
+    shape = load()
+    subjects = [Subject(name, name, shape.config, shape.layout, load) for name in "ab"]
+    config = EvaluationConfig()
+    recipes = {name: [recipe("none", shape.layout, config)] for name in "ab"}
+    del shape
+    text = FitText({}, corpus.end_of_text, "text")
+    plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text)
+    measure_cells(plans, text, Store(tmp_path), 4096)
+    assert kept == [0, 0, 0]
 
 
 def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):

@@ -322,6 +322,15 @@ def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
     assert all_layers.layers[0] != have.model.layout.layers[0]
 
 
+@pytest.mark.parametrize("name", ["longrope", "temperature"])
+def test_a_fit_depends_on_the_parts_before_it(fitting, name):
+    have, asked = fitting(), []
+    have.kept = lambda kind, settings, make: asked.append(settings) or make()
+    for before in ("", "pi+"):
+        layout_of(before + name, have, 2.0)
+    assert asked[0] != asked[1]
+
+
 def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
     for layers, said in ((None, [1]), ("all", None)):
         have = fitting(windows=[16, None])

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from trainer.data.config import DataConfig
 from trainer.data.dataset import as_batch
+from trainer.model import linear
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -239,6 +240,18 @@ def test_gradients_are_those_of_the_plain_cross_entropy(tiny_decoder, tied):
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     for a, b in zip(ours, torch.autograd.grad(plain, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_weights_may_change_after_they_were_packed(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(linear, "SMALL", 0)  # so that these products take the packed weights
+    model, other = (tiny_decoder(model={"tie_word_embeddings": False}) for _ in range(2))
+    with model.packed():
+        model(IDS)
+    for one in (model, other):
+        for parameter in one.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(model(IDS), other(IDS))
 
 
 def test_a_layout_of_another_depth_is_refused(tiny_decoder):

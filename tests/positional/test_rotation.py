@@ -144,6 +144,11 @@ def test_a_table_is_computed_once_for_each_distinct_spectrum(tiny_decoder, compu
     assert len(computed) <= 4
 
 
+def test_heads_of_equal_frequencies_keep_their_own_scale():
+    scaled = groups_of(ROPE, replace(ROPE, rotary_scale=1.5))
+    torch.testing.assert_close(scaled[1].cos, 1.5 * scaled[0].cos, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["nope", "alibi"])
 def test_no_table_is_computed_where_nothing_rotates(tiny_decoder, computed, name):
     tiny_decoder(layers=[name])(torch.arange(8)[None])

@@ -138,12 +138,13 @@ def test_the_heat_map_shows_losses_less_the_mean_within_the_training_length():
 
 
 def test_reach_as_a_whole(tmp_path):
-    """The run at every length, paler the shorter; others at the longest; a line at the drop."""
+    """The run at every length, paler the shorter; others at their longest; a line at the drop."""
     history = (
         Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5), (0, 64, 128), (4.0, 5.0)),
         Reach(8, True, 64, (64, 128), (4.5, None), (0.75,), (0, 64, 128), (4.5, None)),
     )
-    other = (Reach(4, False, 64, (64, 128), (3.0, 3.5), (0.25, 0.125), (0, 128), (3.0,)),)
+    rates = (0.75, 0.5, 0.25)
+    other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates, (0, 192), (3.0,)),)
     made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
     with paper_style():
         both, by_position = reach_figures(made, {"Mine": 1, "RoPE": 0})
@@ -155,10 +156,10 @@ def test_reach_as_a_whole(tmp_path):
               y linear 'retrieval (%)'
               line: x 4 8; y 100 75
               line: x 4 8; y 50 nan
-              line: x 4; y 12.5
+              line: x 4; y 25
               line: upright at 6
               note 'encoding dropped at step 6': 6 1
-            legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 2×'
+            legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×'
             """,
         )
         check(

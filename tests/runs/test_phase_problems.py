@@ -22,6 +22,7 @@ LONGER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 3
 SMALLER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "batch_size": 4}}}
 EARLY = {"phases": {"a": {"steps": 10, "until": {"every": 5, "flat": 0.1}}}}
 RESET = {"optimizer_state": "reset"}
+SLOWER = {"rescale": {"factor": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,11 @@ RESET = {"optimizer_state": "reset"}
         ({"phases": {"a": {"steps": 10}, "b": {"steps": 10, "log_every": 1}}}, {}, 20, None),
         (
             {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **RESET}}}, {}, 11,
+            LATER.format(10, 11),
+        ),
+        (
+            {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **SLOWER, **RESET}}},
+            {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **SLOWER}}}, 11,
             LATER.format(10, 11),
         ),
         ({}, {"trainer": {"batch_size": 4}}, 1, SAMPLES.format(0)),

@@ -210,16 +210,19 @@ def test_a_branch_is_until_there_as_the_run_is(run, control, problem):
     ]
 
 
-def test_the_same_mixture_in_other_words_is_read_on():
+def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_another():
     mixture = {
         name: {"files": [f"{name}.txt"], "source": "files", "weight": w}
         for name, w in (("a", 1), ("b", 2))
     }
     config = configured(
-        {"one": {"steps": 3}, "two": {"steps": 3, "weights": {"b": 2.0, "a": 1.0}}},
+        {
+            "one": {"steps": 3}, "two": {"steps": 3, "weights": {"b": 2.0, "a": 1.0}},
+            "three": {"steps": 3, "weights": {"a": 1.0, "b": 3.0}},
+        },
         data={"mixture": mixture, "sequence_length": 64},
-    )
-    assert [phase.order for phase in phases_of(config)] == [0, 0]
+    )  # fmt: skip
+    assert [phase.order for phase in phases_of(config)] == [0, 0, 1]
 
 
 def test_a_size_that_makes_no_sense_is_named_by_itself():
@@ -259,7 +262,7 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     assert [(phase.origin, phase.horizon) for phase in phases_of(config)] == [
         (0, 22), (0, 22), (10, 5), (0, 22), (19, 3),
     ]  # fmt: skip
-    assert [phase.changes for phase in phases_of(config)] == [False, False, True, True, False]
+    assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
     assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
     assert [phase.order_start for phase in phases_of(config)] == [0, 2, 10, 10, 10]
     assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
@@ -287,7 +290,7 @@ def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
     one, two = phases_of(
         configured({"a": {"steps": 1}, "b": {"steps": 1, "optimizer_state": "reset"}})
     )
-    assert (one.changes, two.changes) == (False, True)
+    assert (one.change, two.change) == ((), (None, None, "reset"))
 
 
 def test_steps_that_alternate_between_two_mixtures_begin_an_order_each_time():

@@ -247,6 +247,18 @@ def test_ranks_meet_on_their_devices_and_wait_for_each_other_on_the_cpu(environm
     ]
 
 
+def test_ranks_of_the_next_run_wait_in_its_own_group(environment):
+    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
+        environment.setenv(name, value)
+    environment.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for group in ("of the first run", "of the second"):
+        environment.setattr(dist, "new_group", lambda group=group, **_: group)
+        init_distributed(RunConfig(strategy=StrategyConfig("ddp")))
+        assert waiting_group() == group
+        shutdown_distributed()
+    assert waiting_group() is None
+
+
 @pytest.fixture
 def alone(environment):
     """A process group of this process; none is left behind."""

@@ -111,9 +111,9 @@ def test_a_row_is_written_every_so_many_steps_and_at_the_end(gpu):
     callback.on_train_start(trainer, module)
     assert (callback.last_time, callback.last_step) == (16.0, 2)
     callback.last_time = 15.0
-    callback.add({"extra": 1.0})
+    callback.restore(SimpleNamespace(pending_metrics={"extra": 1.0}, loss=5.5))
     callback.add({"more": 2.0})
-    assert (callback.pending, callback.last_loss) == ({"extra": 1.0, "more": 2.0}, None)
+    assert (callback.pending, callback.last_loss) == ({"extra": 1.0, "more": 2.0}, 5.5)
     for index in range(10):
         trainer.global_step += index % 2
         callback.on_train_batch_end(trainer, module, None, None, index)

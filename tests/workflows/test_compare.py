@@ -151,6 +151,7 @@ def sweeps(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch, chdir(place):
         patch.setattr(train, "COMMAND", replace(train.COMMAND, execute=execute))
+        patch.setattr("sys.argv", ["trainer/__main__.py", "--multirun", *WORDS])
         return place, started, sweep(place), sweep(place)
 
 
@@ -443,6 +444,7 @@ def test_a_comparison_elsewhere_leaves_nothing_in_the_directory_of_sweeps(place)
 
 
 def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
+    assert "python -m trainer --multirun trainer.max_steps=8" in sweeps[2]["page"]
     page = Page(sweeps[2]["page"])
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     first, second = page.rows[1], page.rows[2]

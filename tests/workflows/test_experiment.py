@@ -106,14 +106,14 @@ def test_a_control_trains_in_the_processes_of_its_run(run, control, said):
 
 def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):
     config = read_config(["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"])
-    say_long_warmups({"main": config})
+    say_long_warmups({"main": read_config([]), "odd": config})
     (said,) = caplog.messages
     assert said.startswith("schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase")
 
 
 def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
     config = read_config(["positional=irope"])
-    say_unreached_encodings({"main": config})
+    say_unreached_encodings({"main": read_config([]), "odd": config})
     assert caplog.messages == [
         "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope"
     ]
@@ -127,7 +127,7 @@ def test_a_phase_that_rescales_what_does_not_rotate_is_named(caplog):
     for encoding, idle in (("rope", "d"), ("alibi", "bd"), ("half_rope", "d")):
         caplog.clear()
         config = read_config([f"positional={encoding}", *phases])
-        say_idle_rescalings({"main": config})
+        say_idle_rescalings({"main": read_config([]), "odd": config})
         assert caplog.messages == [said.format(name, "DroPE") for name in idle]
     say_idle_rescalings({"main": read_config([])})
     assert len(caplog.messages) == 1
@@ -268,6 +268,7 @@ WRONG = {
     "length": {"data": {"sequence_length": 24}},
     "benchmark": {"monitor": {"benchmarks": {"every_tokens": 512, "harness": ["x"]}}},
     "phase": {"phases": PHASES},
+    "memory": {"phases": {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 1 << 30}}},
 }
 """What is wrong with a configuration."""
 SAID = {
@@ -278,6 +279,7 @@ SAID = {
     "length": " its longest sequences have 24 tokens",
     "benchmark": "monitor.benchmarks: lm-eval is not installed",
     "phase": "trainer.batch_size: 3 sequences do not divide",
+    "memory": "trainer.micro_batch_size: 536870912 sequences of",
 }
 
 

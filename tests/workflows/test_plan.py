@@ -151,6 +151,8 @@ def test_memory_is_that_of_the_phase_with_most_tokens_in_a_micro_batch(
     values = {"phases": {"short": {"steps": 10}, "long": long}, "trainer": {"batch_size": 32}}
     memory = dict(planned(values, gpu="h200", mfu=0.4)["Memory of each GPU"])
     assert memory["phase"] == phase
+    rows = {"short": "32 x 64", "long": f"{size} x {length}"}
+    assert memory["micro-batch"] == f"{rows[phase]} tokens, 1 a step"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,14 @@ def test_what_costs_least_time_is_changed_first(
     memory = dict(planned(values, ranks, ranks, gpu="h200", mfu=0.4)["Memory of each GPU"])
     found = memory["does not fit"].replace("strategy.activation_checkpointing=", "")
     assert found.startswith(said)
+
+
+def test_operations_of_a_control_are_those_of_its_own_steps(planned):
+    run, half = ({"max_steps": steps, "batch_size": 32} for steps in (100, 50))
+    values = {"trainer": run, "controls": {"half": {"trainer": half}}}
+    found = dict(planned(values, gpu="h200", mfu=0.4)["Training"])
+    whole = float(found["operations of big"])
+    assert float(found["operations of half"]) == pytest.approx(whole / 2, rel=1e-2)
 
 
 def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, tmp_path):

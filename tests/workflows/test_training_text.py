@@ -84,7 +84,7 @@ def test_a_vocabulary_has_room_for_the_bytes_that_a_tokenizer_begins_with(size, 
 
 
 def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
-    """Of all lengths and arms, with the counts that take least time."""
+    """Of all lengths and arms as they end, with the counts that take least time."""
     seen = {}
 
     def measured(text, asked, lengths, C):
@@ -92,7 +92,10 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
         return ["task"], []
 
     monkeypatch.setattr(training_text, "make_tasks", measured)
-    monkeypatch.setattr(training_text, "applicable", lambda of, few: ({"a": ["x"], "b": ["y"]}, []))
+    recipes = {"a": ["x"], "b": ["y"]}
+    monkeypatch.setattr(
+        training_text, "applicable", lambda of, few: seen.update(subjects=of) or (recipes, [])
+    )
     monkeypatch.setattr(training_text, "check_prompts", lambda *given: seen.update(checked=given))
     monkeypatch.setattr(training_text, "fit_text", lambda *given: seen.update(fitted=given))
     config = parse(
@@ -100,6 +103,7 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
         {
             "data": {"sequence_length": 32, "needles": {"share": 0.5, "mentions": [2, 4]}},
             "evaluation": {"lengths": [1, 2.5], "windows": 9, "needles": {"trials": 9}},
+            "drop": {"at": 0.5},
         },
     )
     corpus = SimpleNamespace(end_of_text=5, test="test")
@@ -109,6 +113,7 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
     assert {few.needles.trials, few.ruler.trials, few.many_shot.trials} == {1}
     assert (few.tasks, few.methods, few.lengths) == (wanted.tasks, wanted.methods, wanted.lengths)
     assert (seen["lengths"], seen["C"]) == ([32, 80], 32)
+    assert [subject.layout.rotates for subject in seen["subjects"]] == [False]
     text = seen["text"]
     assert (text.corpus, text.stream, text.bos_token, text.training_share) == (
         corpus, "test", 5, 0.5,

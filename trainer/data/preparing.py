@@ -268,13 +268,18 @@ def unprepared(values: Any) -> list[Problem]:
 
 
 def _any_prepared(config: DataConfig) -> bool:
-    keys = ("source", "hub_name", "hub_config", "files")
+    """Whether the text is prepared with any tokenizer, in any state of its source."""
+
+    def without_tokenizer(request: dict[str, Any]) -> str:
+        return digest({key: value for key, value in request.items() if key != "tokenizer"})
+
+    asked = without_tokenizer(request_of(config, TokenizerConfig(), None))
     for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
         try:
             request = read_manifest(path.parent).request
         except UserError:  # another text, perhaps of another version
             continue
-        if all(request.get(key) == getattr(config, key) for key in keys if key in request):
+        if without_tokenizer(request) == asked:
             return True
     return False
 

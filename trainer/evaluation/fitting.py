@@ -91,8 +91,11 @@ class Fitting:
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """Return a fit, made once for these weights, this text and these settings."""
-        key = {"model": self.fingerprint, **self.text.key, "settings": settings}
-        return self.store.get(kind, key, make)
+        return self.store.get(kind, self._key(settings), make)
+
+    def _key(self, settings: Any) -> dict[str, Any]:
+        """Return all that a fit depends on."""
+        return {"model": self.fingerprint, **self.text.key, "settings": settings}
 
     def of_each(
         self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
@@ -110,8 +113,7 @@ class Fitting:
         if claims is None or claims.share.processes == 1:
             losses = [measured(value) for value in values]
         else:
-            model = {"model": self.fingerprint, **self.text.key, "settings": settings}
-            keys = {value: {**model, "value": value} for value in values}
+            keys = {value: {**self._key(settings), "value": value} for value in values}
             for value, key in keys.items():
                 if claims.take("tried", key):
                     self.store.get("tried", key, partial(measured, value))

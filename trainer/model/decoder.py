@@ -135,16 +135,14 @@ class Decoder(LanguageModel):
         Products with few rows are then faster. Weights must not change meanwhile.
         """
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        usual, compute = self._product, self.compute_dtype or self.norm.weight.dtype
+        compute = self.compute_dtype or self.norm.weight.dtype
         try:
             for linear in linears:
                 linear.product = packed_product(linear.weight, compute)
             self._product = packed_product(self.head, compute)
             yield
         finally:
-            for linear in linears:
-                linear.product = usual
-            self._product = usual
+            self.choose_products(self.computes_on, self.compute_dtype)
 
     @property
     def layout(self) -> Layout:

@@ -117,7 +117,8 @@ def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Probl
                     "branch", f"from step {start} on the run reads other samples than the control."
                 )
             ]
-        if _changes(a, start) != _changes(b, start):
+        changes = [phase.change if phase.start == start else () for phase in (a, b)]
+        if changes[0] != changes[1]:
             return [
                 Problem(
                     "branch",
@@ -130,9 +131,3 @@ def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Probl
 
 def _read(phase: Phase, step: int) -> tuple[object, ...]:
     return phase.first_sample(step), phase.config.trainer.batch_size, reading(phase.config.data)
-
-
-def _changes(phase: Phase, step: int) -> tuple[object, ...]:
-    if phase.start != step or not phase.changes:
-        return ()
-    return phase.drop, phase.rescale, phase.optimizer_state

@@ -51,9 +51,11 @@ class Phase:
     until: UntilConfig | None = None
 
     @property
-    def changes(self) -> bool:
-        """Whether its start changes the model or the state of the optimizer."""
-        return bool(self.drop or self.rescale) or self.optimizer_state != "keep"
+    def change(self) -> tuple[object, ...]:
+        """Changes of the model and of the optimizer's state at its start; empty if there are
+        none."""
+        changed = self.drop, self.rescale, self.optimizer_state
+        return () if changed == (None, None, "keep") else changed
 
     @property
     def seed(self) -> int:

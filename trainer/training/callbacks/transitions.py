@@ -150,7 +150,7 @@ class Transitions(L.Callback):
 
     def _enter(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         longer = phase.config.data.sequence_length > module.model.layout.training_length
-        if not phase.changes and not longer:
+        if not phase.change and not longer:
             return
         if phase.drop and not self.has_dropped:
             self.before_drop(trainer)
