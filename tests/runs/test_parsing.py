@@ -173,13 +173,14 @@ def controlled(*, drop=None, **controls):
 
 
 def test_a_control_is_the_run_with_its_changes_and_without_controls():
-    values = controlled(drop=5, a={"branch": 3, "seed": 4, "drop": {"at": 7}}, b={"label": "b"})
+    values = controlled(drop=5, a={"branch": 3, "drop": {"at": 7}}, b={"label": "b", "seed": 4})
     config = parse(RunConfig, values)
     control = control_config(values, "a")
     assert control == control_config(values, "a", weights=False)
-    assert (control.run_dir, control.seed, control.label) == ("runs/x/controls/a", 4, None)
+    assert (control.run_dir, control.seed, control.label) == ("runs/x/controls/a", 0, None)
     assert (control.controls, control.drop_step, config.drop_step) == ({}, 7, 5)
-    assert control_config(values, "b").label == "b"
+    other = control_config(values, "b")
+    assert (other.label, other.seed) == ("b", 4)
 
 
 BRANCH = "expected 'drop', a step or nothing, got"

@@ -210,6 +210,29 @@ def test_a_branch_is_until_there_as_the_run_is(run, control, problem):
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"positional": {"layers": ["half_rope"]}}, "positional"),
+        ({"model": {"qk_norm": {"when": "after_drop"}}}, "model.qk_norm"),
+        ({"model": {"num_hidden_layers": 3}}, "model.num_hidden_layers"),
+        ({"optimizer": {"name": "muon"}}, "optimizer.name"),
+        ({"seed": 7}, "seed"),
+    ],
+)
+def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(changes, key):
+    run = {**SMALL, "drop": {"at": 50}, "optimizer": {"name": "adamw"}}
+    control = {"label": "x", "branch": 32, **changes}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, merged(run, {"controls": {"x": control}}))
+    assert list(map(str, error.value.problems)) == [
+        f"controls.x.{key}: a control that branches off continues with the run's; leave it out, or "
+        "leave out branch."
+    ]
+    allowed = {"branch": 32, "label": "x", "model": {"attention_backend": "sdpa"}}
+    parse(RunConfig, merged(run, {"controls": {"x": allowed}}))
+
+
 def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_another():
     mixture = {
         name: {"files": [f"{name}.txt"], "source": "files", "weight": w}

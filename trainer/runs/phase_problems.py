@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
+from operator import attrgetter
 
 from trainer.common.errors import Problem, did_you_mean
+from trainer.model.config import ModelConfig
 from trainer.positional.encodings import ENCODINGS
 from trainer.runs.config import NAME, RunConfig, layout_problems
 from trainer.runs.phases import Phase, phase_at, phases_of, reading
@@ -98,8 +101,26 @@ def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
     return layout_problems(config.positional, config.model, config.data.sequence_length, drops)
 
 
+CONTINUED = (
+    *(f"model.{field.name}" for field in fields(ModelConfig) if field.name != "attention_backend"),
+    "positional",
+    "optimizer.name",
+    "seed",
+)
+"""Keys whose value a checkpoint determines for a control that continues from it."""
+
+
 def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Problem]:
-    """Why ``control`` cannot begin with what ``run`` is after ``step`` steps, one sentence each."""
+    """Return why ``control`` cannot continue from the checkpoint of ``run`` after ``step``."""
+    if differing := [key for key in CONTINUED if attrgetter(key)(run) != attrgetter(key)(control)]:
+        return [
+            Problem(
+                key,
+                "a control that branches off continues with the run's; leave it out, or leave out "
+                "branch.",
+            )
+            for key in differing
+        ]
     main, other = phases_of(run), phases_of(control)
     early = next((phase for phase in main if phase.until and phase.start < step), None)
     if early is not None:
