@@ -194,7 +194,8 @@ def _table_of_arms(arms: Sequence[WatchedArm]) -> Table:
 
     made = _table("run", "steps")
     for arm in arms:
-        made.add_row(escape(_safe(arm.name)), f"{arm.step:,} of {arm.steps:,}", *_cells(arm))
+        steps = f"{arm.step:,} of {arm.steps:,}" if arm.phases else "waiting"
+        made.add_row(escape(_safe(arm.name)), steps, *_cells(arm))
     return made
 
 

@@ -120,10 +120,9 @@ class WatchedRun:
 
     @property
     def current(self) -> WatchedArm | None:
-        """Arm that trains now or next; the last one if all are trained."""
-        return next(
-            (a for a in self.arms if not a.is_trained), self.arms[-1] if self.arms else None
-        )
+        """Arm that trains now or next; the run itself if all are trained."""
+        untrained = [arm for arm in self.arms if not arm.is_trained]
+        return next(iter([*untrained, *self.arms]), None)
 
     @property
     def is_finished(self) -> bool:
