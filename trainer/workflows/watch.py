@@ -1,4 +1,4 @@
-"""How runs are getting on, from the files in their directories alone.
+"""Read how runs are getting on, from the files in their directories alone.
 
 Nothing is written and torch is not imported: a run may be training in another process, finished,
 stopped or killed.
