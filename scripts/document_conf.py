@@ -27,6 +27,7 @@ from trainer.workflows.requests import (
     HarnessRequest,
     InspectionRequest,
     MultipleChoiceRequest,
+    WatchRequest,
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -57,6 +58,7 @@ FILES: dict[str, tuple[type[Any], str]] = {
     "export": (ExportRequest, ""),
     "generate": (GenerationRequest, ""),
     "compare": (CompareRequest, ""),
+    "watch": (WatchRequest, ""),
     "inspect": (InspectionRequest, ""),
     "prepare": (PrepareKeys, ""),
     "plan": (PlanKeys, ""),

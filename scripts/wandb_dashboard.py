@@ -11,68 +11,13 @@ is printed as JSON instead, and nothing goes over the network.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from trainer.runs.metric_panels import LENGTH, SECTIONS, Panel
+
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
-
-STEP = "trainer/global_step"  # what Lightning's logger calls the optimizer step
-LENGTH = "evaluation/length"
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Lines of ``metrics``, and of all that match ``pattern``, against ``x``.
-
-    Without ``x``: bars of the last values.
-    """
-
-    title: str
-    metrics: tuple[str, ...] = ()
-    pattern: str | None = None
-    x: str | None = STEP
-
-
-SECTIONS = {
-    "Training": (
-        Plot("Loss (nats per token)", ("loss",)),
-        Plot("Learning rate", ("learning_rate",)),
-        Plot("Gradient norm", ("gradient_norm",)),
-        Plot("Tokens per second", ("tokens_per_second",)),
-        Plot("Model FLOPs utilisation", ("mfu",)),
-        Plot("Skipped steps", ("skipped_steps",)),
-    ),
-    "Drop": (
-        Plot(
-            "Held-out loss around the drop (nats per token)",
-            ("drop/loss_before", "drop/loss_after", "drop/loss_end"),
-            x=None,
-        ),
-        Plot("Phase", ("phase",)),
-    ),
-    "Length generalisation": (
-        Plot(
-            "Retrieval by length (fraction of trials)",
-            pattern="evaluation/retrieval/.+",
-            x=LENGTH,
-        ),
-        Plot("Loss by length (nats per token)", pattern="evaluation/loss/.+", x=LENGTH),
-    ),
-    "While training": (
-        Plot("Retrieval by length (fraction of trials)", pattern="length/retrieval_.+"),
-        Plot("Loss by length (nats per token)", pattern="length/loss_.+"),
-        Plot("Attention", pattern="probe/.+"),
-    ),
-    "System": (
-        Plot(
-            "Seconds of a step",
-            ("time/data", "time/compute", "time/optimizer", "time/checkpoint", "time/monitor"),
-        ),
-        Plot("Peak memory (GiB)", ("memory",)),
-    ),
-}
 
 
 def workspace(entity: str, project: str, name: str) -> Workspace:
@@ -80,7 +25,7 @@ def workspace(entity: str, project: str, name: str) -> Workspace:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    def panel(plot: Plot) -> wr.LinePlot | wr.BarPlot:
+    def panel(plot: Panel) -> wr.LinePlot | wr.BarPlot:
         if plot.x is None:
             return wr.BarPlot(title=plot.title, metrics=list(plot.metrics))
         return wr.LinePlot(

@@ -46,7 +46,7 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         return "train", words
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
     raise UserError.at(
-        "", f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
+        "", f"unknown command {first!r}. {did_you_mean(first, COMMANDS)} The commands:\n{listed}"
     )
 
 

@@ -273,7 +273,7 @@ def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
 
 def test_help_and_requests_need_neither_torch_nor_lightning():
     modules = [f"trainer.commands.{name}" for name in COMMANDS]
-    modules.append("trainer.workflows.requests")
+    modules += ["trainer.workflows.requests", "trainer.workflows.watch"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

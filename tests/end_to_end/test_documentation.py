@@ -27,7 +27,7 @@ BUDGETS = {
     # Writing and comparing real weights takes minutes; tests/interchange exports small ones.
     "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
-    **{word: [] for word in ("prepare", "inspect", "slurm", "plan", "compare")},
+    **{word: [] for word in ("prepare", "inspect", "slurm", "plan", "compare", "watch")},
     "drill": ONLY_READ,  # done by tests/workflows/test_drill.py
     **{
         # Trained and evaluated by tests/workflows/test_experiments.py.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import wandb_dashboard
-from scripts.wandb_dashboard import SECTIONS
+from trainer.runs.metric_panels import SECTIONS
 from trainer.runs.metrics_file import COLUMNS
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ COMMANDS = {
     "prepare": "turn the text of a run into tokens on disk, once, before it trains on a cluster",
     "inspect": "show the samples that a step of a run read, decoded, with their sources",
     "evaluate": "measure retrieval and loss of trained checkpoints, far beyond the training length",
+    "watch": "show how a run is getting on, from its directory: curves, speed, time left",
     "compare": "put the runs of a sweep beside each other: table, figure, page",
     "analyze": "show a model's attention geometry: clusters, sinks, entropies, features, biases",
     "generate": "continue prompts with a trained checkpoint",

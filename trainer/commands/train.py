@@ -185,6 +185,7 @@ unrope: train decoders with any positional encoding, drop it, and see how far th
 python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
 python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
 python -m trainer inspect checkpoint=runs/NAME step=N show what a step read
+python -m trainer watch runs/NAME                     show how a run is getting on
 python -m trainer evaluate checkpoint=runs/NAME ...   evaluate a checkpoint
 python -m trainer compare runs/A runs/B ...           the runs of a sweep beside each other
 python -m trainer analyze checkpoint=runs/NAME +analysis=all   show its attention geometry

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.cores import cores
-from trainer.data.corpus import Corpus
 from trainer.data.needles import NAMES, WORDS
 from trainer.runs.config import RunConfig
+
+if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus
 
 ENCODING_TITLES = {
     "rope": "RoPE",
@@ -108,6 +108,8 @@ def without_home(value: Any) -> Any:
 
 def environment(corpus: Corpus) -> dict[str, Any]:
     """Return versions and hardware, without anything that identifies a person or a machine."""
+    import torch  # names of runs are needed without it
+
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -124,6 +125,33 @@ class RunLock:
                 os.utime(path)
             except OSError as error:
                 log.warning("%s cannot be renewed (%s)", path, error.strerror)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Sign of life of the process that holds a lock. ``age``: seconds since the last one."""
+
+    holder: Holder
+    age: float
+    is_alive: bool
+
+
+def last_sign(directory: Path) -> Sign | None:
+    """Return the last sign of life of the process that trains in a directory.
+
+    None if no process holds its lock. Reads only, so that the age is by this machine's clock. A
+    process on this machine counts as dead if it does not exist, any process if the sign is older
+    than :data:`LEASE`.
+    """
+    path = directory / ".lock"
+    if (holder := _read(path)) is None:
+        return None
+    try:
+        age = max(time.time() - path.stat().st_mtime, 0.0)
+    except FileNotFoundError:
+        return None
+    is_here = holder.host == os.uname().nodename
+    return Sign(holder, age, age < LEASE and (not is_here or runs(holder.process)))
 
 
 def _read(path: Path) -> Holder | None:

@@ -304,6 +304,22 @@ class CompareRequest:
 
 
 @configuration
+class WatchRequest:
+    """Request of the watch command."""
+
+    runs: list[str] = field(default_factory=list)
+    """Directories of runs, controls and sweeps, or a directory that holds runs."""
+    every: Positive = 5
+    """Seconds between two looks on a terminal."""
+    once: bool = False
+    """Whether to print once, as without a terminal."""
+
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        return [] if self.runs else [Problem("runs", "give a run directory: watch runs/NAME.")]
+
+
+@configuration
 class InspectionRequest:
     """Request of the inspect command."""
 

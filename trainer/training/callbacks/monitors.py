@@ -37,6 +37,7 @@ from trainer.evaluation.results import Milestone, Reach
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
+from trainer.runs.metric_panels import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
@@ -170,8 +171,8 @@ class Lengths:
         step = trainer.global_step
         self.remember(Reach(step, has_dropped, C, lengths, by_length, retrieved, edges, by_bucket))
         return {
-            f"length/{name}_{n // C}x": value
-            for name, values in (("loss", by_length), ("retrieval", retrieved))
+            f"{name}{n // C}x": value
+            for name, values in ((TEXT_LOSS, by_length), (RETRIEVAL, retrieved))
             for n, value in zip(lengths, values, strict=False)
         }
 
