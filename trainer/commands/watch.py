@@ -150,7 +150,7 @@ def _curves(arm: WatchedArm, width: int) -> Table:
     made.add_column(width=VALUE, justify="right", no_wrap=True)
     made.add_column(width=AXIS, justify="right", no_wrap=True)
     made.add_column(no_wrap=True, style="cyan")
-    changes = [phase.start for phase in arm.phases if phase.changes]
+    changes = [phase.start for phase in arm.phases if phase.change]
     for line in lines(arm):
         low, high = (f"{limit:.3g}" for limit in line.limits)
         axis = [high, *[""] * (line.rows - 2), low] if line.rows > 1 else [""]
