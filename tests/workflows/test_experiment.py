@@ -490,7 +490,7 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "make_all_callbacks", lambda arms: {n: [n] for n in arms})
     controls = {
-        "rope": {"branch": "drop", "drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}},
+        "rope": {"branch": "drop", "drop": {"enabled": False}},
         "early": {"branch": 3, "label": "early"},
         "other": {"seed": 9, "label": "other"},
     }

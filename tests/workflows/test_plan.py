@@ -61,7 +61,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
     2.7e18 for all tokens; the peaks are 19.5 and 67 TFLOPS, of which half."""
     controls = {
         "rope": {"branch": "drop", "drop": {"at": None}},
-        "late": {"branch": 10**8, "seed": 1},
+        "late": {"branch": 10**8, "label": "late"},
         "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
     }
     run = {"max_steps": 10**9, "batch_size": 32, "micro_batch_size": 4, "keep_every": 3 * 10**8}
