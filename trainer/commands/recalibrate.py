@@ -80,6 +80,7 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
     given_keys = [word.lstrip("+~").partition("=")[0] for word in composed.words]
     problems = [*composed.problems, *problems, *_word_problems(composed, own, given_keys)]
     raise_all(problems)
+    from trainer.commands.console import set_up_console
     from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of, written
 
     (model,) = composed.verbatim
@@ -95,6 +96,7 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
     if not {"name", "run_dir"} & {*given_keys}:
         run_dir = f"runs/{words['name']}"
     given = {key: _value(values, key) for key in given_keys if _value(values, key) is not None}
+    set_up_console()
     recipe = recipe_for(asked, Path(run_dir), given, overwrite=values["overwrite"] is True)
     words |= {one.key: one.value for one in recipe.choices if one.key not in given_keys}
     return (
@@ -159,13 +161,12 @@ def words_of(composed: Composed) -> list[str]:
 
 def execute(request: Recalibration) -> None:
     """Show the plan, then recalibrate, evaluate and export."""
-    from trainer.commands.console import print_report, set_up_console
+    from trainer.commands.console import print_report
     from trainer.commands.plan import print_sections
     from trainer.workflows import recalibrate
     from trainer.workflows.plan import plan
     from trainer.workflows.requests import PlanRequest
 
-    set_up_console()
     print_sections([recalibrate.section(request)])
     print(f"The run alone: python -m trainer {shlex.join(request.words)}\n")
     corpus = recalibrate.prepare(request)
