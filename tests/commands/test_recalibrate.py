@@ -287,6 +287,8 @@ def test_a_step_that_does_not_fit_a_gpu_is_halved(llama, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     speed = recalibrate.measured(recalibrate.facts_of(str(llama)), 1.0, "auto", 1)
     assert tried == [(n, CONTEXT) for n in (512, 256, 128, 64, 32, 16)]
+    assert speed.device == "NVIDIA H100 (one of 8)"
     assert (speed.precision, speed.pass_tokens, speed.is_gpu) == ("bf16", 512, True)

@@ -146,12 +146,12 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
     is_gpu = torch.cuda.is_available() and accelerator != "cpu"
     device: Literal["cpu", "cuda"] = "cuda" if is_gpu else "cpu"
     torch.set_num_threads(threads or usual_threads())
-    name = (
-        torch.cuda.get_device_name() if is_gpu else counted(torch.get_num_threads(), "CPU thread")
-    )
-    precisions = ["fp32", "bf16"]
     if is_gpu:
+        count = torch.cuda.device_count()
+        name = torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
         precisions = ["bf16" if torch.cuda.is_bf16_supported(False) else "fp32"]
+    else:
+        name, precisions = counted(torch.get_num_threads(), "CPU thread"), ["fp32", "bf16"]
     length = min(facts.context, MEASURED_LENGTH[device])
     seconds = min(LONGEST_MEASURING, 0.6 * minutes)
     rows = max(1, MEASURED[device] // length)
