@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from trainer.commands.plan import PlanKeys
 from trainer.commands.prepare import PrepareKeys
+from trainer.commands.recalibrate import RecalibrateKeys
 from trainer.commands.slurm import Slurm
 from trainer.runs.config import RunConfig
 from trainer.workflows.requests import (
@@ -62,6 +63,7 @@ FILES: dict[str, tuple[type[Any], str]] = {
     "inspect": (InspectionRequest, ""),
     "prepare": (PrepareKeys, ""),
     "plan": (PlanKeys, ""),
+    "recalibrate": (RecalibrateKeys, ""),
 }
 """Files that describe keys, each with the dataclass and the group that its keys belong to."""
 

@@ -2,6 +2,7 @@
 
 COMMANDS = {
     "train": "train a model, its controls, evaluate and report (the default command)",
+    "recalibrate": "drop the encoding of a trained model and recalibrate it, in one command",
     "prepare": "turn the text of a run into tokens on disk, once, before it trains on a cluster",
     "inspect": "show the samples that a step of a run read, decoded, with their sources",
     "evaluate": "measure retrieval and loss of trained checkpoints, far beyond the training length",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,7 @@ from trainer.workflows.requests import PlanRequest
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
+    from trainer.workflows.plan import Section
 
 
 @configuration
@@ -94,15 +96,21 @@ def print_plan(request: PlanRequest) -> None:
     Raises:
         UserError: the vocabulary cannot be known yet.
     """
+    from trainer.workflows.plan import plan
+
+    print_sections(plan(request))
+
+
+def print_sections(sections: Iterable[Section]) -> None:
+    """Print each section as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from trainer.commands.console import WIDTH
-    from trainer.workflows.plan import plan
 
     out = Console(width=WIDTH)
-    for section in plan(request):
+    for section in sections:
         table = Table(section.title, "", box=None, width=WIDTH, title_justify="left")
         table.columns[0].min_width = 32
         table.columns[1].ratio = 1

@@ -183,6 +183,7 @@ HELP = """
 unrope: train decoders with any positional encoding, drop it, and see how far they reach.
 
 python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
+python -m trainer recalibrate MODEL text=FILES        drop a trained model's encoding
 python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
 python -m trainer inspect checkpoint=runs/NAME step=N show what a step read
 python -m trainer watch runs/NAME                     show how a run is getting on

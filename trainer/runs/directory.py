@@ -299,7 +299,7 @@ _OWN = re.compile(
     | (evaluation(-\d+)?|lengths/[^/]+)/{_EVALUATION}
     | analysis/\.[^/]+\.partial-.*
     | analysis/[^/]+/(report\.html|{_PICTURE}|figures/{_PICTURE})
-    | (wandb|tensorboard)/.*
+    | (wandb|tensorboard|export)/.*
     """,
     re.VERBOSE,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -46,6 +46,8 @@ class Command(Generic[T]):
     """A key that may be given several times, each value taken unparsed."""
     bare: bool = False
     """Whether words without ``=`` are values of the verbatim key."""
+    completed: Callable[[Composed], Sequence[str]] | None = None
+    """Returns the words with those that the command chooses itself, for ``--cfg job``."""
     described: tuple[str, ...] = ()
     """Groups that its help describes key by key."""
     output: Callable[[T], str | None] = lambda _: None

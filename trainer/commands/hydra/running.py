@@ -43,13 +43,16 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         )
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
+    given = (*(word.removeprefix(key) for word in verbatim), *bare)
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
+        if command.completed is not None and COMPLETION not in options.hydra:
+            composed = compose_words(overrides, command.root, files, problems)
+            overrides = [*command.completed(replace(composed, verbatim=given))]
         hydra_main.show(command, overrides, files, problems, options.hydra)
     else:
         composed = compose_words(overrides, command.root, files, problems)
-        given = (*(word.removeprefix(key) for word in verbatim), *bare)
         request = command.read(replace(composed, flags=options.flags, verbatim=given))
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))

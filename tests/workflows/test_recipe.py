@@ -1,0 +1,175 @@
+"""Rules of `recalibrate`: what a model, a device and a time lead to, as the guide says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.program import ROOT
+from trainer.common.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.model.flops import forward_flops, training_flops
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.runs.memory import weights_of
+from trainer.workflows.recipe import Facts, Speed, choose
+
+SHAPES = {
+    "135M": (576, 1536, 30, 9, 3, None, 49152),
+    "1.7B": (2048, 8192, 24, 32, 32, None, 49152),
+    "7B": (4096, 11008, 32, 32, 32, None, 32000),
+}
+
+
+def facts(size, context, qk_norm=False):
+    config = ModelConfig(*SHAPES[size], tie_word_embeddings=size == "135M")
+    layout = build_layout(
+        PositionalConfig(layers=["rope"]),
+        num_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_size,
+        training_length=context,
+        qk_norm=qk_norm,
+    )
+    return Facts(weights_of(config), config, layout)
+
+
+def cpu(model, rate, update=0.0):
+    """A CPU that trains so many tokens a second in sequences of 512."""
+    operations = rate * training_flops(model.config, model.layout, 512) / 512
+    return Speed("2 CPU threads", False, "bf16", operations, update, 2048)
+
+
+def gpu(share=0.4, fitting=16384):
+    return Speed("NVIDIA H100", True, "bf16", share * 989e12, 0.01, fitting)
+
+
+def chosen(*arguments, **given):
+    given = {key.replace("__", "."): value for key, value in given.items()}
+    recipe = choose(*arguments, given)
+    return {choice.key: choice.value for choice in recipe.choices}, recipe
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "minutes", "speed", "length", "batch", "micro", "lr"),
+    [
+        ("135M", 8192, 10, 250, 512, 4, 4, 3e-4),
+        ("135M", 8192, 20, 250, 512, 4, 4, 3e-4),
+        ("135M", 8192, 720, 250, 1024, 4, 2, 3e-4),
+        ("135M", 8192, 20, None, 8192, 16, 2, 3e-4),
+        ("1.7B", 2048, 20, None, 2048, 8, 8, 3e-4),
+        ("7B", 4096, 60, None, 4096, 4, 4, 1e-4),
+        ("7B", 4096, 60 * 24 * 30, None, 4096, 256, 4, 1e-4),
+    ],
+)
+def test_size_minutes_and_device_decide(size, context, minutes, speed, length, batch, micro, lr):
+    model = facts(size, context)
+    device = gpu() if speed is None else cpu(model, speed)
+    values, recipe = chosen(model, device, minutes)
+    assert values["data.sequence_length"] == length
+    assert values["trainer.batch_size"] == batch
+    assert values["trainer.micro_batch_size"] == micro
+    assert values["optimizer.lr"] == lr
+    assert values["model.qk_norm.when"] == "never"
+    seconds = batch * training_flops(model.config, model.layout, length) / device.operations
+    steps = values["trainer.max_steps"]
+    assert steps == int(45 * minutes / (seconds + device.update))
+    assert values["drop.schedule.warmup_steps"] == min(max(steps // 10, 10), 500)
+    assert recipe.tokens == steps * batch * length
+    assert recipe.seconds + recipe.evaluation_seconds <= 60 * minutes
+
+
+def test_ten_minutes_on_a_cpu_are_the_tokens_that_it_reads_meanwhile():
+    model = facts("135M", 8192)
+    values, recipe = chosen(model, cpu(model, 250), 10)
+    assert values["trainer.max_steps"] == 54  # 450 s of 2,048 tokens at 250 tokens/s
+    assert recipe.tokens == 54 * 2048
+
+
+def rows_of_the_guide():
+    lines = (ROOT / "docs/guide.md").read_text().splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
+    return {row[0].strip(" `"): " ".join(row[1:]) for row in cells}
+
+
+def test_the_guide_tells_the_same_rates_norm_and_warmup():
+    rows = rows_of_the_guide()
+    small, large = re.search(r"(\S+) up to 2B, (\S+) at 7B", rows["optimizer.lr"]).groups()
+    for size, rate in (("1.7B", small), ("7B", large)):
+        assert chosen(facts(size, 2048), gpu(), 600)[0]["optimizer.lr"] == float(rate)
+    never, after, rate = re.search(
+        r"`(\w+)`; `(\w+)` for rates of (\S+)", rows["model.qk_norm.when"]
+    ).groups()
+    values, _ = chosen(facts("135M", 2048), gpu(), 20)
+    assert values["model.qk_norm.when"] == never
+    assert "drop.qk_norm_gain" not in values
+    values, _ = chosen(facts("135M", 2048), gpu(), 20, optimizer__lr=float(rate))
+    assert values["model.qk_norm.when"] == after
+    assert f"`{values['drop.qk_norm_gain']}`" in rows["drop.qk_norm_gain"]
+    low, high = re.search(r"(\d+) to (\d+)", rows["drop.schedule.warmup_steps"]).groups()
+    for minutes in (20, 2000):
+        values, recipe = chosen(facts("135M", 2048), gpu(), minutes)
+        assert recipe.steps >= 1000
+        assert int(low) <= values["drop.schedule.warmup_steps"] <= int(high)
+
+
+def test_a_model_with_qk_norm_keeps_its_own():
+    values, _ = chosen(facts("135M", 2048, qk_norm=True), gpu(), 20, optimizer__lr=1e-3)
+    assert not {"model.qk_norm.when", "drop.qk_norm_gain"} & values.keys()
+
+
+def test_what_is_given_is_kept_and_the_rest_follows():
+    model = facts("135M", 8192)
+    given = {"trainer__batch_size": 6, "data__sequence_length": 256}
+    values, recipe = chosen(model, cpu(model, 250), 10, **given)
+    assert not {"trainer.batch_size", "data.sequence_length"} & values.keys()
+    assert values["trainer.micro_batch_size"] == 6  # of 8 that fit, one that divides
+    a_token = training_flops(model.config, model.layout, 256) / 256
+    assert recipe.steps == int(450 * cpu(model, 250).operations / (6 * 256 * a_token))
+    values, recipe = chosen(model, cpu(model, 250), 10, trainer__max_tokens=10_000)
+    assert "trainer.max_steps" not in values
+    assert recipe.steps == 4  # even fewer than the warm-up would be
+    assert chosen(model, cpu(model, 250), 10, trainer__max_steps=5)[1].steps == 5
+
+
+def test_minutes_without_an_evaluation_are_all_of_recalibration():
+    model = facts("135M", 8192)
+    values, recipe = chosen(model, cpu(model, 250), 10, evaluation__enabled=False)
+    assert recipe.steps == 73  # 600 s of 2,048 tokens at 250 tokens/s
+    assert recipe.evaluation_seconds == 0
+    assert not [key for key in values if key.startswith("evaluation")]
+
+
+def test_too_few_minutes_name_those_that_suffice():
+    model = facts("135M", 8192)
+    with pytest.raises(UserError) as error:
+        chosen(model, cpu(model, 25), 10)
+    (problem,) = error.value.problems
+    assert problem.key == "minutes"
+    needed = float(re.search(r"need ([\d.]+) on 2 CPU threads", problem.message)[1])
+    assert needed == 37  # 20 steps of 82 s, in three quarters of the time
+    assert chosen(model, cpu(model, 25), needed)[1].steps == 20
+
+
+def test_sequences_fit_the_gpu():
+    values, _ = chosen(facts("135M", 8192), gpu(fitting=4096), 600)
+    assert values["data.sequence_length"] == 4096
+    assert values["trainer.micro_batch_size"] == 1
+
+
+def test_lengths_and_windows_fit_the_time_that_is_left():
+    model = facts("135M", 8192)
+    values, recipe = chosen(model, cpu(model, 250), 10)
+    C = model.context
+    lengths = [round(C * n) for n in values["evaluation.lengths"]]
+    assert lengths == [512, 1024, 2048, 4096][: len(lengths)]
+    cost = sum(forward_flops(model.config, model.layout, n) for n in lengths)
+    cost *= 2 * values["evaluation.windows"] / cpu(model, 250).operations
+    assert recipe.evaluation_seconds == pytest.approx(cost)
+    assert cost <= 150
+    # Up to C, YaRN and dynamic NTK are the identity.
+    assert values["evaluation.methods"] == ["none"]
+    values, _ = chosen(model, gpu(), 20)
+    assert values["evaluation.lengths"] == [1, 2, 4, 8]
+    assert values["evaluation.windows"] == 32
+    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk"]

@@ -1,0 +1,201 @@
+"""``python -m trainer recalibrate MODEL text=FILES minutes=20``: a trained model without RoPE."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.commands.hydra.command import Command
+from trainer.commands.train import read as read_train
+from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.fields import OptionalText, Positive, configuration
+
+if TYPE_CHECKING:
+    from trainer.commands.hydra.composing import Composed
+    from trainer.workflows.recalibrate import Asked, Recalibration
+    from trainer.workflows.recipe import Recipe
+
+
+@configuration
+class RecalibrateKeys:
+    """Keys of this command; the others are a run's."""
+
+    minutes: Positive = 20.0
+    """Minutes of recalibration and evaluation together; preparing text and exporting add to
+    them."""
+    text: OptionalText | list[str] = None
+    """Text files, directories or globs to recalibrate on, as data.files; null: another data group,
+    such as data=stdlib_docs."""
+    to: OptionalText = None
+    """Directory of the export, new or empty; null: export in the run directory."""
+
+
+ROOT = "recalibrate"
+OWN = ("minutes", "text", "to")
+MODEL_KEYS = ("model.from_pretrained", "model.from_run")
+
+
+def read(composed: Composed) -> Recalibration:
+    """Return the checked recalibration, with everything chosen that the words leave open.
+
+    Raises:
+        UserError: with every problem found before the model is measured, or all those after.
+    """
+    from trainer.workflows.recalibrate import Recalibration
+
+    asked, recipe, words = completed(composed)
+    from trainer.commands.hydra.composing import compose_words
+
+    whole = compose_words(words, ROOT, composed.files)
+    values = {key: value for key, value in whole.values.items() if key not in OWN}
+    evaluates = values["evaluation"]["enabled"]
+    values["evaluation"] = {**values["evaluation"], "enabled": False}
+    config = read_train(replace(whole, values=values)).request
+    if evaluates and (problems := config.evaluation.problems()):
+        raise UserError(*problems)
+    to = Path(whole.values["to"] or Path(config.run_dir, "export"))
+    alone = [word for word in words if word.partition("=")[0] not in OWN]
+    alone = ["data=files", "drop=pretrained", "evaluation.enabled=false", *alone]
+    groups = {word.partition("=")[0] for word in composed.words}
+    alone = [word for word in alone if word in words or word.partition("=")[0] not in groups]
+    return Recalibration(asked, config, recipe, evaluates, to, tuple(alone))
+
+
+def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
+    """Return the request, its recipe, and the words of a run that they stand for: the chosen ones,
+    then the user's.
+
+    Raises:
+        UserError: with every problem of the words, of packages, of the model or of the minutes.
+    """
+    from trainer.common.validation import validated
+
+    values = composed.values
+    own, problems = validated(RecalibrateKeys, {key: values[key] for key in OWN})
+    given_keys = [word.lstrip("+~").partition("=")[0] for word in composed.words]
+    problems = [*composed.problems, *problems, *_word_problems(composed, own, given_keys)]
+    raise_all(problems)
+    from trainer.commands.console import set_up_console
+    from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of, written
+
+    (model,) = composed.verbatim
+    listed = [own.text] if isinstance(own.text, str) else own.text or []
+    asked = Asked(model, own.minutes, tuple(listed))
+    raise_all(asked_problems(asked))
+    stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name.removesuffix(".gguf")).lstrip("-.+")
+    words: dict[str, Any] = {"name": f"{stem}-drope", f"model.{source_of(model)}": model}
+    if asked.text:
+        words["data.files"] = list(asked.text)
+    words = {key: value for key, value in words.items() if key not in given_keys}
+    run_dir = values["run_dir"]
+    if not {"name", "run_dir"} & {*given_keys}:
+        run_dir = f"runs/{words['name']}"
+    given = {key: _value(values, key) for key in given_keys if _value(values, key) is not None}
+    set_up_console()
+    recipe = recipe_for(asked, Path(run_dir), given, overwrite=values["overwrite"] is True)
+    words |= {one.key: one.value for one in recipe.choices if one.key not in given_keys}
+    return (
+        asked,
+        recipe,
+        [*(f"{key}={written(value)}" for key, value in words.items()), *composed.words],
+    )
+
+
+def _word_problems(composed: Composed, own: RecalibrateKeys, keys: list[str]) -> list[Problem]:
+    """Check the words before the model is read."""
+
+    found = []
+    if len(composed.verbatim) != 1:
+        given = " and ".join(map(repr, composed.verbatim)) or "none"
+        found.append(
+            Problem(
+                "MODEL",
+                f"expected one directory, .gguf file, run or hub id, got {given}: python -m "
+                "trainer recalibrate MODEL text=FILES minutes=20.",
+            )
+        )
+    found += [
+        Problem(key, "MODEL names the weights; leave it out.") for key in MODEL_KEYS if key in keys
+    ]
+    data = composed.values.get("data")
+    files = data.get("files") if isinstance(data, dict) else None
+    needs_text = composed.choices.get("data") == "files" and not files
+    if own.text and not needs_text:
+        found.append(Problem("text", "the text is given by data already; leave one out."))
+    if needs_text and not own.text and "text" not in [p.key for p in composed.problems]:
+        found.append(
+            Problem(
+                "text",
+                "give the text to recalibrate on, text=FILE or 'text=[texts/*.jsonl]'; "
+                "data=stdlib_docs takes the text that comes with Python.",
+            )
+        )
+    ranks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    if ranks != "1":
+        found.append(
+            Problem(
+                "",
+                f"recalibrate runs in one process, and {ranks} were started; in one it prints the "
+                "words of the run alone, which torchrun can train with strategy=ddp or fsdp2.",
+            )
+        )
+    return found
+
+
+def _value(values: Any, key: str) -> Any:
+    """Return the value of a dotted key, or None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def words_of(composed: Composed) -> list[str]:
+    """Return all words of the run, for ``--cfg job``."""
+    return completed(composed)[2]
+
+
+def execute(request: Recalibration) -> None:
+    """Show the plan, then recalibrate, evaluate and export."""
+    from trainer.commands.console import print_report
+    from trainer.commands.plan import print_sections
+    from trainer.workflows import recalibrate
+    from trainer.workflows.plan import plan
+    from trainer.workflows.requests import PlanRequest
+
+    print_sections([recalibrate.section(request)])
+    print(f"The run alone: python -m trainer {shlex.join(request.words)}\n")
+    corpus = recalibrate.prepare(request)
+    print_sections(islice(plan(PlanRequest(request.config, 1, 1, "h100", 0.4)), 2))
+    if (outcome := recalibrate.train(request)) is not None:
+        print_report(outcome[0], request.config.run_dir, outcome[1])
+    if request.evaluates and (measured := recalibrate.evaluate(request, corpus)) is not None:
+        print_report(measured[0], str(measured[1]), existing=False)
+    recalibrate.export(request)
+    print(f"For transformers: {request.to}. Try next:")
+    print(f'  python -m trainer generate checkpoint={request.to} prompt="Once upon a time"')
+
+
+HELP = """
+python -m trainer recalibrate MODEL text=FILES [minutes=20] [name=NAME] [KEY=VALUE ...]
+
+Drops the positional encoding of a trained model and recalibrates it on the text, in the minutes
+given. MODEL is a directory or hub id of published weights, a .gguf file, or a run of this program.
+Length, batch, steps, learning rate, warm-up and QK-norm follow from the model, the measured speed
+and the time (docs/pretrained.md); a word for any key of a run overrides one. The plan is shown
+first. Then the model is trained, measured beside what it was, with YaRN and dynamic NTK, and
+exported for transformers. Interrupted, the same command resumes.
+"""
+COMMAND = Command(
+    ROOT,
+    HELP,
+    read,
+    execute,
+    single="run it for each model.",
+    bare=True,
+    completed=words_of,
+)

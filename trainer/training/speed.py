@@ -1,0 +1,85 @@
+"""Speed of training steps on this machine, measured on random tokens before a run is planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.runs.training_config import OptimizerConfig
+from trainer.training.optimizers import make_optimizer
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of forward and backward of one micro-batch, and of an update of the optimizer."""
+
+    micro_batch: float
+    update: float
+
+
+def measure_step(
+    config: ModelConfig,
+    layout: Layout,
+    shape: tuple[int, int],
+    *,
+    device: Literal["cpu", "cuda"],
+    precision: str,
+    optimizer: OptimizerConfig,
+    seconds: float,
+) -> Times:
+    """Measure training steps of a model with random weights.
+
+    Args:
+        config: the model's shape, with its vocabulary.
+        layout: its encoding.
+        shape: of a micro-batch, ``[B, T]``.
+        device: where it trains.
+        precision: ``fp32`` or ``bf16``, as ``trainer.precision``.
+        optimizer: its optimizer, whose state takes memory, too.
+        seconds: how long to measure after a first step, at least one micro-batch.
+
+    Raises:
+        torch.OutOfMemoryError: a step does not fit the GPU.
+    """
+    assert config.vocab_size is not None
+    with torch.device("meta"):
+        model = Decoder(config, layout)
+    model.to_empty(device=device)
+    half = precision == "bf16"
+    model.choose_products(device, torch.bfloat16 if half else None)
+    model.use_backend(config.attention_backend, device, half=half, length=shape[1])
+    with torch.no_grad(), torch.random.fork_rng():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+        ids = torch.randint(config.vocab_size, shape, device=device)
+    updates = make_optimizer(model, optimizer)
+
+    def micro_batch() -> None:
+        model.loss(ids, ids).backward()
+
+    micro_batch()
+    timed(updates.step, device)  # makes the state
+    updates.zero_grad()
+    times: list[float] = []
+    while sum(times) < seconds or not times:
+        times.append(timed(micro_batch, device))
+    return Times(median(times), timed(updates.step, device))
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of one call, with everything that it leaves to a GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

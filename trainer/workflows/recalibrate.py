@@ -1,0 +1,390 @@
+"""Recalibration of a trained model in one go: choices, training, evaluation and export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.files import write_atomically
+from trainer.common.words import counted
+from trainer.cores import usual_threads
+from trainer.data.corpus import Corpus
+from trainer.data.files import find_files
+from trainer.evaluation.results import Report
+from trainer.formats import read_plain
+from trainer.interchange.export.directory import Exported, check_destination
+from trainer.interchange.hub import find_pretrained
+from trainer.model.config import ModelConfig
+from trainer.model.flops import training_flops
+from trainer.runs.arms import arms_of
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import check_run_directory, open_run_directory
+from trainer.runs.memory import weights_of
+from trainer.runs.ranks import Ranks
+from trainer.runs.run_lock import RunLock
+from trainer.runs.starting_weights import starting_weights
+from trainer.runs.training_config import OptimizerConfig
+from trainer.training.speed import Times, measure_step
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.experiment import corpus_problems, run_experiment, start_problems
+from trainer.workflows.export import export_checkpoint
+from trainer.workflows.plan import Section
+from trainer.workflows.recipe import CPU_PASS, Choice, Facts, Recipe, Speed, choose
+from trainer.workflows.requests import EvaluationRequest, ExportRequest
+from trainer.workflows.training_text import open_corpus
+
+log = logging.getLogger(__name__)
+
+RECORD = "recalibrate.json"
+"""File of a run directory with the request, the choices and their reasons."""
+GPU_PASS = 16384
+"""Tokens of a forward pass to begin with on a GPU; halved until a step fits."""
+MEASURED = {"cpu": 1024, "cuda": GPU_PASS}
+"""Tokens of the micro-batch that is measured."""
+MEASURED_LENGTH = {"cpu": 512, "cuda": 2048}
+"""Tokens of its sequences, at most."""
+LONGEST_MEASURING = 20.0
+"""Most seconds of measuring in one precision, otherwise a hundredth of the time."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's own keys: the model as given, the minutes, and the text files."""
+
+    model: str
+    minutes: float
+    text: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recalibration:
+    """A whole recalibration.
+
+    ``config``: the run, which is not evaluated by itself. ``evaluates``: whether the evaluation
+    that ``config`` holds follows it. ``to``: directory of the export. ``words``: command line of
+    the run alone.
+    """
+
+    asked: Asked
+    config: RunConfig
+    recipe: Recipe
+    evaluates: bool
+    to: Path
+    words: tuple[str, ...]
+
+
+def asked_problems(asked: Asked) -> list[Problem]:
+    """Check packages and text before the model is read."""
+    extras = {"transformers": "transformers", "gguf": "gguf"}
+    if not asked.model.endswith(".gguf"):
+        del extras["gguf"]
+    found = []
+    if missing := sorted(extra for extra, module in extras.items() if find_spec(module) is None):
+        found.append(
+            Problem(
+                "",
+                f"recalibrate needs the {counted(len(missing), 'package')} "
+                f"{' and '.join(missing)}; pip install -c requirements.lock "
+                f"'unrope[{','.join(missing)}]'.",
+            )
+        )
+    try:
+        find_files(list(asked.text), "text") if asked.text else None
+    except UserError as error:
+        found += error.problems
+    return found
+
+
+def source_of(given: str) -> Literal["from_run", "from_pretrained"]:
+    """Return the key of ``model`` that starts a run from these weights."""
+    path = Path(given)
+    is_run = (path / "config.yaml").is_file() or (path / "state.json").is_file()
+    return "from_run" if is_run else "from_pretrained"
+
+
+def facts_of(given: str) -> Facts:
+    """Return what the rules need to know of a model; reads no weights.
+
+    Raises:
+        UserError: there is no such model, it is damaged, or it has no rotation to drop.
+    """
+    is_run = source_of(given) == "from_run"
+    weights = ModelConfig(from_run=given) if is_run else ModelConfig(from_pretrained=given)
+    try:
+        start = starting_weights(weights)
+    except UserError as error:
+        keys = dict.fromkeys(("model.from_pretrained", "model.from_run"), "MODEL")
+        raise UserError(*(p.renamed(keys) for p in error.problems)) from error
+    assert start is not None
+    start.require_tokenizer()
+    if not start.layout.rotates:
+        raise UserError.at("MODEL", f"{given!r} has no RoPE, so there is nothing to drop.")
+    return Facts(weights_of(start.config), start.config, start.layout)
+
+
+def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None) -> Speed:
+    """Measure how fast this machine trains the model.
+
+    Args:
+        facts: of the model.
+        minutes: of the recalibration, of which this takes a small share.
+        accelerator: ``trainer.accelerator``.
+        threads: ``trainer.threads``.
+
+    Raises:
+        UserError: not even one sequence fits the GPU.
+    """
+    is_gpu = torch.cuda.is_available() and accelerator != "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if is_gpu else "cpu"
+    torch.set_num_threads(threads or usual_threads())
+    if is_gpu:
+        count = torch.cuda.device_count()
+        name = torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
+        precisions = ["bf16" if torch.cuda.is_bf16_supported(False) else "fp32"]
+    else:
+        name, precisions = counted(torch.get_num_threads(), "CPU thread"), ["fp32", "bf16"]
+    length = min(facts.context, MEASURED_LENGTH[device])
+    seconds = min(LONGEST_MEASURING, 0.6 * minutes)
+    rows = max(1, MEASURED[device] // length)
+    log.info("Measuring the speed of training on %s", name)
+    times: dict[str, Times] = {}
+    while not times:
+        try:
+            times = {
+                precision: measure_step(
+                    facts.config,
+                    facts.layout,
+                    (rows, length),
+                    device=device,
+                    precision=precision,
+                    optimizer=OptimizerConfig(),
+                    seconds=seconds,
+                )
+                for precision in precisions
+            }
+        except torch.OutOfMemoryError:
+            if rows * length <= 256:
+                raise UserError.at(
+                    "MODEL",
+                    f"a training step does not fit {name}; train with strategy=fsdp2 on several "
+                    "GPUs (docs/guide.md, section 4).",
+                ) from None
+            rows, length = (rows // 2, length) if rows > 1 else (1, length // 2)
+    precision = min(times, key=lambda one: times[one].micro_batch)
+    best = times[precision]
+    operations = rows * training_flops(facts.config, facts.layout, length) / best.micro_batch
+    fitting = rows * length if is_gpu else CPU_PASS
+    return Speed(name, is_gpu, precision, operations, best.update, fitting)
+
+
+def recipe_for(
+    asked: Asked,
+    run_dir: Path,
+    given: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    measure: Callable[..., Speed] = measured,
+) -> Recipe:
+    """Return the stored recipe of a run that was begun, or choose one.
+
+    Raises:
+        UserError: the run was begun for another request, or the minutes do not suffice.
+    """
+    if not overwrite and (stored := read_record(run_dir)) is not None:
+        differing = [
+            Problem(
+                "MODEL" if key == "model" else key,
+                f"the run in {str(run_dir)!r} was begun with {old!r}, this command has {new!r}; "
+                "choose another name=, or overwrite=true to start again.",
+            )
+            for key, new in asdict(asked).items()
+            if (old := stored["asked"][key]) != new
+        ]
+        raise_all(differing)
+        choices = tuple(Choice(**one) for one in stored["recipe"]["choices"])
+        return Recipe(**{**stored["recipe"], "choices": choices})
+    if not overwrite and (run_dir / "config.yaml").exists():
+        raise UserError.at(
+            "run_dir",
+            f"{str(run_dir)!r} holds a run that recalibrate did not begin; choose another name=, "
+            "or overwrite=true.",
+        )
+    facts = facts_of(asked.model)
+    speed = measure(
+        facts, asked.minutes, given.get("trainer.accelerator", "auto"), given.get("trainer.threads")
+    )
+    return choose(facts, speed, asked.minutes, given)
+
+
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a run directory, or None.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = run_dir / RECORD
+    if not path.is_file():
+        return None
+    try:
+        record = read_plain(path)
+        asked = {**record["asked"], "text": tuple(record["asked"]["text"])}
+        Asked(**asked)
+        Recipe(**record["recipe"])
+        return {**record, "asked": asked}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError.at(
+            "run_dir", f"{str(path)!r} is damaged; overwrite=true starts again."
+        ) from None
+
+
+def write_record(request: Recalibration, exported: bool) -> None:
+    """Write the request, the choices and whether the export is done into the run directory."""
+    content = {
+        "format": 1,
+        "asked": asdict(request.asked),
+        "recipe": asdict(request.recipe),
+        "exported": str(request.to) if exported else None,
+    }
+    path = Path(request.config.run_dir) / RECORD
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def is_exported(request: Recalibration) -> bool:
+    """Whether an earlier call of the same command wrote the export."""
+    record = None if request.config.overwrite else read_record(Path(request.config.run_dir))
+    done = record is not None and record["exported"] == str(request.to)
+    return done and (request.to / "config.json").is_file()
+
+
+PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./+-]*", re.IGNORECASE)
+"""Texts that Hydra reads as they are, without quotes."""
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on a command line, before the shell's quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def section(request: Recalibration) -> Section:
+    """Return the choices with their reasons, the tokens and the expected time."""
+    recipe = request.recipe
+    rows = [
+        (word, choice.why)
+        for choice in recipe.choices
+        if (word := f"{choice.key}={written(choice.value)}") in request.words
+    ]
+    minutes = recipe.seconds / 60
+    rows.append(("tokens", f"{recipe.tokens:,} in {counted(recipe.steps, 'step')}"))
+    rows.append(("expected minutes", f"{minutes:.2g} of recalibration"))
+    if request.evaluates:
+        rows.append(("", f"{recipe.evaluation_seconds / 60:.2g} of evaluation"))
+    return Section(f"Chosen for {request.asked.model} and {request.asked.minutes:g} minutes", rows)
+
+
+def prepare(request: Recalibration) -> Corpus:
+    """Check everything, prepare the text, open the run directory and record the choices.
+
+    Raises:
+        UserError: with all that is wrong; nothing is written then, except prepared text.
+    """
+    config = request.config
+    inside = request.to.absolute().is_relative_to(Path(config.run_dir).absolute())
+    if not is_exported(request) and not (config.overwrite and inside):
+        check_destination(request.to)
+    check_run_directory(config, is_finished(config))
+    configs = arms_of(config)
+    raise_all(start_problems(configs, Ranks()))
+    corpus = open_corpus(config)
+    raise_all(corpus_problems(configs, corpus))
+    lengths_that_fit(request, corpus)
+    return corpus
+
+
+def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[float]:
+    """Return the evaluated lengths, in multiples of the context, that the held-out text has.
+
+    Raises:
+        UserError: it has none of them.
+    """
+    lengths = request.config.evaluation.lengths
+    start = starting_weights(request.config.model)
+    assert start is not None
+    C, held_out = start.layout.training_length, len(corpus.test)
+    fitting = [factor for factor in lengths if round(C * factor) <= held_out]
+    if request.evaluates and not fitting:
+        raise UserError.at(
+            "text",
+            f"{held_out:,} tokens of it are held out (data.test), fewer than the shortest "
+            f"evaluated length of {round(C * min(lengths)):,}; give more text, or "
+            "evaluation.enabled=false.",
+        )
+    return fitting
+
+
+def train(request: Recalibration) -> tuple[Report, bool] | None:
+    """Record the choices in the run directory, then drop and recalibrate, or resume.
+
+    Returns:
+        As :func:`run_experiment`.
+
+    Raises:
+        UserError: the directory holds something else.
+        PreemptedError: the run was asked to stop.
+    """
+    config, done, lock = request.config, is_exported(request), RunLock()
+    directory = Path(config.run_dir)
+    try:
+        if (directory / "config.yaml").exists():
+            lock.acquire(directory)  # overwrite=true deletes no run that another process trains
+        open_run_directory(config, is_finished(config))
+        write_record(request, exported=done)
+    finally:
+        lock.release()
+    return run_experiment(replace(config, overwrite=False))
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether the run has its report already."""
+    return (Path(config.run_dir) / "report.json").exists() and not config.overwrite
+
+
+def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | None:
+    """Measure the recalibrated model beside the model as it was, alone and extended."""
+    config, given = request.config, request.asked.model
+    before = given if source_of(given) == "from_run" else str(find_pretrained(given))
+    fitting = lengths_that_fit(request, corpus)
+    if left_out := len(config.evaluation.lengths) - len(fitting):
+        log.info("%s left out: the held-out text is shorter", counted(left_out, "length"))
+    return evaluate_lengths(
+        EvaluationRequest(
+            checkpoint=config.run_dir,
+            compare=[before],
+            threads=config.trainer.threads,
+            evaluation=replace(config.evaluation, lengths=fitting),
+        )
+    )
+
+
+def export(request: Recalibration) -> Exported | None:
+    """Write the directory for transformers, once; None if an earlier call has."""
+    if is_exported(request):
+        return None
+    exported = export_checkpoint(
+        ExportRequest(
+            request.config.run_dir, str(request.to), threads=request.config.trainer.threads
+        )
+    )
+    write_record(request, exported=True)
+    return exported

@@ -1,0 +1,282 @@
+"""Rules that choose a recalibration's recipe: how long, at which length and learning rate.
+
+The rules are those of docs/guide.md. docs/pretrained.md tells them with their numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.common.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.model.flops import forward_flops, training_flops
+from trainer.positional.layout import Layout
+
+TRAINING = 0.75
+"""Share of the minutes that the recalibration takes; the evaluation may take the rest."""
+SHORTEST = 512
+"""Tokens of a sequence, unless the model's context is shorter."""
+SEQUENCES = 4096
+"""Sequences of the model's whole context that a run must be able to read to use it."""
+STEPS = 1000
+"""Steps that the batch is chosen for."""
+BATCH_TOKENS = 2048, 512 * 2048
+"""Fewest and most tokens of a step; the most are those of DroPE's recipes (App. D)."""
+WARMUP = 10, 500
+"""Fewest and most steps of warm-up, otherwise a tenth of the steps."""
+LARGE = 2e9
+"""Parameters up to which the higher of the two rates is right."""
+RATES = 3e-4, 1e-4
+"""Learning rates of models up to :data:`LARGE`, and of larger ones."""
+NORMED_RATE = 1e-3
+"""Learning rate from which on training needs QK-norm (DroPE, Table 11)."""
+MULTIPLES = (1, 2, 4, 8)
+"""Evaluated lengths, in multiples of the sequence length."""
+WINDOWS = (32, 16, 8, 4)
+"""Held-out windows of a length, from the most exact to the cheapest."""
+EFFECT = 4, 64
+"""Fewest and most held-out sequences that tell the loss before, after and at the end."""
+CPU_PASS = 2048
+"""Tokens of a forward pass on a CPU, where more are no faster."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules need to know of a model.
+
+    ``parameters``: their number, with embeddings. ``layout``: its encoding; the context C is its
+    training length.
+    """
+
+    parameters: int
+    config: ModelConfig
+    layout: Layout
+
+    @property
+    def context(self) -> int:
+        """The model's context C, in tokens."""
+        return self.layout.training_length
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether its queries and keys are normalized already."""
+        return any(layer.qk_norm for layer in self.layout.layers)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured speed of training on a device.
+
+    Attributes:
+        device: as it is told, such as ``NVIDIA H100`` or ``2 CPU threads``.
+        is_gpu: whether it is a GPU.
+        precision: ``fp32`` or ``bf16``, the faster.
+        operations: operations per second, forward and backward.
+        update: seconds of an update of the optimizer.
+        pass_tokens: tokens of a forward pass that fit.
+    """
+
+    device: str
+    is_gpu: bool
+    precision: str
+    operations: float
+    update: float
+    pass_tokens: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key, its value, and the reason."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What was chosen, and what it costs.
+
+    ``choices``: keys that the user did not give. ``steps``, ``tokens``: of the recalibration.
+    ``seconds``, ``evaluation_seconds``: expected.
+    """
+
+    choices: tuple[Choice, ...]
+    steps: int
+    tokens: int
+    seconds: float
+    evaluation_seconds: float
+
+
+def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe for a model, a device and a time.
+
+    Args:
+        facts: of the model.
+        speed: of the device.
+        minutes: for recalibration and evaluation together.
+        given: values of dotted keys that the user sets; they are kept, and the rest follows them.
+
+    Raises:
+        UserError: the minutes do not suffice for the warm-up.
+    """
+    found: list[Choice] = []
+
+    def pick(key: str, value: Any, why: str) -> Any:
+        if key in given:
+            return given[key]
+        found.append(Choice(key, value, why))
+        return value
+
+    evaluates = given.get("evaluation.enabled", True)
+    seconds = 60 * minutes * (TRAINING if evaluates else 1.0)
+    length = pick("data.sequence_length", *_length(facts, speed, seconds))
+    token = seconds_a_token(facts, speed, length)
+    batch, why = _batch(seconds / token, length)
+    batch = pick("trainer.batch_size", batch, why)
+    fitting = speed.pass_tokens // length
+    micro = next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= max(1, fitting))
+    pick(
+        "trainer.micro_batch_size", micro, f"at most {speed.pass_tokens:,} tokens in a forward pass"
+    )
+    a_step = batch * length * token + speed.update
+    given_steps = given.get("trainer.max_steps")
+    if (tokens := given.get("trainer.max_tokens")) is not None:
+        given_steps = max(1, tokens // (batch * length))
+    if given_steps is None:
+        steps = int(seconds / a_step)
+        if steps < 2 * WARMUP[0]:
+            needed = 2 * WARMUP[0] * a_step / (seconds / minutes)
+            raise UserError.at(
+                "minutes",
+                f"{minutes:g} is too short: {WARMUP[0]} steps of warm-up and as many after it, of "
+                f"{batch} x {length:,} tokens, need {_rounded_up(needed):g} on {speed.device}.",
+            )
+        pick(
+            "trainer.max_steps",
+            steps,
+            f"{_duration(seconds)} at {1 / token:,.0f} tokens/s on {speed.device}",
+        )
+    else:
+        steps = given_steps
+    pick("trainer.precision", speed.precision, "the faster of what the device offers")
+    rate = pick(
+        "optimizer.lr",
+        RATES[0] if facts.parameters <= LARGE else RATES[1],
+        f"{facts.parameters / 1e6:,.3g}M parameters; 3e-4 up to 2B, 1e-4 above (DroPE, App. D)",
+    )
+    _norm(facts, rate, pick)
+    low, high = WARMUP
+    pick(
+        "drop.schedule.warmup_steps",
+        min(max(steps // 10, low), high, steps),
+        f"a tenth of the steps, {low} to {high}",
+    )
+    pick("trainer.checkpoint_minutes", max(minutes / 5, 0.1), "five checkpoints on the way")
+    share = steps * batch // 20  # the three measurements then take a twentieth of the time
+    pick(
+        "drop.effect_sequences",
+        min(max(share, EFFECT[0]), EFFECT[1]),
+        "the drop's effect costs a twentieth of the time at most",
+    )
+    costs = 0.0
+    if evaluates:
+        costs = _evaluation(facts, speed, length, 60 * minutes - seconds, given, pick)
+    total = steps * a_step
+    return Recipe(tuple(found), steps, steps * batch * length, total, costs)
+
+
+def seconds_a_token(facts: Facts, speed: Speed, length: int) -> float:
+    """Return the seconds of forward and backward for a token in sequences of ``length``."""
+    return training_flops(facts.config, facts.layout, length) / length / speed.operations
+
+
+def _length(facts: Facts, speed: Speed, seconds: float) -> tuple[int, str]:
+    """Return the longest sequences, at most C, of which the time allows enough."""
+    C = facts.context
+    length, why = C, f"the model's context C = {C:,}, as DroPE trains"
+    # Evaluated lengths are multiples of C, and those below C / 256 are too short for some checks.
+    shortest = max(SHORTEST, C // 256)
+    while length // 2 >= shortest:
+        if speed.is_gpu and length > speed.pass_tokens:
+            why = f"C = {C:,}, halved until a sequence fits the GPU"
+        elif seconds / (length * seconds_a_token(facts, speed, length)) < SEQUENCES:
+            why = f"C = {C:,}, halved until {SEQUENCES:,} sequences fit the time, to {shortest}"
+        else:
+            break
+        length //= 2
+    return length, why
+
+
+def _batch(tokens: float, length: int) -> tuple[int, str]:
+    """Return the sequences of a step for a run of about ``tokens`` tokens, a power of two."""
+    low, high = BATCH_TOKENS
+    wanted = min(max(tokens / STEPS, low), high)
+    size = 1 << max(0, int(math.log2(max(1.0, wanted / length))))
+    return size, f"about {STEPS:,} steps, of {low:,} to {high:,} tokens"
+
+
+def _norm(facts: Facts, rate: float, pick: Any) -> None:
+    """Choose QK-norm from the learning rate."""
+    if facts.has_qk_norm:
+        return
+    if rate < NORMED_RATE:
+        pick("model.qk_norm.when", "never", "rates below 1e-3 do better without (Table 11)")
+        return
+    if pick("model.qk_norm.when", "after_drop", "rates from 1e-3 need it (Table 11)") != "never":
+        pick("drop.qk_norm_gain", "matched", "attention logits keep their scale at the drop")
+
+
+def _evaluation(
+    facts: Facts, speed: Speed, length: int, seconds: float, given: Mapping[str, Any], pick: Any
+) -> float:
+    """Choose lengths, windows and methods of the evaluation; return its expected seconds."""
+    C = facts.context
+    chosen = given.get("evaluation.lengths")
+    tokens = [round(C * n) for n in chosen] if chosen else [length * n for n in MULTIPLES]
+    for windows in WINDOWS:
+        costs = [_length_seconds(facts, speed, n, windows, max(tokens)) for n in tokens]
+        fitting = [n for i, n in enumerate(tokens) if sum(costs[: i + 1]) <= seconds]
+        if len(fitting) == len(tokens):
+            break
+    fitting = fitting or tokens[:1]
+    left_out = [n for n in tokens if n not in fitting]
+    why = f"1 to {fitting[-1] // length} times {length:,} tokens"
+    why += f"; {', '.join(f'{n:,}' for n in left_out)} take more than the time" if left_out else ""
+    fitting = [round(C * n) for n in pick("evaluation.lengths", [n / C for n in fitting], why)]
+    pick("evaluation.tasks", ["perplexity"], "needs no questions")
+    if max(fitting) > C:
+        pick(
+            "evaluation.methods",
+            ["none", "yarn", "dynamic_ntk"],
+            "extensions of the model as it was",
+        )
+    else:
+        why = f"YaRN and dynamic NTK change nothing up to C = {C:,}"
+        pick("evaluation.methods", ["none"], why)
+    count = pick(
+        "evaluation.windows", windows, f"{WINDOWS[0]}, halved until the lengths fit the time"
+    )
+    pick("evaluation.dtype", speed.precision, "as in training")
+    return sum(_length_seconds(facts, speed, n, count, max(fitting)) for n in fitting)
+
+
+def _length_seconds(facts: Facts, speed: Speed, length: int, windows: int, longest: int) -> float:
+    """Return the expected seconds of a length: the model after and before the drop, and YaRN and
+    dynamic NTK if the ``longest`` length is beyond C."""
+    cells = 4 if longest > facts.context else 2
+    return cells * windows * forward_flops(facts.config, facts.layout, length) / speed.operations
+
+
+def _rounded_up(minutes: float) -> float:
+    """Round up to two digits."""
+    digits = 10 ** (math.floor(math.log10(minutes)) - 1)
+    return math.ceil(minutes / digits) * digits
+
+
+def _duration(seconds: float) -> str:
+    """Format as minutes, or as seconds if there are few."""
+    return f"{seconds / 60:.3g} minutes" if seconds >= 90 else f"{seconds:.3g} seconds"
