@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Integer
-from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
+from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[tuple[float, ...], ...]
@@ -197,6 +197,14 @@ class Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C = self.training_length
         return self.map(lambda s: rescaled(s, rescaling, C, factor), self.chosen(layers))
+
+    def rebased(self, base: float, layers: LayerChoice = None) -> Layout:
+        """Replace the base of the frequencies of ``layers``.
+
+        Raises:
+            ValueError: frequencies of a layer are not geometric.
+        """
+        return self.map(lambda s: rebased(s, base), self.chosen(layers))
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
