@@ -1,6 +1,8 @@
 """The export command: a run before and after its drop, its card, and what can be wrong."""
 
 import json
+import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 from trainer.runs.parsing import parse
 from trainer.training.run import train
 
@@ -157,6 +160,50 @@ def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+KEPT = {"per": "sequence", "lengths": [64], "text": "a", "tokens": 9, "coefficient": 0.2}
+ROWS = [[0.1, 0.4], [0.3, 0.2]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("heads", "step", "architecture"),
+    [
+        (None, None, "Qwen3ForCausalLM"),  # the gain of QK-norm takes one factor for all heads
+        (ROWS, None, "UnropeForCausalLM"),  # but no factor for each
+        (ROWS, BEFORE_DROP, "LlamaForCausalLM"),
+    ],
+)
+def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(
+    trained, tmp_path, heads, step, architecture
+):
+    """At that length the weights give the logits of the temperature, which follows the length."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    path = run / "checkpoints" / step if step else find_checkpoint(str(run))
+    keep_temperature(path, KEPT | ({} if heads is None else {"heads": heads}))
+    to = tmp_path / "out"
+    run_command(
+        command.COMMAND, [f"checkpoint={path}", f"to={to}", "threads=1", "temperature_at=2"]
+    )
+    assert json.loads((to / "config.json").read_text())["architectures"] == [architecture]
+    assert "is part of it as it is at 64 tokens" in (to / "README.md").read_text()
+    own = {"trust_remote_code": True} if architecture.startswith("Unrope") else {}
+    theirs = AutoModelForCausalLM.from_pretrained(to, **own)
+    ours = load_decoder(path, read_state(path))
+    plain = {name: value.clone() for name, value in ours.state_dict().items()}
+    ours.layout, _ = with_fitted_temperature(ours.layout, path)
+    ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    if step:
+        for index, row in enumerate(ROWS):
+            name = f"layers.{index}.self_attn.q_proj.weight"
+            of_heads = plain[name].unflatten(0, (2, -1))
+            for head, c in enumerate(row):
+                wanted = of_heads[head] * (1 + c * math.log(2))
+                found = theirs.model.get_parameter(name).unflatten(0, (2, -1))[head]
+                torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("content", ['{"a":', "[1]"])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
 def test_a_damaged_file_of_a_published_model_is_named(
@@ -181,6 +228,10 @@ MISTAKES = {
     "unknown type": (["checkpoint=RUN", "to=out", "dtype=float3"], "Did you mean 'float32'"),
     "negative tolerance": (["checkpoint=RUN", "to=out", "tolerance=-1"], "expected 0 or more"),
     "no threads": (["checkpoint=RUN", "to=out", "threads=0"], "expected 1 or more"),
+    "no temperature": (
+        ["checkpoint=RUN", "to=out", "temperature_at=2"],
+        "temperature_at: no temperature is kept",
+    ),
     "misspelt key": (["checkpoint=RUN", "to=out", "+tolerence=1"], "Did you mean 'tolerance'"),
     "damaged checkpoint": (["checkpoint=hurt", "to=out"], "file.bin is missing"),
 }

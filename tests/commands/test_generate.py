@@ -149,6 +149,22 @@ def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tm
     assert spectrum.temperature.coefficient == 0.5
 
 
+def test_a_temperature_of_every_head_writes_what_one_of_all_heads_does(say, model, tmp_path):
+    """If all coefficients are equal, which gives query heads spectra of their own all the same."""
+    from trainer.runs.fitted_temperature import keep_temperature
+
+    step, layers = tmp_path / "checkpoints" / "step-000009", len(model.layout.layers)
+    heads = [[0.5] * model.config.num_attention_heads] * layers
+    kept = {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine", "tokens": 9}
+    said, before = [], model.layout
+    for more in ({}, {"heads": heads}):
+        keep_temperature(step, kept | more)
+        model.layout = before
+        said.append(say(f"checkpoint={tmp_path}", "prompt=the", "max_new_tokens=40"))
+    assert "logits of each head times" in said[1].err
+    assert said[0].out == said[1].out
+
+
 def test_a_text_is_seen_while_it_grows(say, monkeypatch):
     class Terminal(io.StringIO):
         seen = 0

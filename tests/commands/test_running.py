@@ -63,7 +63,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         (["analyze", "--help"], "  sinks                         Attention on the first token"),
         (["generate", "--help"], "  top_p=1.0                     Draw from the likeliest"),
         (["slurm", "--help"], "  slurm.gpus_per_node=null      GPUs and workers of a node"),
-        (["--help"], "  positional: alibi, half_rope"),
+        (["--help"], "  positional: alibi, gemma3, half_rope"),
         (
             ["--help"],
             "  encoding_zoo_demo             Every encoding, the same model, text and number",

@@ -81,10 +81,9 @@ def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitt
     before = have.model.layout
     changed = layout_of(name, have, 2.0)
     assert have.model.layout == before
-    # DoPE gives the query heads of a layer spectra of their own.
-    assert sorted(len(layer.spectra) for layer in changed.layers) == (
-        [2, 4] if name == "dope" else [2, 2]
-    )
+    # DoPE and a temperature per head give the query heads of a layer spectra of their own.
+    heads = {"dope": [2, 4], "temperature_per_head": [4, 4]}.get(name, [2, 2])
+    assert sorted(len(layer.spectra) for layer in changed.layers) == heads
     have.model.layout = changed
     ids = torch.from_numpy(have.text.windows[64])
     whole = have.model(ids)

@@ -7,7 +7,7 @@ import pytest
 from tests.positional.examples import slowed
 from trainer.interchange.hf_rope import NO_ROTATION, rope_parameters, spectrum_from_rope_parameters
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, yarn
+from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, rebased, yarn
 from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -126,3 +126,8 @@ def test_what_no_type_has():
     uneven = (0.5, 0.2, 0.1, 0.01)
     grows = LongFrequencies(100, uneven, ntk_aware(uneven, 100))
     assert rope_parameters(Spectrum(uneven, long=grows), 8, 100) is None
+
+
+def test_a_new_base_is_written_as_rope_theta():
+    changed = rebased(make_spectrum("rope", 64, 4096, {"base": 5e4}), 2e6)
+    assert rope_parameters(changed, 64, 65536) == {"rope_type": "default", "rope_theta": 2e6}

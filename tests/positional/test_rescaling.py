@@ -21,6 +21,8 @@ from trainer.positional.rescaling import (
     ntk_by_parts,
     ntk_by_parts_turns,
     position_interpolation,
+    rebased,
+    rescaled,
     yarn,
     yarn_full_range,
     yarn_turns,
@@ -357,3 +359,30 @@ def test_yarn_leaves_a_spectrum_of_one_speed_alone():
     """Its ramp goes from fast pairs to slow ones, and there are none."""
     for inv_freq in [(0.5,), (0.5, 0.5), (0.5, 0.0)]:
         assert slowed(yarn, Spectrum(inv_freq), 4.0, C) == Spectrum(inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("rope", {}),
+        ("rope", {"rotary_fraction": 0.25}),
+        ("rope", {"angle_scale": 0.125}),
+        ("p_rope", {"p": 0.5}),
+    ],
+)
+def test_a_new_base_gives_the_encoding_with_that_base(name, given):
+    before, after = (make_spectrum(name, 64, 512, given | {"base": b}) for b in (5e4, 2e6))
+    assert rebased(before, 2e6) == after
+    assert rebased(rebased(before, 1e7), 2e6).inv_freq == pytest.approx(after.inv_freq, rel=1e-12)
+
+
+def test_a_new_base_leaves_what_has_none():
+    for spectrum in (Spectrum(), Spectrum(alibi=True), Spectrum((0.5,)), Spectrum((0.0, 0.1))):
+        assert rebased(spectrum, 2e6) == spectrum
+
+
+def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():
+    rope = make_spectrum("rope", 64, 512, {})
+    for uneven in (rescaled(rope, yarn, 512, 4.0), dynamic(rope, ntk_aware, 512)):
+        with pytest.raises(ValueError, match="have no base to replace"):
+            rebased(uneven, 2e6)

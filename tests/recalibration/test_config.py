@@ -45,7 +45,7 @@ def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step
     ],
 )
 def test_possible_drops(drop):
-    assert drop.problems(1000, 128, 4, 2) == []
+    assert drop.problems(1000, 128, 4, 2, 64) == []
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_possible_drops(drop):
     ],
 )
 def test_an_impossible_drop_is_named(drop, start):
-    (problem,) = map(str, drop.problems(1000, 128, 4, 2))
+    (problem,) = map(str, drop.problems(1000, 128, 4, 2, 64))
     assert problem.startswith(start)
 
 
 def test_of_two_times_the_one_that_counts_is_named():
     """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
-    problems = [*map(str, DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2))]
+    problems = [*map(str, DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2, 64))]
     assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
 
 
 def test_layers_may_count_from_the_last():
-    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4, 2) == []
+    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4, 2, 64) == []
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_layers_may_count_from_the_last():
     ],
 )
 def test_what_lies_just_within_the_bounds_is_possible(drop):
-    assert drop.problems(1000, 128, 4, 2) == []
+    assert drop.problems(1000, 128, 4, 2, 64) == []
 
 
 def test_trained_weights_may_drop_at_once():
-    assert DropConfig(at=0).problems(10, 1, 4, 2, trained=True) == []
-    (problem,) = map(str, DropConfig(at=-1).problems(10, 1, 4, 2, trained=True))
+    assert DropConfig(at=0).problems(10, 1, 4, 2, 64, trained=True) == []
+    (problem,) = map(str, DropConfig(at=-1).problems(10, 1, 4, 2, 64, trained=True))
     assert "the run has steps 0 to 9 to drop at" in problem
     assert DropConfig(at=85, enabled=False).step(1000, 128) is None
 
@@ -186,3 +186,16 @@ def test_neighbouring_steps_have_neighbouring_rates(schedule, length):
 def test_the_peak_multiplies_everything(schedule, step, by):
     louder = replace(schedule, peak=schedule.peak * by)
     assert louder.factor(step, 100) == pytest.approx(by * schedule.factor(step, 100))
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        ([], "drop.windows: expected at least one entry, or null."),
+        ([16, 65], "drop.windows: a window of 65 tokens does not fit sequences of 64; expected 1"),
+    ],
+)
+def test_windows_after_a_drop_fit_its_sequences(windows, said):
+    (problem,) = map(str, DropConfig(at=5, windows=windows).problems(1000, 128, 4, 2, 64))
+    assert problem.startswith(said)
+    assert DropConfig(at=5, windows=[64, None]).problems(1000, 128, 4, 2, 64) == []

@@ -68,6 +68,20 @@ def test_windows_stay(layers, qk_norm):
     assert [layer.window for layer in after.layers] == [16, None, 32, None]
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding(steps):
+    """SWAN-GPT's conversion: a global layer loses its rotation, the others gain a window."""
+    change = ChangeConfig(layers=[1], windows=[8, None, 8], anneal_steps=steps)
+    after = dropped_layout(LAYOUT, POSITIONAL, change, 6)
+    assert [layer.window for layer in after.layers] == [8, None, 8]
+    if steps:
+        assert after.spectra == LAYOUT.spectra
+        after = shrunk(after, POSITIONAL, change, 6, steps)
+    assert [layer.window for layer in after.layers] == [8, None, 8]
+    assert after.layers[1].spectra == (NOPE,) * 4
+    assert after.layers[0].spectra == after.layers[2].spectra == LAYOUT.layers[0].spectra
+
+
 def test_qk_norm_comes_on_only_where_the_encoding_went():
     after = drop(MIXED, layers=[0, 1], qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]

@@ -54,3 +54,25 @@ def test_a_coefficient_that_no_grid_holds_is_refused(tmp_path, coefficient):
     keep_temperature(tmp_path, FITTED | {"coefficient": coefficient})
     with pytest.raises(UserError, match=r"^checkpoint: .*temperature.json' holds no temperature "):
         with_fitted_temperature(LAYOUT, tmp_path)
+
+
+def test_a_temperature_of_every_head_is_read_as_it_was_kept(tmp_path):
+    """Two query heads share each key-value head: every query head gets a spectrum."""
+    layer = LayerEncoding.of((Spectrum(), Spectrum()))
+    layout = Layout(32, (layer,) * 2)
+    rows = [[0.1, 0.2, 0.3, 0.4]]
+    keep_temperature(tmp_path, FITTED | {"layers": [1], "heads": rows})
+    found, words = with_fitted_temperature(layout, tmp_path)
+    assert found.layers[0] == layer
+    assert [s.temperature.coefficient for s in found.layers[1].spectra] == rows[0]
+    assert words == (
+        ", logits of each head times 1 + c ln(n / 32) beyond, c 0.3 on average in layers 1"
+    )
+
+
+@pytest.mark.parametrize("rows", [[[0.1, 0.2, 0.3]], [[0.1, 0.2]] * 2, [[]]])
+def test_heads_that_the_model_does_not_have_are_refused(tmp_path, rows):
+    layout = Layout(32, (LayerEncoding.of((Spectrum(), Spectrum())),))
+    keep_temperature(tmp_path, FITTED | {"layers": [0], "heads": rows})
+    with pytest.raises(UserError, match=r"^checkpoint: .*heads are not those of the model"):
+        with_fitted_temperature(layout, tmp_path)

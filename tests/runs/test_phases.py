@@ -108,6 +108,18 @@ IMPOSSIBLE = {
     "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
         "a": {"steps": 1, "rescale": {"method": "yarm"}}
     },
+    "phases.a.rescale.base: expected the new base, such as 2e6.": {
+        "a": {"steps": 1, "rescale": {"method": "base"}}
+    },
+    "phases.a.rescale.base: is for method base; give that, or leave it out.": {
+        "a": {"steps": 1, "rescale": {"base": 2e6, "factor": 2.0}}
+    },
+    "phases.a.rescale.factor: method base has none; leave it out.": {
+        "a": {"steps": 1, "rescale": {"method": "base", "base": 2e6, "factor": 2.0}}
+    },
+    "phases.b.drop.windows: a window of 64 tokens does not fit sequences of 32": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"windows": [64]}}
+    },
     "phases.a.rescale.factor: expected more than 1, got 0.5.": {
         "a": {"steps": 1, "rescale": {"factor": 0.5}}
     },

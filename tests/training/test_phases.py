@@ -17,6 +17,7 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
+from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs import checkpoint_files
@@ -308,6 +309,37 @@ def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run
         )
         for found, before, times in zip(frequencies(further), (windowed, whole), by, strict=True):
             assert found == pytest.approx([f / times for f in before])
+
+
+def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
+    """SmolLM3's longer stage, then SWAN-GPT's conversion: one global layer without rotation."""
+    longer = {"sequence_length": 64, "batch_size": 2}
+    swan = {"layers": [0], "windows": [None, 16]}
+    changes = {
+        "phases": {
+            "short": {"steps": 2},
+            "long": {"steps": 2, **longer, "rescale": {"method": "base", "base": 2e6}},
+            "swan": {"steps": 2, **longer, "drop": swan},
+        },
+        "model": {"qk_norm": {"when": "never"}},
+        "drop": {"at": None},
+        "trainer": {"checkpoint_every": 1},
+    }
+    config, trained = run("swan", **changes)
+    assert "new base of the frequencies (2,000,000)" in trained.effects["long"].what
+    assert trained.effects["swan"].what.endswith("of layers 0; windows none, 16")
+    free, local = Layout.from_dict(read_state(checkpoint_of(config))["layout"]).layers
+    assert (free.window, local.window) == (None, 16)
+    assert not free.spectra[0].rotates
+    wanted = make_spectrum("rope", 2 * len(local.spectra[0].inv_freq), 64, {"base": 2e6})
+    assert local.spectra[0] == wanted
+    for step in (3, 5):
+        target = tmp_path / f"swan-{step}" / "checkpoints"
+        target.mkdir(parents=True)
+        shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
+        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
+        resumed, _ = run(f"swan-{step}", **changes)
+        assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
 
 
 def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(

@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
 from trainer.model.backend_choice import Choice
 from trainer.model.config import ModelConfig
+from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig, DropConfig
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.phase_config import RescaleConfig, UntilConfig
@@ -58,6 +61,21 @@ def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor
     assert found == pytest.approx(wanted)
 
 
+def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
+    layout = tiny_decoder(training_length=64, windows=[16, None]).layout
+    longer = phase(name="b", rescale=RescaleConfig("base", base=2e6), length=256)
+    after = layout_of_phase(layout, longer, ModelConfig())
+    windowed, whole = (layer.spectra[0] for layer in after.layers)
+    assert windowed == layout.layers[0].spectra[0]
+    assert whole == make_spectrum("rope", 2 * len(whole.inv_freq), 256, {"base": 2e6})
+    assert after.training_length == 256
+    slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
+    with pytest.raises(
+        UserError, match=r"phases\.b\.rescale\.base: these frequencies have no base"
+    ):
+        layout_of_phase(slowed, longer, ModelConfig())
+
+
 @pytest.mark.parametrize("method", [None, "yarn_full_range"])
 def test_rope_id_keeps_the_length_of_its_temperature_in_longer_phases(tiny_decoder, method):
     """RoPE-ID, App. A.9: tuned to 32k and 128k, the paper's code divides by 4,096 throughout."""
@@ -89,6 +107,14 @@ def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
         (
             {"drop": ChangeConfig(anneal_steps=5), "rescale": RescaleConfig("pi")},
             "dropped the encoding (nope) over 5 steps",
+        ),
+        (
+            {"drop": ChangeConfig(layers=[0], windows=[None, 16])},
+            "dropped the encoding (nope) of layers 0; windows none, 16",
+        ),
+        (
+            {"rescale": RescaleConfig("base", base=5e6), "windows": [16, None]},
+            "new base of the frequencies (5,000,000, layers 1)",
         ),
         ({"rescale": RescaleConfig("yarn")}, "frequencies rescaled for longer sequences (yarn)"),
         ({"name": "long", "length": 4096}, "phase 'long' with sequences of 4,096 tokens"),

@@ -305,6 +305,23 @@ def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp
         evaluate_lengths(replace(request(runs, tmp_path), compare=["none"]))
 
 
+def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.head_scale.STEPS", 2)
+    found = find_candidate(str(runs))
+    given = request(runs, tmp_path, methods=["none", "temperature_per_head"])
+    report, _ = evaluate_lengths(given)
+    assert any("logits of each head times 1 + c ln s" in note for note in report.notes)
+    model = found.load()
+    model.layout, said = with_fitted_temperature(model.layout, found.path)
+    assert "logits of each head times" in said
+    temperatures = {s.temperature.coefficient for s in model.layout.spectra}
+    assert len(temperatures) > 1
+    monkeypatch.delattr("trainer.evaluation.methods.fit_heads")  # a resumed one fits nothing
+    assert evaluate_lengths(given)[0].cells == report.cells
+    for kept in (runs / "checkpoints").glob(f"*/{FILE}"):
+        kept.unlink()
+
+
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     """One that was given and not chosen out of several says nothing of the model."""
     found = find_candidate(str(runs))

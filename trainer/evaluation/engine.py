@@ -46,12 +46,13 @@ class Measured:
     """Results of an evaluation.
 
     ``notes``: descriptions of the fitted parameters. ``temperature``: the fitted temperatures, by
-    model name.
+    model name; ``per_head``: those with a coefficient for every head.
     """
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
+    per_head: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def measure_cells(
@@ -136,6 +137,8 @@ class _Worker:
             results.notes += [f"{name}, {recipe.title}: {note}" for note in choice["notes"]]
             if choice["temperature"] is not None and recipe.key == "temperature":
                 results.temperature[name] = choice["temperature"]
+            elif choice["temperature"] is not None and recipe.key == "temperature_per_head":
+                results.per_head[name] = choice["temperature"]
         return results
 
     def _in_order(self, jobs: Sequence[Job]) -> list[Job]:

@@ -215,6 +215,7 @@ BY_LAYER = (
     *RESCALINGS,
     *(f"dynamic_{name}" for name in RESCALINGS),
     *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
+    "temperature_per_head",
 )
 """Parts that change the layers of ``evaluation.layers`` alone."""
 PARTS = (
@@ -224,7 +225,7 @@ PARTS = (
 )
 """What ``evaluation.methods`` joins by ``+``."""
 
-ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
+ON_TEXT = ("longrope", "temperature", "temperature_per_head", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
 
 LAYERS_KEY = "evaluation.layers"
@@ -246,7 +247,8 @@ class MethodsConfig(ABC):
     """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
     dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
     checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop, drop_channels."""
+    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, temperature_per_head, drop,
+    drop_channels."""
     fit_windows: Count = 32
     """Windows of validation text for what is fitted."""
     layers: LayerChoice = None
@@ -299,6 +301,13 @@ class MethodsConfig(ABC):
                         "another variant than by_gaussian.",
                     )
                 )
+        if "temperature_per_head" in self.parts and self.temperature.per == "query":
+            problems.append(
+                Problem(
+                    "evaluation.temperature.per",
+                    "expected sequence, the length that temperature_per_head is fitted by.",
+                )
+            )
         if "weighted_rope" in self.parts and not self.weighted_rope:
             problems.append(
                 Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
@@ -315,7 +324,7 @@ class MethodsConfig(ABC):
         parts = {part for name in methods for part in name.split("+")}
         rules = self.weighted_rope if "weighted_rope" in parts else ()
         found = []
-        if self.temperature.lengths is not None and "temperature" in parts:
+        if self.temperature.lengths is not None and parts & {"temperature", "temperature_per_head"}:
             found += [
                 Problem(
                     "evaluation.temperature.lengths",

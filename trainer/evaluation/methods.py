@@ -19,6 +19,7 @@ from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line
+from trainer.evaluation.head_scale import RATE, STEPS, fit_heads
 from trainer.evaluation.layouts import (
     TITLES,
     LayoutAt,
@@ -122,15 +123,16 @@ def recipe(
     if "longrope" in keys and config.longrope.factors is not None:
         changed = layout.of_layers(config.layers)
         check_published(changed, read_factors(config.longrope.factors))
-    tempering = [key for key in keys if key in ("temperature", "temperature_rope_id")]
+    tempering = [key for key in keys if key.startswith("temperature")]
     C = layout.training_length
     if tempering and any(s.temperature.is_trained(C) for s in layout.spectra):
         why = "was trained with logits that follow the length, so there is no place for a {}"
         return why, MAKERS[tempering[0]].title
     only_free = config.temperature.models == "free"
-    if "temperature" in keys and only_free and not is_free_of_positions(layout):
+    fitted = [key for key in tempering if key != "temperature_rope_id"]
+    if fitted and only_free and not is_free_of_positions(layout):
         why = "has positions, and a {} is for models without (evaluation.temperature.models)"
-        return why, MAKERS["temperature"].title
+        return why, MAKERS[fitted[0]].title
 
     def make(fitting: Fitting) -> Method:
         at: LayoutAt = lambda factor: layout  # noqa: E731
@@ -155,7 +157,7 @@ def recipe(
 
     # Parts without a fit do not depend on the text.
     fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
-    before = keys[: keys.index("temperature")] if "temperature" in keys else []
+    before = keys[: keys.index(fitted[0])] if fitted else []
     also_at = tuple(config.temperature.lengths or ()) if {*before} & {*ON_TEXT} else ()
     return Recipe(name, title, used, fits, make, fixed, also_at)
 
@@ -319,6 +321,51 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
     return tempered_with(coefficient)
 
 
+def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Multiply the logits of each head by 1 + c ln s, with c fitted by gradient (HeadScale)."""
+    settings = config.temperature
+    if not any(factor > 1 for factor in config.factors):
+        return before
+    windows = fitting.at(settings.lengths or config.factors)
+    if not windows:
+        return before
+    layers = fitting.model.layout.chosen(config.layers)
+
+    def alike(coefficient: float) -> LayoutAt:
+        return lambda factor: tempered(before(factor), coefficient, layers=config.layers)
+
+    layouts = [_told_apart(before(n / fitting.model.layout.training_length)) for n in windows]
+    asked = [layouts, list(windows), layers]
+
+    def fit() -> list[list[float]]:
+        start = fit_coefficient(fitting, alike, windows, settings.grid, ["sequence", *asked])
+        return fit_heads(fitting, alike(0.0), windows, layers, start)
+
+    coefficients = fitting.kept("temperature_per_head", [asked, settings.grid, STEPS, RATE], fit)
+    flat = [c for row in coefficients for c in row]
+    mean = sum(flat) / len(flat)
+    fitting.notes.append(
+        f"logits of each head times 1 + c ln s, c from {min(flat):.3g} to {max(flat):.3g} (mean "
+        f"{mean:.3g}), fitted on validation text"
+    )
+    fitting.temperature = {
+        "coefficient": mean,
+        "per": "sequence",
+        "lengths": list(windows),
+        "tokens": sum(of_length.size for of_length in windows.values()),
+        "text": fitting.text.fingerprint,
+        "layers": layers,
+        "heads": coefficients,
+    }
+
+    def at(factor: float) -> Layout:
+        # Within the training length all factors are 1: no query head needs keys of its own.
+        layout = before(factor)
+        return layout.tempered_by_head(coefficients, layers) if factor > 1 else layout
+
+    return at
+
+
 def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Remove what heads of extreme matrix entropy lose (DoPE)."""
 
@@ -369,6 +416,12 @@ def _temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     return dict.fromkeys(config.temperature.lengths or [factor], tried) if factor > 1 else {}
 
 
+def _per_head_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Return the numbers of sequences that the fit reads, a backward pass counted as two."""
+    more = 3 * (STEPS + 1) * config.fit_windows
+    return {at: count + more for at, count in _temperature_fits(config, factor).items()}
+
+
 def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     """Return the numbers of texts that heads or pairs are chosen on, by extension factor."""
     settings = config.choice
@@ -396,6 +449,12 @@ MAKERS: dict[str, Part] = {
         "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
+    "temperature_per_head": Part(
+        "temperature per head",
+        _temperature_per_head,
+        uses=("temperature",),
+        fits=_per_head_fits,
+    ),
     "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
     "weighted_rope": Part(
         "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits

@@ -8,7 +8,7 @@ of its keys. Every checkpoint stores the layout of its time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Integer
-from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
+from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[tuple[float, ...], ...]
@@ -44,6 +44,11 @@ class Intervention:
     seed: int = 0
 
 
+PLAIN_TEMPERATURE: dict[str, Any] = {
+    **{"exponent": 1.0, "per": "sequence"},
+    **{"reference": None, "steps": False},
+}
+"""Fields of a temperature 1 + c ln s, by the length of the sequence."""
 Group = tuple[Spectrum, int]
 """A spectrum, and the number of neighbouring key-value heads that have it."""
 LAYER_WORDS = ("all", "full_attention")
@@ -189,6 +194,30 @@ class Layout:
             if any(spectrum.rotates for spectrum, _ in self.layers[index].groups)
         ]
 
+    def tempered_by_head(
+        self, coefficients: Sequence[Sequence[float]], layers: Sequence[int]
+    ) -> Layout:
+        """Multiply the logits of every query head of ``layers`` by 1 + c ln s beyond the training
+        length, in place of what depended on the length before.
+
+        ``coefficients``: c, ``[layers][Hq]``. If query heads share keys, each gets a copy of them.
+        """
+        by_layer = dict(zip(layers, coefficients, strict=True))
+
+        def tempered(layer: LayerEncoding, row: Sequence[float]) -> LayerEncoding:
+            layer = layer.expanded(len(row) // len(layer.spectra))
+            groups = (
+                (s.with_temperature(**PLAIN_TEMPERATURE, coefficient=c), 1)
+                for s, c in zip(layer.spectra, row, strict=True)
+            )
+            return replace(layer, groups=tuple(groups))
+
+        changed = (
+            tempered(layer, by_layer[index]) if index in by_layer else layer
+            for index, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(changed))
+
     def of_layers(self, layers: LayerChoice) -> Layout:
         """Return the layout of these layers alone."""
         return replace(self, layers=tuple(self.layers[index] for index in self.chosen(layers)))
@@ -197,6 +226,14 @@ class Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C = self.training_length
         return self.map(lambda s: rescaled(s, rescaling, C, factor), self.chosen(layers))
+
+    def rebased(self, base: float, layers: LayerChoice = None) -> Layout:
+        """Replace the base of the frequencies of ``layers``.
+
+        Raises:
+            ValueError: frequencies of a layer are not geometric.
+        """
+        return self.map(lambda s: rebased(s, base), self.chosen(layers))
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None

@@ -236,6 +236,30 @@ def rescaled(
     )
 
 
+def rebased(spectrum: Spectrum, base: float) -> Spectrum:
+    """Replace the base of a geometric spectrum: pair m of M turns by a base^(-m/M) a token.
+
+    a is 1 for RoPE, and stays whatever ``angle_scale`` or PI made it. Pairs with frequency zero
+    stay so (p-RoPE). Code Llama (arXiv 2308.12950, Sec. 2.4) and SmolLM3 were extended like this.
+
+    Raises:
+        ValueError: the frequencies are not geometric, or depend on the length.
+    """
+    moving = [(m, f) for m, f in enumerate(spectrum.inv_freq) if f > 0]
+    if len(moving) < 2:
+        return spectrum
+    step = _geometric_step([f for _, f in moving])
+    if step is None or spectrum.long is not None:
+        raise ValueError(
+            "these frequencies have no base to replace, since an earlier rescaling slowed some "
+            "pairs more than others; expected those of an encoding, or after 'pi' or 'ntk'."
+        )
+    first, fastest = moving[0]
+    a, pairs = fastest * math.exp(first * step), len(spectrum.inv_freq)
+    changed = (a * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq))
+    return replace(spectrum, inv_freq=tuple(changed))
+
+
 def dynamic(
     spectrum: Spectrum, rescaling: Rescaling, training_length: int, growth: float = 1.0
 ) -> Spectrum:

@@ -67,6 +67,9 @@ class ChangeConfig:
     kind."""
     to: str = "nope"
     """Encoding that takes the place, named as in positional."""
+    windows: list[Count | None] | None = None
+    """Sliding windows of all layers from the drop on, in tokens, repeated over the depth; null:
+    those before."""
     anneal_steps: Natural = 0
     """Steps over which the encoding shrinks to nothing; 0: at once."""
     anneal: Literal["angles", "heads"] = "angles"
@@ -98,7 +101,7 @@ class ChangeConfig:
         return f" of {', '.join(parts)}" if parts else ""
 
     def change_problems(
-        self, key: str, num_layers: int, num_heads: int, steps: int
+        self, key: str, num_layers: int, num_heads: int, steps: int, length: int
     ) -> list[Problem]:
         """Check the change for a model of this shape.
 
@@ -107,8 +110,20 @@ class ChangeConfig:
             num_layers: layers of the model.
             num_heads: key-value heads of the model.
             steps: steps left after the drop.
+            length: tokens of a sequence after the drop.
         """
         problems = []
+        if self.windows == []:
+            problems.append(Problem(f"{key}.windows", "expected at least one entry, or null."))
+        problems += [
+            Problem(
+                f"{key}.windows",
+                f"a window of {window} tokens does not fit sequences of {length}; expected 1 to "
+                f"{length}, or null for none.",
+            )
+            for window in self.windows or []
+            if window is not None and window > length
+        ]
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
             if chosen == []:
@@ -194,12 +209,13 @@ class DropConfig(ChangeConfig):
         tokens_per_step: int,
         num_layers: int,
         num_heads: int,
+        length: int,
         trained: bool = False,
     ) -> list[Problem]:
         """Check the drop for a run of this length and shape.
 
-        ``trained``: the run begins with trained weights, which may be dropped before the first
-        step.
+        ``length``: tokens of a sequence. ``trained``: the run begins with trained weights, which
+        may be dropped before the first step.
         """
         problems = []
         if self.at is not None and self.at_tokens is not None:
@@ -218,5 +234,5 @@ class DropConfig(ChangeConfig):
             )
             step = None
         left = max_steps - step if step is not None else max_steps
-        problems += self.change_problems("drop", num_layers, num_heads, left)
+        problems += self.change_problems("drop", num_layers, num_heads, left, length)
         return problems

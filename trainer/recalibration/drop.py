@@ -24,6 +24,7 @@ def drop(
     to: Spectrum | None = None,
     slower_than: float | None = None,
     faster_than: float | None = None,
+    windows: Sequence[int | None] | None = None,
     qk_norm: bool = False,
 ) -> Layout:
     """Replace the encoding of some layers; return the new layout.
@@ -36,6 +37,7 @@ def drop(
         slower_than: instead of replacing the spectrum, set to zero the frequencies of pairs that
             take more tokens than this for a full turn.
         faster_than: likewise for pairs that take fewer tokens than this.
+        windows: sliding windows of all layers, repeated over the depth; None keeps them.
         qk_norm: also enable the query and key norms of these layers.
 
     Raises:
@@ -49,6 +51,7 @@ def drop(
         return _without_pairs(spectrum, slower_than, faster_than)
 
     chosen = _indices(layers, len(layout.layers), "layer")
+    layout = _with_windows(layout, windows)
     return replace(
         layout,
         layers=tuple(
@@ -101,10 +104,13 @@ def dropped_layout(
         head_dim: channels per head.
         qk_norm: also enable the query and key norms of these layers.
 
+    Windows change at once, also where the drop takes several steps.
+
     Raises:
         UserError: the new encoding is impossible for this model.
     """
     if change.anneal_steps:
+        layout = _with_windows(layout, change.windows)
         chosen = _indices(change.layers, len(layout.layers), "layer")
         layers = (
             replace(layer, qk_norm=layer.qk_norm or (qk_norm and index in chosen))
@@ -112,7 +118,17 @@ def dropped_layout(
         )
         return replace(layout, layers=tuple(layers))
     to = spectrum_of(positional, change.to, head_dim, layout.training_length)
-    return drop(layout, **_chosen(change), to=to, qk_norm=qk_norm)
+    return drop(layout, **_chosen(change), to=to, windows=change.windows, qk_norm=qk_norm)
+
+
+def _with_windows(layout: Layout, windows: Sequence[int | None] | None) -> Layout:
+    if windows is None:
+        return layout
+    layers = (
+        replace(layer, window=windows[index % len(windows)])
+        for index, layer in enumerate(layout.layers)
+    )
+    return replace(layout, layers=tuple(layers))
 
 
 def _chosen(change: ChangeConfig) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class RunConfig:
             self.tokens_per_step,
             self.model.num_hidden_layers,
             self.model.num_key_value_heads,
+            self.data.sequence_length,
             self.model.is_trained,
         )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:

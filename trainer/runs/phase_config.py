@@ -18,10 +18,13 @@ class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good."""
 
     method: str = "yarn"
-    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns or yarn_turns."""
+    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns, or
+    base (a new base, see base)."""
     factor: Annotated[Number, Field(gt=1, le=1_000_000)] | None = None
     """How much longer sequences get; null: the phase's sequences over the longest trained on
     before."""
+    base: Annotated[Number, Field(gt=1)] | None = None
+    """New base theta of the frequencies base^(-2i/d), for method base; null: see method."""
     layers: LayerChoice = None
     """Layers to rescale: all, full_attention (those without a window), or indices; null: the
     layers that see more than the longest sequences before."""
@@ -29,8 +32,15 @@ class RescaleConfig:
     def problems(self, key: str, num_layers: int) -> list[Problem]:
         """Check the values for a model of ``num_layers``; ``key``: path of the group."""
         found = layer_problems(f"{key}.layers", self.layers, num_layers)
-        if self.method not in RESCALINGS:
-            near = did_you_mean(self.method, RESCALINGS)
+        if self.method == "base":
+            if self.base is None:
+                found.append(Problem(f"{key}.base", "expected the new base, such as 2e6."))
+            if self.factor is not None:
+                found.append(Problem(f"{key}.factor", "method base has none; leave it out."))
+        elif self.base is not None:
+            found.append(Problem(f"{key}.base", "is for method base; give that, or leave it out."))
+        if self.method not in {*RESCALINGS, "base"}:
+            near = did_you_mean(self.method, [*RESCALINGS, "base"])
             found.append(Problem(f"{key}.method", f"unknown method {self.method!r}.", near))
         return found
 

@@ -53,6 +53,7 @@ def phase_problems(config: RunConfig) -> list[Problem]:
                 model.num_hidden_layers,
                 model.num_key_value_heads,
                 phase.end - phase.start,
+                phase.config.data.sequence_length,
             )
             if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
                 near = did_you_mean(phase.drop.to, ENCODINGS)
@@ -81,7 +82,9 @@ def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Proble
     longest, found = 0, []
     for phase in phases:
         length = phase.config.data.sequence_length
-        if phase.rescale is not None and phase.rescale.factor is None and length <= longest:
+        rescale = phase.rescale
+        same = rescale is not None and rescale.factor is None and rescale.base is None
+        if same and length <= longest:
             found.append(
                 Problem(
                     f"phases.{phase.name}.rescale",

@@ -266,7 +266,7 @@ def shrink(config: RunConfig, directory: Path) -> RunConfig:
     depth = min(config.model.num_hidden_layers, max(2, len(config.positional.layers)))
     drop = replace(config.drop, effect_sequences=4)
     if config.drop_step is not None and not config.phases:
-        drop = replace(_shrunk(drop, depth, STEPS - DROP), at=DROP, at_tokens=None)
+        drop = replace(_shrunk(drop, depth, STEPS - DROP, C), at=DROP, at_tokens=None)
         drop = replace(drop, schedule=_quick(drop.schedule))
     count = max(len(config.phases), 1)
     steps = [STEPS // count + (index < STEPS % count) for index in range(count)]
@@ -338,16 +338,19 @@ def _phase(
         micro_batch_size=None,
         weights=None,
         schedule=phase.schedule and _quick(phase.schedule),
-        drop=phase.drop and _shrunk(phase.drop, depth, steps),
+        drop=phase.drop and _shrunk(phase.drop, depth, steps, length or longest),
         log_every=None,
         until=None,  # it would end the run at another step
     )
 
 
-def _shrunk(change: Change, depth: int, steps: int) -> Change:
-    """Return a drop of layers that the copy has, within ``steps`` steps."""
+def _shrunk(change: Change, depth: int, steps: int, longest: int) -> Change:
+    """Return a drop of layers that the copy has, within ``steps`` steps, with windows of at most
+    ``longest`` tokens."""
     layers = change.layers and sorted({min(max(i, -depth), depth - 1) for i in change.layers})
-    return replace(change, layers=layers, anneal_steps=min(change.anneal_steps, steps // 2))
+    windows = change.windows and [window and min(window, longest) for window in change.windows]
+    steps = min(change.anneal_steps, steps // 2)
+    return replace(change, layers=layers, windows=windows, anneal_steps=steps)
 
 
 def _quick(schedule: ScheduleConfig) -> ScheduleConfig:

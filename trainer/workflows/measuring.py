@@ -106,6 +106,8 @@ def measure_models(
     for candidate in candidates:
         if chosen and candidate.run is not None and candidate.name in measured.temperature:
             _keep(candidate, measured.temperature[candidate.name])
+        if candidate.run is not None and candidate.name in measured.per_head:
+            _keep(candidate, measured.per_head[candidate.name])
     order = config.names
     keys = [task.key for task in tasks]
     report = Report(

@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def model_card(
-    path: Path, state: dict[str, Any], model: Decoder, plan: Plan, difference: float | None
+    path: Path,
+    state: dict[str, Any],
+    model: Decoder,
+    plan: Plan,
+    difference: float | None,
+    temperature_at: float | None = None,
 ) -> str:
     """Return Markdown with the metadata that the hub reads.
 
@@ -35,6 +40,7 @@ def model_card(
         model: its decoder.
         plan: form of the export.
         difference: largest difference of logits, None without a comparison.
+        temperature_at: length in training lengths whose fitted temperature the weights have.
     """
     config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
@@ -53,8 +59,9 @@ def model_card(
         *_figures(config, state["step"], report),
         "## Loading",
         f"```python\n{_usage(plan)}```",
-        f"{_reason(plan)} {compared}{_temperature(path, model.layout)} Every sequence of the "
-        "training began with the end-of-text token; the tokenizer puts it before a prompt."
+        f"{_reason(plan)} {compared}{_temperature(path, model.layout, temperature_at)} Every "
+        "sequence of the training began with the end-of-text token; the tokenizer puts it before a "
+        "prompt."
         f"{_padding(plan, model.layout)}",
         "## Engines",
         _engines(plan),
@@ -183,12 +190,16 @@ def renewed_card(text: str, name: str, plan: Plan) -> str:
     return "\n\n## ".join(part.strip("\n") for part in kept) + "\n"
 
 
-def _temperature(path: Path, layout: Layout) -> str:
-    """Return a sentence about a fitted temperature, which an export lacks."""
+def _temperature(path: Path, layout: Layout, factor: float | None) -> str:
+    """Return a sentence about a fitted temperature, which an export lacks, or has for the length of
+    ``factor`` training lengths."""
     _, words = with_fitted_temperature(layout, path)
     if not words:
         return ""
     said = f"The temperature that was fitted for the run ({words.removeprefix(', ')})"
+    if factor is not None:
+        length = round(factor * layout.training_length)
+        return f" {said} is part of it as it is at {length:,} tokens, constant at all lengths."
     log.warning("%s is not exported; `generate` uses it with the checkpoint alone.", said)
     return f" {said} is no part of it: rows with `temperature` are of the run."
 

@@ -88,7 +88,7 @@ def say_other_budgets(configs: dict[str, RunConfig]) -> None:
 OF_METHODS = {
     "fit_windows": ON_TEXT,
     "layers": BY_LAYER,
-    "temperature": ("temperature", "temperature_rope_id"),
+    "temperature": ("temperature", "temperature_rope_id", "temperature_per_head"),
     "dynamic_ntk": ("dynamic_ntk_alpha",),
     "longrope": ("longrope",),
     "choice": ("dope", "weighted_rope"),

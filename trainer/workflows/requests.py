@@ -16,6 +16,7 @@ from trainer.common.fields import (
     Integer,
     Natural,
     NotNegative,
+    Number,
     OptionalText,
     Positive,
     Processes,
@@ -273,6 +274,9 @@ class ExportRequest:
     """Directory to write, new or empty."""
     tolerance: NotNegative = 1e-4
     """How far logits may differ in float32, as a share of the largest."""
+    temperature_at: Annotated[Number, Field(gt=1, le=1_000_000)] | None = None
+    """Length in training lengths whose fitted temperature the weights get, constant at all
+    lengths; null: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights: float32, bfloat16 (half the size)."""
     threads: Processes | None = None

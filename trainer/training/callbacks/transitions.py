@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.model.attention import RMSNorm
@@ -258,8 +259,17 @@ def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
 
 
 def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
-    """Return the layout of a run whose phase rescales its frequencies."""
+    """Return the layout of a run whose phase rescales its frequencies.
+
+    Raises:
+        UserError: they are not geometric, so that they have no base to replace.
+    """
     assert phase.rescale is not None
+    if (base := phase.rescale.base) is not None:
+        try:
+            return layout.rebased(base, phase.rescale.layers)
+        except ValueError as error:
+            raise UserError.at(f"phases.{phase.name}.rescale.base", str(error)) from error
     reach = phase.config.data.sequence_length / layout.training_length
     factor = phase.rescale.factor or max(reach, 1.0)
     return layout.rescaled(RESCALINGS[phase.rescale.method], factor, phase.rescale.layers)
@@ -270,13 +280,17 @@ def describe(phase: Phase, layout: Layout | None = None) -> str:
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
-        return f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
+        said = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
+        windows = ", ".join(str(window or "none") for window in phase.drop.windows or ())
+        return f"{said}; windows {windows}" if windows else said
     if (rescale := phase.rescale) is not None:
         layers = None if layout is None else layout.rotating(rescale.layers)
         if layout is None or layers == layout.rotating("all"):
             where = ""
         else:
             where = f", layers {', '.join(map(str, layers or ()))}"
+        if layers != [] and rescale.base is not None:
+            return f"new base of the frequencies ({rescale.base:,.0f}{where})"
         if layers != []:
             return f"frequencies rescaled for longer sequences ({rescale.method}{where})"
     length = phase.config.data.sequence_length
