@@ -25,7 +25,7 @@ LENGTHS = [
 ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
     # Writing and comparing real weights takes minutes; tests/interchange exports small ones.
-    "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
+    "runs/drope_smollm2_135m_local": ONLY_READ,
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
     **{word: [] for word in ("prepare", "inspect", "slurm", "plan", "compare")},
     "drill": ONLY_READ,  # done by tests/workflows/test_drill.py

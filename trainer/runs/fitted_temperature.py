@@ -28,6 +28,8 @@ LARGEST_COEFFICIENT = 100
 class FittedTemperature:
     """Logits are multiplied by 1 + ``coefficient`` ln s, with s = max(n, C) / C (DroPE, App. C.2).
 
+    ``training_length``: C (None, in files of earlier versions: the one in the checkpoint).
+
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
     ``tokens`` its size. ``layers``: the layers whose logits these are (None: all layers).
@@ -39,6 +41,7 @@ class FittedTemperature:
     text: str
     tokens: int
     layers: tuple[int, ...] | None = None
+    training_length: int | None = None
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
@@ -54,10 +57,13 @@ def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
     return None
 
 
-def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:
+def with_fitted_temperature(
+    layout: Layout, checkpoint: Path, stored_length: int | None = None
+) -> tuple[Layout, str]:
     """Return the layout with the checkpoint's fitted temperature, and its description.
 
-    Without a stored temperature the layout is returned unchanged.
+    Without a stored temperature the layout is returned unchanged. ``stored_length``: the training
+    length in the checkpoint, if the layout has another.
 
     Raises:
         UserError: the file is damaged.
@@ -71,17 +77,18 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
     layers = None if fitted.layers is None else [*fitted.layers]
     if unknown := layer_problems("layers", layers, len(layout.layers)):
         raise UserError.at("checkpoint", f"{str(path)!r}: {unknown[0]}")
+    C = fitted.training_length or stored_length or layout.training_length
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient,
             exponent=1.0,
             per=fitted.per,
-            reference=None,
+            reference=None if layout.training_length == C else C,
             steps=False,
         ),
         layers,
     )
-    words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
+    words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {C}) beyond"
     if layers is not None:
         words += f" in layers {', '.join(map(str, layers))}"
     return changed, words

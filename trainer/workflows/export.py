@@ -14,6 +14,7 @@ from trainer.interchange.export.directory import Exported, check_destination, ex
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import check_writable, saved_config
+from trainer.runs.phases import training_length_at
 from trainer.workflows.model_card import model_card, renewed_card
 from trainer.workflows.requests import ExportRequest
 
@@ -37,11 +38,12 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
-    saved_config(
-        state["config"], "checkpoint", f"the configuration in {str(path)!r}"
-    )  # for the card
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
+    if state["step"]:
+        length = training_length_at(config, state["step"])
+        model.layout = model.layout.with_training_length(length)
     return export_model(
         model,
         tokenizer,

@@ -59,7 +59,7 @@ def continue_prompts(
     found = find_candidate(str(request.checkpoint))
     _check_memory(found, request)
     model = found.load()
-    model.layout, said = with_fitted_temperature(model.layout, found.path)
+    model.layout, said = with_fitted_temperature(model.layout, found.path, found.stored_length)
     say(f"{found.name}, {found.path.name}{said}")
     return write(model, found.tokenizer, found.bos_token, request, show)
 

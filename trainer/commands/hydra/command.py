@@ -46,6 +46,8 @@ class Command(Generic[T]):
     """A key that may be given several times, each value taken unparsed."""
     bare: bool = False
     """Whether words without ``=`` are values of the verbatim key."""
+    subject: str = ""
+    """The key that one word without ``=`` is the value of."""
     described: tuple[str, ...] = ()
     """Groups that its help describes key by key."""
     output: Callable[[T], str | None] = lambda _: None
