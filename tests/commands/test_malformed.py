@@ -143,7 +143,7 @@ SHORT = "data.validation=0.0005 positional=nope evaluation.methods=[none,tempera
         ),
         (
             "model.from_run=run data.sequence_length=16 evaluation.lengths=[1,9000]",
-            "window of 288000",
+            "window of 144000",
         ),
         ("evaluation.tasks=[longbench]", "THUDM/LongBench is not on this machine"),
         (

@@ -18,6 +18,7 @@ from trainer.commands.hydra import jobs as hydra_main
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
+from trainer.positional import encodings
 from trainer.runs.config import RunConfig
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
@@ -384,3 +385,120 @@ def test_a_run_of_a_sweep_is_known_by_the_words_that_differ(outputs, settings):
     assert [(one.run_dir, one.settings) for one in hydra_main._swept(outputs)] == list(
         zip("ab", settings, strict=True)
     )
+
+
+ENCODING = """
+from trainer.positional.encodings import encoding
+from trainer.positional.spectrum import Spectrum
+
+@encoding
+def my_turns(head_dim, training_length, *, turns=8.0):
+    return Spectrum((turns / training_length,) * (head_dim // 2))
+"""
+
+
+@pytest.fixture
+def plugin(place):
+    (place / "my.py").write_text(ENCODING)
+    yield "plugins=[my.py]"
+    encodings.ENCODINGS.pop("my_turns", None)
+
+
+def test_an_encoding_of_a_plugin_is_an_option_also_of_a_sweep(done, plugin):
+    words = ["positional=rope,my_turns,irope", plugin, "name=zoo_${positional.name}"]
+    run_command(train.COMMAND, ["--multirun", *words])
+    assert [job.request.name for job in done] == ["zoo_rope", "zoo_my_turns", "zoo_irope"]
+    assert done[1].request.positional.layers == ["my_turns"]
+    done.clear()
+    turned = "positional.encodings.my_turns.turns=2"
+    run_command(train.COMMAND, ["positional=my_turns", plugin, turned, "name=own"])
+    assert done[0].request.positional.encodings == {"my_turns": {"turns": 2}}
+    (problem,) = refused("train", "positional=my_turn", plugin, "name=a")
+    assert problem == "positional: there is no positional 'my_turn'. Did you mean 'my_turns'?"
+    (problem,) = refused(
+        "train", "--multirun", "positional=rope,my_turns", "plugins=[no.py]", "name=a"
+    )
+    assert problem == "plugins: there is no file 'no.py'."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["positional=rope,alibi", "name=a_${positional}"],
+            "name: ${positional} is a group of keys; write 'name=a_${positional.name}'.",
+        ),
+        (
+            ["seed=0,1", "name=a_${positional.layers}"],
+            "name: ${positional.layers} is a list; write 'name=a_${positional.layers[0]}'.",
+        ),
+        (
+            ["positional=rope,alibi", "seed=0,1", "name=zoo"],
+            "--multirun: several jobs would write 'runs/zoo'; let its name hold what differs, for "
+            "instance 'name=zoo_${positional.name}_${seed}'.",
+        ),
+    ],
+)
+def test_a_sweep_says_how_its_runs_are_named(done, words, said):
+    assert refused("train", "--multirun", *words) == (said,)
+
+
+def test_a_group_with_a_name_of_its_own_keeps_it(done):
+    run_command(
+        train.COMMAND, ["strategy=ddp", "optimizer=muon", "name=${strategy.name}_${optimizer.name}"]
+    )
+    assert done[0].request.name == "ddp_muon"
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export", "analyze"])
+def test_a_word_alone_is_the_checkpoint(done, name, place):
+    words = {"export": ["to=out"], "analyze": ["+analysis=sinks"]}.get(name, [])
+    for path in ("runs/x", "runs/it's [a] (b), c", "hf:x", "a b.gguf"):
+        run_command(MODULES[name].COMMAND, [*words, path])
+        request = getattr(done[-1], "request", done[-1])
+        assert request.checkpoint == path
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export", "analyze", "generate", "inspect"])
+def test_a_second_word_alone_is_refused(name):
+    said = "'runs/b': expected KEY=VALUE, since checkpoint=runs/a is given already."
+    assert said in refused(name, "runs/a", "runs/b")
+    assert said in refused(name, "checkpoint=runs/a", "runs/b")
+
+
+def test_generation_and_inspection_take_a_word_alone():
+    for name, words in (("generate", ["prompt=a b", "stop=[c]"]), ("inspect", ["step=2"])):
+        found = []
+        command = replace(MODULES[name].COMMAND, execute=found.append)
+        run_command(command, ["runs/x", *words])
+        assert found[0].checkpoint == "runs/x"
+
+
+def test_a_dry_run_is_a_plan():
+    (problem,) = refused("train", "+experiment=drope_demo", "data.files=[a b.txt]", "--dry-run")[:1]
+    assert problem == (
+        "--dry-run: to see what a run needs without starting it: python -m trainer plan "
+        "+experiment=drope_demo 'data.files=[a b.txt]'"
+    )
+
+
+def test_lengths_are_given_in_tokens_or_in_multiples():
+    gives = "evaluation.tokens=[64] gives the lengths already"
+    said = f"evaluation.lengths: {gives}; leave out one of them."
+    words = ["evaluation.lengths=[1]", "evaluation.tokens=[64]"]
+    assert refused("evaluate", "runs/x", *words) == (said,)
+    assert refused("train", "name=a", *words) == (said,)
+    assert refused("train", "name=a", "evaluation.tokens=[1]") != (said,)
+
+
+def test_files_that_are_not_there_are_missed_before_torch(place):
+    (place / "b.txt").write_text("text")
+    code = (
+        "import sys; from trainer.__main__ import main\n"
+        "try: main(['data=files', 'data.files=[a.txt,b.txt,c*.txt]', 'name=a'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    run = [sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ended.stderr == "error: data.files: there is no file 'a.txt'. Did you mean 'b.txt'?\n"
+    assert ended.stdout == "False\n"

@@ -57,7 +57,8 @@ RUN = {
     "1 2048": "model.num_hidden_layers",
     "1 65536": "model.head_dim",
     "0 1024": "data.num_workers",
-    "2 2147483647": "data.sequence_length phases.a.sequence_length",
+    "2 2147483647": "data.sequence_length phases.a.sequence_length "
+    "evaluation.training_length evaluation.tokens[]",
     "1 1000000": """
         monitor.lengths[] evaluation.needles.trials evaluation.ruler.trials
         evaluation.many_shot.trials""",

@@ -25,7 +25,7 @@ LENGTHS = [
 ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
     # Writing and comparing real weights takes minutes; tests/interchange exports small ones.
-    "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
+    "runs/drope_smollm2_135m_local": ONLY_READ,
     # Measures a real model; tests/commands/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},

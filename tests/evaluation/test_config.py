@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,31 @@ def test_configurations_need_no_torch():
 )  # fmt: skip
 def test_lengths_have_to_hold_what_is_asked_of_them(changes, length, said):
     assert [*map(str, EvaluationConfig(**changes).problems(length))] == ([said] if said else [])
+
+
+def test_lengths_in_tokens_take_the_place_of_multiples():
+    config = EvaluationConfig(tokens=[96, 64, 100], methods=["none"], tasks=["perplexity"])
+    assert config.in_tokens(64) == [96, 64, 100]
+    assert config.at(64).lengths == [1.5, 1.0, 1.5625]
+    assert config.at(64) == replace(
+        config, lengths=[1.5, 1.0, 1.5625], tokens=None, training_length=64
+    )
+    assert EvaluationConfig(lengths=[0.5, 2], training_length=32).in_tokens(64) == [16, 64]
+    # Every length is the same number of tokens again, whatever C.
+    for C in (3, 7, 63, 8192):
+        every = list(range(2, 2000, 7))
+        assert EvaluationConfig(tokens=every).at(C).in_tokens(C) == every
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": []}, "evaluation.tokens: expected one or more, got none."),
+        ({"tokens": [64, 64]}, "evaluation.tokens: expected each length once, got [64, 64]."),
+        ({"tokens": [8]}, "evaluation.tokens: 0.125 of 64 tokens is 8, too few for 4 statements"),
+        ({"tokens": [32], "last": 33}, "evaluation.last: 33 tokens are more than the shortest"),
+    ],
+)
+def test_lengths_in_tokens_are_checked_under_their_own_key(changes, said):
+    (problem,) = map(str, EvaluationConfig(**changes).problems(64))
+    assert problem.startswith(said)

@@ -23,7 +23,7 @@ from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.plan import PART, Subject, cell_jobs, plan_cells, plan_jobs
+from trainer.evaluation.plan import PART, Plan, Subject, cell_jobs, plan_cells, plan_jobs
 from trainer.evaluation.store import Claims, Share, Store
 from trainer.model.flops import forward_flops
 
@@ -490,3 +490,34 @@ def test_the_duration_follows_from_a_pass_that_takes_two_seconds(
     say_duration(model, [512, 16], passes * work, batch_tokens=48)
     assert [record.getMessage() for record in caplog.records] == [f"About {said} in all"]
     assert next(clock) == 4  # one pass was timed, from 0 to 2
+
+
+def test_a_cell_says_where_its_method_changes_nothing(evaluation):
+    methods = ("none", "crop", "yarn", "dynamic_ntk", "window", "drop")
+    cells, _ = evaluation(methods, lengths=[16, 32, 64])
+    unchanged = {
+        method: [c.length for c in cells if c.method == method and c.unchanged and c.scores]
+        for method in methods
+    }
+    within = [16, 32]
+    assert unchanged == dict.fromkeys(methods, within) | {"none": [], "drop": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "unchanged"),
+    [
+        ("temperature", [16, 32]),
+        ("yarn+temperature", [16, 32]),
+        ("longrope", [16, 32]),
+        ("drop+temperature", []),
+        ("dope", []),
+    ],
+)
+def test_what_a_fitted_method_leaves_alone_is_known_without_its_fit(model, name, unchanged):
+    config = EvaluationConfig(
+        lengths=[0.5, 1, 2], methods=[name], temperature=TemperatureSettings(models="all")
+    )
+    made = recipe(name, model.layout, config)
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    plans = [Plan(subject, made, None, length, {}) for length in (16, 32, 64)]
+    assert [plan.length for plan in plans if plan.is_unchanged] == unchanged

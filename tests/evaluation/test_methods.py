@@ -385,6 +385,7 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
         "lengths": [64],
         "tokens": 2 * 64,
         "text": "text",
+        "training_length": 32,
     }
     assert spectrum.temperature.per == "query"
     monkeypatch.setattr(

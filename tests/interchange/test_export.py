@@ -654,7 +654,7 @@ def test_an_export_of_the_first_version_is_named_with_the_way_out(tiny_decoder, 
     read_pretrained(str(tmp_path))
     (said,) = caplog.messages
     assert "transformers 5.24 or newer" in said
-    assert said.endswith(f"python -m trainer export checkpoint={tmp_path} to=DIRECTORY")
+    assert said.endswith(f"python -m trainer export {tmp_path} to=DIRECTORY")
     for version in (3, "two"):
         caplog.clear()
         path.write_text(json.dumps(values | {"code_version": version}))

@@ -146,7 +146,7 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
     theirs = UnropeForCausalLM.from_pretrained(tmp_path).eval()
     text_ids = tokenizer.encode(gate.TEXT).ids
 
-    def here(_, asked):
+    def here(_, asked, count):
         return answers(theirs, asked) | {"text_ids": text_ids, "problems": ""}
 
     def difference():

@@ -204,3 +204,39 @@ def test_a_choice_that_is_none_names_key_and_nearest_layer():
     layout = Layout(C, (LayerEncoding.of((A,)),))
     with pytest.raises(ValueError, match="layer 1 does not exist in a model of 1 layers"):
         layout.chosen([1])
+
+
+@pytest.mark.parametrize("length", [8, C, C + 1, 4 * C])
+@pytest.mark.parametrize("other", [16, C, 256])
+def test_another_training_length_changes_no_spectrum_at_any_length(other, length):
+    """Only what methods start from: a temperature or dynamic NTK without a reference keeps C."""
+    slowed = dynamic(FAST, ntk_aware, C)
+    stored = replace(slowed, long=replace(slowed.long, reference=None))  # by earlier versions
+    layout = one_layer(C, stored, TEMPERED, longrope(FAST, (1.0, 1.0), (2.0, 3.0), C), FAST)
+    changed = layout.with_training_length(other)
+    assert changed.training_length == other
+    assert changed.at(length).layers == layout.at(length).layers
+    by_query = one_layer(C, TEMPERED.with_temperature(per="query")).with_training_length(other)
+    assert by_query.spectra[0].temperature.reference == (None if other == C else C)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lengths"),
+    [
+        (one_layer(C, FAST).dynamically_rescaled(ntk_aware), {C: True, C + 1: False}),
+        (Layout(C, (LayerEncoding.of((FAST,), C + 8),)), {C + 8: True, C + 9: False}),
+        (
+            one_layer(C, FAST.with_temperature(coefficient=0.1, per="query")),
+            {C: True, C + 1: False},
+        ),
+        (
+            one_layer(C, FAST.with_temperature(coefficient=0.1, per="query", steps=True)),
+            {1: False, C: False},
+        ),
+        (one_layer(C, FAST).rescaled(yarn, 2.0), {1: False}),
+    ],
+)
+def test_a_layout_acts_as_another_up_to_the_length_from_which_it_differs(changed, lengths):
+    plain = one_layer(C, FAST)
+    acting = {n: changed.acting_at(n).layers == plain.acting_at(n).layers for n in lengths}
+    assert acting == lengths

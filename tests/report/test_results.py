@@ -223,8 +223,8 @@ def test_a_file_has_a_cell_a_line_and_plain_lists_on_one(tmp_path):
           "milestones": {},
           "made": {},
           "cells": [
-        {"model": "RoPE", "method": "none", "task": "multi_key", "length": 1024, "factor": 1.0, "scores": [1.0, 0.5], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0},
-        {"model": "RoPE", "method": "none", "task": "perplexity", "length": 2048, "factor": 2.0, "scores": [], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0}
+        {"model": "RoPE", "method": "none", "task": "multi_key", "length": 1024, "factor": 1.0, "scores": [1.0, 0.5], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0, "unchanged": false},
+        {"model": "RoPE", "method": "none", "task": "perplexity", "length": 2048, "factor": 2.0, "scores": [], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0, "unchanged": false}
           ]
         }
         """,  # noqa: E501

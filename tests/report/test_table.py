@@ -5,7 +5,14 @@ import math
 from tests.report.examples import cell, example, report
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
 from trainer.evaluation.results import PERPLEXITY
-from trainer.report.tables import number, perplexity, tables
+from trainer.report.tables import (
+    latex_tables,
+    markdown_tables,
+    number,
+    perplexity,
+    tables,
+    terminal_cell,
+)
 
 
 def by_key(made):
@@ -158,3 +165,22 @@ def test_a_label_that_all_trials_share_makes_no_table():
 
 def test_a_report_without_cells_has_no_tables():
     assert tables(report()) == []
+
+
+def test_a_method_that_changes_nothing_is_marked_and_explained():
+    made = report(
+        cell([1.0], length=1024), cell([1.0], method="yarn", length=1024, unchanged=True),
+        cell([0.0], length=2048), cell([1.0], method="yarn", length=2048),
+    )  # fmt: skip
+    table = by_key(made)["multi_key"]
+    assert [entry.mark for entry in table.rows[1][2]] == ["=", ""]
+    assert table.legend.endswith("= the method changes nothing at this length.")
+    assert "=" not in by_key(report(cell([1.0])))["multi_key"].legend
+    for form in (markdown_tables, latex_tables):
+        assert "=" in form(made)
+    losses = report(
+        cell([], task=PERPLEXITY, last_loss=3.0),
+        cell([], method="yarn", task=PERPLEXITY, last_loss=3.0, unchanged=True),
+    )
+    (_, _, (entry,)) = by_key(losses)[PERPLEXITY].rows[1]
+    assert terminal_cell(entry).plain == "20.09="

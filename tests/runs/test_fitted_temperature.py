@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -11,7 +12,10 @@ from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 
-FITTED = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
+FITTED = {
+    "coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128,
+    "training_length": 32,
+}  # fmt: skip
 LAYOUT = Layout(32, (LayerEncoding.of((Spectrum(),)),))
 
 
@@ -25,6 +29,16 @@ def test_one_that_was_fitted_on_more_text_stays_and_another_is_read_as_it_was_ke
     (spectrum,) = layout.spectra
     assert spectrum.temperature == Temperature(0.1234567, exponent=1.0, per="query")
     assert words == ", logits times 1 + 0.123 ln(n / 32) beyond"
+
+
+@pytest.mark.parametrize("fitted_at", [32, None])
+def test_a_model_that_counts_from_another_length_keeps_the_one_of_the_fit(tmp_path, fitted_at):
+    """None: a file of an earlier version, which counted from the length in the checkpoint."""
+    keep_temperature(tmp_path, FITTED | {"training_length": fitted_at})
+    layout, words = with_fitted_temperature(LAYOUT.with_training_length(8), tmp_path, 32)
+    (spectrum,) = layout.spectra
+    assert spectrum.at(64, 8).temperature.scale == pytest.approx(1 + 0.3 * math.log(64 / 32))
+    assert words == ", logits times 1 + 0.3 ln(n / 32) beyond"
 
 
 def test_one_that_cannot_be_read_makes_place_for_what_was_fitted(tmp_path):

@@ -17,6 +17,7 @@ from trainer.runs.phases import (
     samples_between,
     stretch_end,
     tokens_at,
+    training_length_at,
     with_ends,
 )
 
@@ -65,7 +66,8 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             assert phase_at(phases, stretch_end(phases, step - 1) - 1).stretch == alike.stretch
     assert config.trainer.max_steps == step
     assert tokens_at(config, step) == tokens
-    assert config.training_length == max(32, *(length for length, _ in orders))
+    assert config.training_length == orders[-1][0]
+    assert config.longest_sequence == max(32, *(length for length, _ in orders))
 
 
 def test_samples_that_are_left_out_move_up_those_of_the_same_order_only():
@@ -421,7 +423,7 @@ def test_what_lies_just_within_the_bounds_is_possible():
         data={"mixture": MIXED},
     )
     assert config.drop_step == 2
-    assert config.training_length == 64
+    assert (config.training_length, config.longest_sequence) == (32, 64)
     assert configured({"a": {"steps": 1}}).drop_step is None
 
 
@@ -431,3 +433,12 @@ def test_layouts_after_a_rescaling_are_known_only_when_it_is_done():
     assert configured(phases | drop).drop_step == 2
     with pytest.raises(UserError, match=r"phases\.c\.drop\.to: 'rope' is what the layers"):
         configured({"a": {"steps": 2}} | drop)
+
+
+def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
+    config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
+    assert [training_length_at(config, step) for step in range(1, 7)] == [32] * 4 + [16] * 2
+    assert (config.training_length, config.longest_sequence) == (16, 32)
+    back = configured({"a": {"steps": 4, "sequence_length": 64}, "b": {"steps": 2}})
+    assert (back.training_length, back.longest_sequence) == (32, 64)
+    assert configured({}).training_length == training_length_at(configured({}), 1) == 32

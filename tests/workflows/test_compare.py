@@ -467,7 +467,7 @@ NO_RUN = "runs: 'runs/alon' is no run (it has no config.yaml), nor a sweep (swee
     [
         ([], "runs: give run directories"),
         (["runs/x"], "runs: 'runs/x' is no run"),
-        (["runs/alon"], NO_RUN + " Did you mean 'alone'?"),
+        (["runs/alon"], NO_RUN + " Did you mean 'runs/alone'?"),
         (["multirun/broken"], "runs: 'multirun/broken/sweep.json' is damaged"),
         (["run=x", "runs=[a]"], "run: unknown key. Did you mean 'runs'?"),
     ],
@@ -504,7 +504,7 @@ def held_against_each_other(found):
 
 def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
     own = {one.name for one in fields(EvaluationConfig)}
-    assert own == {*OTHER, "methods", "lengths", "prefill_chunk"}
+    assert own == {*OTHER, "methods", "lengths", "tokens", "training_length", "prefill_chunk"}
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -519,6 +519,9 @@ def test_runs_measured_with_other_settings_are_not_tested_against_each_other(pla
         ({"methods": ["none", "pi"]}, True),
         ({"lengths": [1, 4, 8]}, True),
         ({"lengths": [8, 1]}, True),
+        ({"tokens": [64, 512, 128]}, True),
+        ({"tokens": [64, 512], "training_length": 64}, True),
+        ({"tokens": [64, 128]}, False),
         ({"lengths": [1, 2, 4]}, False),  # other windows: they end where those of 4 C do
         ({"lengths": [1, 2, 4, 16]}, False),
         ({"lengths": [0.5, 1, 8]}, False),  # other losses: on the last C / 2 tokens

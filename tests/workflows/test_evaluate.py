@@ -433,3 +433,70 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
     report, _ = evaluate_lengths(alone)
     assert list(report.methods) == ["none", "crop", "temperature"]
+
+
+def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
+    first, place = evaluate_lengths(request(runs, tmp_path / "out"))
+    again, beside = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
+    assert beside == place
+    assert (again.cells, again.config) == (first.cells, first.config)
+
+
+def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tmp_path):
+    """Its cells are other cells: YaRN at 32 of 32 tokens does nothing, at 32 of 16 halves."""
+    given = {"tokens": [16, 32], "methods": ["none", "yarn"], "tasks": ["perplexity"]}
+    of_run, place = evaluate_lengths(request(runs, tmp_path / "out", **given))
+    asked = request(runs, tmp_path / "out", **given, training_length=16)
+    shorter, beside = evaluate_lengths(asked)
+    assert (of_run.training_length, shorter.training_length) == (32, 16)
+    assert beside != place
+    assert [cell.factor for cell in shorter.cells[:2]] == [1.0, 2.0]
+
+    def rows(report):
+        found = {(c.model, c.method): [] for c in report.cells}
+        for c in report.cells:
+            found[c.model, c.method].append((c.unchanged, c.last_loss))
+        return found
+
+    one, other = rows(of_run), rows(shorter)
+    before = "RoPE (before-drop)"
+    assert [unchanged for unchanged, _ in one[before, "yarn"]] == [True, True]
+    assert [unchanged for unchanged, _ in other[before, "yarn"]] == [True, False]
+    assert other[before, "none"] == one[before, "none"]
+    assert other[before, "yarn"][1] != one[before, "yarn"][1]
+    # Without a length of its own, its cells are those of earlier versions.
+    (own,) = {find_candidate(str(runs)).with_training_length(n).fingerprint for n in (None, 32)}
+    back = find_candidate(str(runs)).with_training_length(16).with_training_length(32)
+    assert back.fingerprint == own
+
+
+def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, monkeypatch):
+    longer = find_candidate(str(runs)).with_training_length(64)
+    found = evaluate.find_candidate
+    monkeypatch.setattr(
+        evaluate, "find_candidate", lambda given, *key: longer if key else found(given)
+    )
+    with pytest.raises(UserError, match=r"length of 64 tokens, the first one of 32; evaluation.tr"):
+        evaluate_lengths(request(runs, tmp_path / "out"))
+    given = {"methods": ["none"], "tasks": ["statements"], "training_length": 64}
+    report, _ = evaluate_lengths(request(runs, tmp_path / "out", **given))
+    assert {cell.length for cell in report.cells} == {64, 128}
+
+
+def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):
+    from trainer.data.corpus import prepare_corpus
+    from trainer.runs.config import RunConfig
+    from trainer.runs.parsing import parse
+    from trainer.training.run import train
+
+    phases = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 24}}
+    values = {**base, "run_dir": str(tmp_path / "run"), "phases": phases, "drop": {}}
+    values["model"] = {**base["model"], "qk_norm": {"when": "never"}}
+    Path(values["run_dir"]).mkdir()
+    config = parse(RunConfig, values)
+    train(config, prepare_corpus(config.data, config.tokenizer))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    found = {p.name: find_candidate(str(p)) for p in checkpoints.iterdir()}
+    lengths = {name: one.layout.training_length for name, one in found.items()}
+    assert (lengths["step-000002"], lengths["step-000004"]) == (32, 24)
+    assert found["step-000004"].load().layout.training_length == 24

@@ -1,4 +1,4 @@
-"""``python -m trainer analyze checkpoint=PATH +analysis=NAME ...``: what does its attention look
+"""``python -m trainer analyze PATH +analysis=NAME ...``: what does its attention look
 like, within the training length and beyond?"""
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ def summary(report: GeometryReport) -> list[str]:
 
 
 HELP = """
-python -m trainer analyze checkpoint=PATH +analysis=NAME [KEY=VALUE ...]
+python -m trainer analyze PATH +analysis=NAME [KEY=VALUE ...]
 
 Reads held-out text with a model once and writes a page about its attention: figures (SVG, PNG,
 CSV), numbers (JSON) and findings, in analysis/NAME of the run directory.
 """
-COMMAND = Command("analyze", HELP, read, execute, described=("analysis",), alone=True)
+COMMAND = Command(
+    "analyze", HELP, read, execute, described=("analysis",), subject="checkpoint", alone=True
+)

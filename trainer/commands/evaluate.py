@@ -1,4 +1,4 @@
-"""``python -m trainer evaluate checkpoint=PATH ...``: how far does a checkpoint reach?"""
+"""``python -m trainer evaluate PATH ...``: how far does a checkpoint reach?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def read(composed: Composed) -> Named[Any]:
     name = composed.choices["evaluation"]
     if kind not in KINDS:
         raise UserError(*composed.problems, kind_problem(name, kind, KINDS))
-    request = parse(request_schema(kind), values, composed.problems)
+    problems = [*composed.problems, *both_lengths(composed)]
+    request = parse(request_schema(kind), values, problems)
     return Named(name, request, composed.words)
 
 
@@ -54,7 +55,7 @@ def execute(named: Named[Any]) -> None:
 
 
 HELP = """
-python -m trainer evaluate checkpoint=PATH [compare=[PATH,...]] [+evaluation=NAME] [KEY=VALUE ...]
+python -m trainer evaluate PATH [compare=[PATH,...]] [+evaluation=NAME] [KEY=VALUE ...]
 
 Measures checkpoints, all on the same trials. Without +evaluation: needle retrieval and held-out
 loss at multiples of the training length, for the checkpoint as it is and with every context
@@ -63,13 +64,30 @@ for published models; niah, ruler, longbench and many_shot are the same with oth
 multiple_choice takes its questions from the files of scripts/fetch_benchmarks.py, harness from the
 hub, both with any methods, which evaluation.factor sets for a length.
 """
-COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",))
+COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",), subject="checkpoint")
 
 
 LENGTHS = "lengths"
 KINDS = (LENGTHS, "multiple_choice", "harness")
 OF_A_RUN = (LENGTHS,)
 """Kinds that a run can end with."""
+
+
+def both_lengths(composed: Composed) -> list[Problem]:
+    """Return the problem of ``evaluation.lengths`` beside ``evaluation.tokens``."""
+    evaluation = composed.values.get("evaluation")
+    keys = {word.lstrip("+").partition("=")[0] for word in composed.words}
+    if not isinstance(evaluation, dict) or evaluation.get("tokens") is None:
+        return []
+    if "evaluation.lengths" not in keys:
+        return []
+    tokens = evaluation["tokens"]
+    return [
+        Problem(
+            "evaluation.lengths",
+            f"evaluation.tokens={tokens} gives the lengths already; leave out one of them.",
+        )
+    ]
 
 
 def request_schema(kind: str) -> type[Any]:

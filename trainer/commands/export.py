@@ -1,4 +1,4 @@
-"""``python -m trainer export checkpoint=PATH to=DIR``: a checkpoint for everybody's tools."""
+"""``python -m trainer export PATH to=DIR``: a checkpoint for everybody's tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def execute(request: ExportRequest) -> None:
 
 
 HELP = """
-python -m trainer export checkpoint=PATH to=DIRECTORY [KEY=VALUE ...]
+python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
 
 Writes config.json, model.safetensors, the tokenizer and a model card, from a run or, anew, from
 an earlier export or a published model. A temperature that was fitted for a run is no part of it.
@@ -44,4 +44,12 @@ computes the same; else the model's code goes with it. Where transformers is ins
 written is loaded in a fresh process and its logits are compared; nothing is kept if they differ by
 more than tolerance.
 """
-COMMAND = Command("export", HELP, read, execute, output=lambda request: request.to, alone=True)
+COMMAND = Command(
+    "export",
+    HELP,
+    read,
+    execute,
+    output=lambda request: request.to,
+    subject="checkpoint",
+    alone=True,
+)

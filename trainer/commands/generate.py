@@ -1,4 +1,4 @@
-"""``python -m trainer generate checkpoint=PATH prompt=TEXT ...``: what does a checkpoint write?"""
+"""``python -m trainer generate PATH prompt=TEXT ...``: what does a checkpoint write?"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def execute(request: GenerationRequest) -> None:
 
 
 HELP = """
-python -m trainer generate checkpoint=PATH prompt=TEXT [prompt=TEXT ...] [KEY=VALUE ...]
+python -m trainer generate PATH prompt=TEXT [prompt=TEXT ...] [KEY=VALUE ...]
 
 Continues a text with a trained checkpoint or a published model. The text goes to standard output;
 which checkpoint it is and tokens a second go to standard error. Where an evaluation has fitted a
@@ -69,5 +69,6 @@ COMMAND = Command(
     execute,
     single="give several prompts in one command, or run it for each checkpoint.",
     verbatim="prompt",
+    subject="checkpoint",
     alone=True,
 )

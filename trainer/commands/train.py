@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.evaluate import OF_A_RUN, kind_problem
+from trainer.commands.evaluate import OF_A_RUN, both_lengths, kind_problem
 from trainer.commands.hydra.command import Command, Named
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainer.commands.hydra.composing import Composed
     from trainer.runs.config import RunConfig
 
@@ -39,7 +38,7 @@ def read(composed: Composed) -> Named[RunConfig]:
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.data.preparing import unprepared
+    from trainer.data.preparing import missing_files, unprepared
     from trainer.interchange.hub import MissingWeights
 
     config: RunConfig | None = None
@@ -51,9 +50,12 @@ def read(composed: Composed) -> Named[RunConfig]:
         if not missing:
             raise
         problems = (*error.problems, *_elsewhere(composed))
-    if found := [*problems, *unprepared(composed.values["data"])]:
+    data = composed.values["data"]
+    if found := [*problems, *unprepared(data)]:
         raise UserError(*found)
     assert config is not None
+    if not Path(config.run_dir, "report.json").is_file():
+        raise_all(missing_files(config.data))
     return Named(config.name, config, composed.words)
 
 
@@ -95,6 +97,7 @@ def read_run(
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
     problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed), *found]
+    problems += both_lengths(composed)
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -185,13 +188,13 @@ unrope: train decoders with any positional encoding, drop it, and see how far th
 python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
 python -m trainer recalibrate MODEL text=FILES        drop a trained model's encoding
 python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
-python -m trainer inspect checkpoint=runs/NAME step=N show what a step read
+python -m trainer inspect runs/NAME step=N            show what a step read
 python -m trainer watch runs/NAME                     show how a run is getting on
-python -m trainer evaluate checkpoint=runs/NAME ...   evaluate a checkpoint
+python -m trainer evaluate runs/NAME ...              evaluate a checkpoint
 python -m trainer compare runs/A runs/B ...           the runs of a sweep beside each other
-python -m trainer analyze checkpoint=runs/NAME +analysis=all   show its attention geometry
-python -m trainer generate checkpoint=runs/NAME prompt="..."   continue a text
-python -m trainer export checkpoint=runs/NAME to=DIR  write it for transformers
+python -m trainer analyze runs/NAME +analysis=all     show its attention geometry
+python -m trainer generate runs/NAME prompt="..."     continue a text
+python -m trainer export runs/NAME to=DIR             write it for transformers
 python -m trainer plan +experiment=NAME ...       what it will need: memory, hours, disk
 python -m trainer drill +experiment=NAME ...          break a small copy, see if it survives
 python -m trainer slurm +experiment=NAME ...          write and submit a SLURM job

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,18 @@ class PreemptedError(Exception):
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that is spelt most like ``word``, or None if none is close."""
     return next(iter(get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.6)), None)
+
+
+def near_path(path: Path, pattern: str = "*") -> str:
+    """Return a hint with the path beside a missing one that is spelt most like it, or "".
+
+    For a name alone, runs of that name count too. ``pattern``: glob of the names beside it.
+    """
+    places = [path.parent, *([Path("runs")] if len(path.parts) == 1 else [])]
+    beside = [one for place in places if place.is_dir() for one in place.glob(pattern)]
+    names = {one.name: one for one in reversed(beside)}
+    near = nearest(path.name, names)
+    return "" if near is None else f"Did you mean {str(names[near])!r}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -25,14 +25,21 @@ class Progress:
     """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
 
     Shows steps, the loss if there is one, tokens per second and the time left. ``silent`` shows
-    nothing, for all ranks but the first.
+    nothing, for all ranks but the first. ``after``: seconds of work before anything is shown.
+    ``unit``: what is counted in place of tokens.
     """
 
     def __init__(
-        self, title: str, total: float, tokens_per_step: float = 1.0, silent: bool = False
+        self,
+        title: str,
+        total: float,
+        tokens_per_step: float = 1.0,
+        silent: bool = False,
+        after: float = 0.0,
+        unit: str = "tokens",
     ) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
-        self.silent = silent
+        self.silent, self.after, self.unit = silent, after, unit
         self.bar: RichProgress | None = None
         self.start_step: float | None = None
         self.start_time = 0.0
@@ -40,7 +47,12 @@ class Progress:
         self.next_line = FIRST_LINE
 
     def __enter__(self) -> Progress:
-        if console.is_terminal and not self.silent:
+        if not self.after:
+            self._start_bar()
+        return self
+
+    def _start_bar(self) -> None:
+        if self.bar is None and console.is_terminal and not self.silent:
             self.bar = RichProgress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
@@ -52,7 +64,6 @@ class Progress:
             )
             self.bar.start()
             self.bar.add_task(self.title, total=self.total, details="")
-        return self
 
     def __exit__(
         self,
@@ -78,9 +89,12 @@ class Progress:
         elapsed, done = now - self.start_time, step - self.start_step
         read = done * self.tokens_per_step if tokens is None else tokens
         rate = read / elapsed if elapsed > 0 else 0.0
-        details = f"{rate:,.0f} tokens/s" if done else ""
+        details = f"{rate:,.0f} {self.unit}/s" if done else ""
         if loss is not None:
             details = f"loss {loss:.3f}  {details}"
+        if elapsed < self.after:
+            return
+        self._start_bar()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
         elif done and not self.silent and self._is_time(step, elapsed):

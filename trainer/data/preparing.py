@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, near_path
 from trainer.common.validation import adapter
 from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
@@ -265,6 +266,25 @@ def unprepared(values: Any) -> list[Problem]:
         for text in texts
         if not text.prepared and not is_here(text) and not _any_prepared(text)
     ]
+
+
+def missing_files(config: DataConfig) -> list[Problem]:
+    """Describe each local file that is named, does not exist, and was not prepared before.
+
+    Directories, globs and lists are left to :func:`~trainer.data.files.find_files`.
+    """
+    found = []
+    for name, (text, _) in config.texts.items():
+        if text.source != "files" or text.prepared or _any_prepared(text):
+            continue
+        key = f"data.mixture.{name}.files" if config.mixture else "data.files"
+        found += [
+            Problem(key, f"there is no file {path!r}.", near_path(Path(path)))
+            for path in text.files
+            if not re.search(r"[*?[]|://|^@|/$|^$", path)
+            and not os.path.lexists(Path(path).expanduser())
+        ]
+    return found
 
 
 def _any_prepared(config: DataConfig) -> bool:

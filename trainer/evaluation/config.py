@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Literal
 
 from trainer.common.errors import Problem
@@ -11,7 +11,7 @@ from trainer.common.fields import Count, Multiple, configuration
 from trainer.data.config import MOST_NAMES
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
-from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.method_config import Length, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
@@ -33,6 +33,8 @@ class EvaluationConfig(MethodsConfig):
     """Evaluate a training run at its end."""
     lengths: list[Multiple] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
     """Lengths in multiples of the training length."""
+    tokens: list[Length] | None = None
+    """Lengths in tokens, in place of lengths; null: lengths."""
     methods: list[str] | None = field(
         default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
     )
@@ -62,44 +64,64 @@ class EvaluationConfig(MethodsConfig):
 
     @property
     def factors(self) -> list[float]:
-        """Evaluated lengths, as multiples of the training length."""
+        """Evaluated lengths, as multiples of the training length; see :meth:`at`."""
         return self.lengths
+
+    @property
+    def lengths_key(self) -> str:
+        """The key that the lengths come from."""
+        return "evaluation.lengths" if self.tokens is None else "evaluation.tokens"
+
+    def in_tokens(self, training_length: int) -> list[int]:
+        """Return the evaluated lengths of models with this training length."""
+        C = self.training_length or training_length
+        return self.tokens or [round(C * factor) for factor in self.lengths]
+
+    def at(self, training_length: int) -> EvaluationConfig:
+        """Return the configuration with ``lengths`` in place of ``tokens``.
+
+        ``training_length``: C of the models, which this configuration then states as well.
+        """
+        C = self.training_length or training_length
+        lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
+        return replace(self, training_length=C, lengths=lengths, tokens=None)
 
     def problems(self, training_length: int | None = None) -> list[Problem]:
         """Check the values for models of this training length."""
         found = list_problems("evaluation.tasks", self.tasks, task_names())
-        if not self.lengths:
-            found.append(Problem("evaluation.lengths", "expected one or more, got none."))
+        training_length = self.training_length or training_length
+        if not (self.lengths if self.tokens is None else self.tokens):
+            found.append(Problem(self.lengths_key, "expected one or more, got none."))
         found += self.method_problems()
         for group in (self.needles, self.ruler, self.longbench, self.many_shot):
             found += group.problems()
-        return found or ([] if training_length is None else self._misfits(training_length))
+        if found or training_length is None:
+            return found
+        keys = {"evaluation.lengths": self.lengths_key}
+        return [problem.renamed(keys) for problem in self.at(training_length)._misfits(self)]
 
-    def _misfits(self, training_length: int) -> list[Problem]:
-        """What is impossible for models of that training length."""
-        shortest = round(training_length * min(self.lengths))
-        longest = training_length * max(self.lengths)
+    def _misfits(self, given: EvaluationConfig) -> list[Problem]:
+        """Check that the lengths fit each other and the tasks; ``given``: with ``tokens``."""
+        C = self.training_length
+        assert C is not None
+        shortest, longest = round(C * min(self.lengths)), C * max(self.lengths)
         if shortest < 2 or longest >= 1 << 31:
             return [
                 Problem(
                     "evaluation.lengths",
                     "expected multiples of the training length that make 2 to 2^31 - 1 tokens, got "
-                    f"{self.lengths} of {training_length}.",
+                    f"{self.lengths} of {C}.",
                 )
             ]
         found = []
-        tokens = [round(training_length * factor) for factor in self.lengths]
-        if repeated := [length for length, times in Counter(tokens).items() if times > 1]:
-            found.append(
-                Problem(
-                    "evaluation.lengths",
-                    f"expected each length once, got {self.lengths} times the training length of "
-                    f"{training_length} tokens, more than one of which is {repeated[0]} tokens.",
-                )
-            )
+        if repeated := [n for n, times in Counter(self.in_tokens(C)).items() if times > 1]:
+            times = f" times the training length of {C} tokens, more than one of which is "
+            times += f"{repeated[0]} tokens"
+            got = f"{self.lengths}{times}" if given.tokens is None else f"{given.tokens}"
+            found.append(Problem("evaluation.lengths", f"expected each length once, got {got}."))
         if STATEMENTS in self.tasks:
-            found += self._statement_problems(training_length)
-        found += self.choice_problems(training_length, self.methods or ())
+            found += self._statement_problems(C)
+        found += self.choice_problems(C, self.methods or ())
         if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
             found.append(
                 Problem(

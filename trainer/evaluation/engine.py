@@ -20,6 +20,7 @@ from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Reading
 from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.plan import (
     AS_IS_KEY,
@@ -130,7 +131,10 @@ class _Worker:
             for plan in method:
                 # Cells are stored by content: another method's name may be in the stored one.
                 cell = Cell.from_dict(self._cell(method, plan))
-                results.cells.append(replace(cell, model=name, method=recipe.key))
+                unchanged = recipe.key != AS_IS and plan.is_unchanged
+                results.cells.append(
+                    replace(cell, model=name, method=recipe.key, unchanged=unchanged)
+                )
             if not any(plan.fits for plan in method):
                 continue
             choice = self.store.get("choice", choice_key(method), partial(self._chosen, method))

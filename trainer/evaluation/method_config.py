@@ -17,6 +17,7 @@ from trainer.analysis.settings import USUAL
 from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import (
     Count,
+    Integer,
     Multiple,
     Natural,
     NotNegative,
@@ -33,6 +34,9 @@ from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerChoice, LayerEncoding, Layout, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT, Spectrum
+
+Length = Annotated[Integer, Field(ge=2, lt=1 << 31)]
+"""Tokens of a sequence."""
 
 
 @configuration
@@ -243,6 +247,9 @@ class MethodsConfig(ABC):
     """Methods and their settings, the same in every kind of evaluation."""
 
     _: KW_ONLY
+    training_length: Length | None = None
+    """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
+    trained on last, or what a published model's configuration says."""
     methods: list[str] | None = field(default_factory=lambda: ["none"])
     """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
     dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a

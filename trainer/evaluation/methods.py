@@ -77,8 +77,9 @@ class Recipe:
 
     ``settings``: all that it depends on besides the model; ``fits``: numbers of sequences that its
     choices read, by extension factor; ``fixed``: the method itself if it chooses nothing and needs
-    no model; ``also_at``: extension factors, besides those evaluated, for which parts before a
-    temperature choose something because it is fitted there.
+    no model; ``within``: the method up to the training length, if it chooses nothing there;
+    ``also_at``: extension factors, besides those evaluated, for which parts before a temperature
+    choose something because it is fitted there.
     """
 
     key: str
@@ -87,7 +88,12 @@ class Recipe:
     fits: Callable[[float], dict[float, int]]
     make: Callable[[Fitting], Method]
     fixed: Method | None = None
+    within: Method | None = None
     also_at: tuple[float, ...] = ()
+
+    def known_at(self, factor: float) -> Method | None:
+        """Return the method at an extension factor if it is known without a fit."""
+        return self.fixed or (self.within if factor <= 1 else None)
 
     @property
     def fit_is_shared(self) -> bool:
@@ -134,7 +140,7 @@ def recipe(
         why = "has positions, and a {} is for models without (evaluation.temperature.models)"
         return why, MAKERS[fitted[0]].title
 
-    def make(fitting: Fitting) -> Method:
+    def make(fitting: Fitting, parts: Sequence[Part] = parts) -> Method:
         at: LayoutAt = lambda factor: layout  # noqa: E731
         for part in parts:
             at = cache(part.make(at, fitting, config))  # a choice is made once for all tasks
@@ -157,9 +163,13 @@ def recipe(
 
     # Parts without a fit do not depend on the text.
     fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
+    choosing = [p for p in parts if any(p.fits(config, factor) for factor in config.factors)]
+    others = [part for part in parts if part not in choosing]
+    chooses = any(part.fits(config, 1.0) for part in choosing)
+    within = None if chooses else make(cast("Fitting", None), others)
     before = keys[: keys.index(fitted[0])] if fitted else []
     also_at = tuple(config.temperature.lengths or ()) if {*before} & {*ON_TEXT} else ()
-    return Recipe(name, title, used, fits, make, fixed, also_at)
+    return Recipe(name, title, used, fits, make, fixed, within, also_at)
 
 
 def _idle_by_layer(
@@ -317,6 +327,7 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
         "lengths": list(windows),
         "tokens": sum(of_length.size for of_length in windows.values()),
         "text": fitting.text.fingerprint,
+        "training_length": C,
     } | ({} if some is None else {"layers": some})
     return tempered_with(coefficient)
 

@@ -131,6 +131,11 @@ class Outcomes:
             reference += labelled(b, label)
         return sign_test(scores, reference) if scores else None
 
+    def is_unchanged(self, row: Row, tasks: Iterable[str], length: int) -> bool:
+        """Return whether the row's method leaves its model as it is at this length."""
+        cells = [self.cell(row, task, length) for task in tasks]
+        return any(cells) and all(cell is None or cell.unchanged for cell in cells)
+
     def results(self) -> list[Result]:
         """Return retrieval and loss of every row at each length that has either."""
         lengths = {cell.length: cell.factor for cell in self.report.cells}

@@ -65,6 +65,18 @@ class Plan:
         C = self.subject.layout.training_length
         return {round(s * C): n for s, n in self.recipe.fits(self.factor).items()}
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the method leaves the model as it is for sequences of this length.
+
+        What it does to longer ones does not count, such as a temperature beyond C.
+        """
+        method = self.recipe.known_at(self.factor)
+        if method is None or (method.reads is not None and method.reads < self.length):
+            return False
+        changed, own = method.layout_at(self.factor), self.subject.layout
+        return changed.acting_at(self.length) == own.acting_at(self.length)
+
     def of_one(self, length: int) -> float:
         """Return the approximate operations to read one sequence."""
         return forward_flops(self.subject.config, self.subject.layout, length)

@@ -60,6 +60,7 @@ class Cell(Json):
     each trial, or empty. ``losses[i]``: mean held-out loss over positions ``edges[i]`` (included)
     to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, which are the same
     at every length. ``by_window``: this loss for each window, or empty. ``seconds``: duration.
+    ``unchanged``: whether the method leaves the model as it is at this length.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Cell(Json):
     last_loss: float | None = None
     by_window: tuple[float | None, ...] = ()
     seconds: float = 0.0
+    unchanged: bool = False
 
     def __post_init__(self) -> None:
         where = f"{self.task!r} of {self.model!r} with {self.method!r} at {self.length}"

@@ -9,6 +9,7 @@ queries, keys or both. The code beside either is for transformers and never run 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -343,7 +344,7 @@ def code_remark(values: Mapping[str, Any], given: str) -> str | None:
     return (
         f"The code in {given!r} is of an earlier version, which generates wrong text under "
         "transformers 5.24 or newer without an error. Export it again: "
-        f"python -m trainer export checkpoint={given} to=DIRECTORY"
+        f"python -m trainer export {shlex.quote(given)} to=DIRECTORY"
     )
 
 

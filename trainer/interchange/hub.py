@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, did_you_mean, first_line
+from trainer.common.errors import Problem, UserError, first_line, near_path
 
 WAIT = 5.0
 """Seconds for a connection, of which nothing is read."""
@@ -98,8 +98,7 @@ def find_pretrained(given: str) -> Path:
             f"{given!r} is a file; expected the directory it lies in, or a .gguf file.",
         )
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
-        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        hint = FETCHED.get(path.name) or did_you_mean(path.name, nearby)
+        hint = FETCHED.get(path.name) or near_path(path)
         raise UserError(MissingWeights(KEY, f"there is no directory {given!r}.", hint))
     return _from_hub(given)
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Integer
 from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rebased, rescaled
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, Temperature
 
 Factors = tuple[tuple[float, ...], ...]
 
@@ -153,6 +153,40 @@ class Layout:
         if not self.follows_length:
             return self
         return self.map(lambda spectrum: spectrum.at(length, self.training_length))
+
+    def with_training_length(self, length: int) -> Layout:
+        """Return the layout with another C, for a model that computes the same as before.
+
+        Temperatures and frequencies that grew from the previous C keep it as their reference.
+        """
+        C = self.training_length
+
+        def kept(spectrum: Spectrum) -> Spectrum:
+            temperature, long = spectrum.temperature, spectrum.long
+            if not temperature.is_constant and temperature.reference is None:
+                temperature = replace(temperature, reference=C)
+            if long is not None and long.stretch is not None and long.reference is None:
+                long = replace(long, reference=C)
+            return replace(spectrum, temperature=temperature, long=long)
+
+        return self if length == C else replace(self.map(kept), training_length=length)
+
+    def acting_at(self, length: int) -> Layout:
+        """Return the layout as :meth:`at`, without windows and temperatures that no sequence of
+        ``length`` tokens is long enough for."""
+        C = self.training_length
+
+        def acting(spectrum: Spectrum) -> Spectrum:
+            temperature = spectrum.temperature
+            begins = 0 if temperature.steps else temperature.reference or C
+            if temperature.is_constant or length > begins:
+                return spectrum
+            return replace(spectrum, temperature=Temperature(scale=temperature.scale))
+
+        layout = self.at(length).map(acting)
+        windows = [None if (w := one.window) and w >= length else w for one in self.layers]
+        pairs = zip(layout.layers, windows, strict=True)
+        return replace(layout, layers=tuple(replace(one, window=w) for one, w in pairs))
 
     def map(
         self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None

@@ -21,13 +21,16 @@ from trainer.evaluation.results import PERPLEXITY, Report
 from trainer.evaluation.statistics import Comparison, Estimate, average, estimate
 
 MISSING = "·"
+UNCHANGED = "="
+"""Mark of a cell whose method leaves the model as it is."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 
-    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant.
+    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant, or
+    :data:`UNCHANGED`.
     ``best``: whether it is the best of its column. ``loss``: the loss beside it.
     """
 
@@ -103,7 +106,7 @@ def _scores(
 
     def column(length: int) -> dict[Row, Entry]:
         estimates = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
-        entries = _column(estimates, lambda row: outcomes.comparison(row, tasks, length))
+        entries = _column(estimates, *_marking(outcomes, tasks, length))
         if not with_losses:
             return entries
         losses = _losses(outcomes, length)
@@ -184,7 +187,7 @@ def _label(
         scores = [own for cell in cells if cell and (own := labelled(cell, label))]
         estimates[row] = average([estimate(own) for own in scores]) if scores else None
         most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
-    column = _column(estimates, lambda row: outcomes.comparison(row, tasks, length, label))
+    column = _column(estimates, *_marking(outcomes, tasks, length, label))
     return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
 
@@ -196,7 +199,11 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
         least = min(losses.values())
         columns.append(
             {
-                row: Entry(number(perplexity(loss)), best=loss == least)
+                row: Entry(
+                    number(perplexity(loss)),
+                    mark=UNCHANGED if outcomes.is_unchanged(row, [PERPLEXITY], length) else "",
+                    best=loss == least,
+                )
                 for row, loss in losses.items()
             }
         )
@@ -212,8 +219,20 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
     return [_table(outcomes, PERPLEXITY, title, note, legend, heads(lengths), columns, detail)]
 
 
+def _marking(
+    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str] | None = None
+) -> tuple[Callable[[Row], Comparison | None], Callable[[Row], bool]]:
+    """Return how a row of a column compares, and whether its method changes nothing there."""
+    return (
+        lambda row: outcomes.comparison(row, tasks, length, label),
+        lambda row: outcomes.is_unchanged(row, tasks, length),
+    )
+
+
 def _column(
-    estimates: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
+    estimates: dict[Row, Estimate | None],
+    comparison: Callable[[Row], Comparison | None],
+    is_unchanged: Callable[[Row], bool],
 ) -> dict[Row, Entry]:
     best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
     column = {}
@@ -221,6 +240,7 @@ def _column(
         if own is not None:
             compared = comparison(row)
             mark = "" if compared is None else compared.mark
+            mark = UNCHANGED if is_unchanged(row) else mark
             interval = f"{percent(own.low)}–{percent(own.high)}"
             column[row] = Entry(percent(own.mean), interval, mark, own.mean == best > 0)
     return column
@@ -244,6 +264,8 @@ def _table(
     )
     if any(None in cells for *_, cells in rows):
         legend += f" {MISSING} not measured."
+    if any(entry is not None and entry.mark == UNCHANGED for *_, cells in rows for entry in cells):
+        legend += f" {UNCHANGED} the method changes nothing at this length."
     return Table(key, title, note, legend, tuple(columns), rows, detail)
 
 
@@ -377,7 +399,7 @@ def terminal_cell(entry: Entry | None) -> Text:
     if entry is None:
         return Text(MISSING, style="dim")
     text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
-    if entry.interval:
+    if entry.interval or entry.mark:
         text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
     if entry.loss:
         text.append(f"{entry.loss:>6}", style="cyan")
@@ -474,6 +496,6 @@ def _latex_cell(entry: Entry | None) -> str:
         return escaped(MISSING)
     value = f"\\textbf{{{escaped(entry.value)}}}" if entry.best else escaped(entry.value)
     interval = f" {{\\scriptsize ({escaped(entry.interval)})}}" if entry.interval else ""
-    mark = {"↑": "^{\\uparrow}", "↓": "^{\\downarrow}"}.get(entry.mark)
+    mark = {"↑": "^{\\uparrow}", "↓": "^{\\downarrow}", UNCHANGED: "^{=}"}.get(entry.mark)
     loss = f" / {escaped(entry.loss)}" if entry.loss else ""
     return f"{value}{interval}{f'${mark}$' if mark else ''}{loss}"

@@ -15,7 +15,6 @@ import re
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 import trainer
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, near_path
 from trainer.common.validation import adapter
 from trainer.formats import FIRST, check_format, read_plain
 from trainer.model.config import ModelConfig
@@ -186,12 +185,10 @@ def find_checkpoint(given: str) -> Path:
         raise UserError.at("checkpoint", f"there is no checkpoint in {given!r}{hint}.")
     if path.is_file():
         raise UserError.at("checkpoint", f"{given!r} is a file; a checkpoint is a directory.")
-    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-    nearby = get_close_matches(path.name, beside, n=1)
     raise UserError.at(
         "checkpoint",
         f"{given!r} is neither a run directory nor a checkpoint.",
-        did_you_mean(path.name, nearby),
+        near_path(path),
     )
 
 

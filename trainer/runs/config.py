@@ -89,6 +89,12 @@ class RunConfig:
 
     @property
     def training_length(self) -> int:
+        """C: tokens of the sequences that the model is trained on last."""
+        lengths = [phase.sequence_length for phase in self.phases.values()]
+        return (lengths[-1] if lengths else None) or self.data.sequence_length
+
+    @property
+    def longest_sequence(self) -> int:
         """Largest number of tokens per sequence that the model is trained on, over all phases."""
         lengths = (phase.sequence_length or 0 for phase in self.phases.values())
         return max(self.data.sequence_length, *lengths, 0)

@@ -28,6 +28,8 @@ LARGEST_COEFFICIENT = 100
 class FittedTemperature:
     """Logits are multiplied by 1 + ``coefficient`` ln s, with s = max(n, C) / C (DroPE, App. C.2).
 
+    ``training_length``: C (None, in files of earlier versions: the one in the checkpoint).
+
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
     ``tokens`` its size. ``layers``: the layers whose logits these are (None: all layers).
@@ -44,6 +46,7 @@ class FittedTemperature:
     heads: tuple[tuple[Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)], ...], ...] | None = (
         None
     )
+    training_length: int | None = None
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
@@ -59,10 +62,13 @@ def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
     return None
 
 
-def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:
+def with_fitted_temperature(
+    layout: Layout, checkpoint: Path, stored_length: int | None = None
+) -> tuple[Layout, str]:
     """Return the layout with the checkpoint's fitted temperature, and its description.
 
-    Without a stored temperature the layout is returned unchanged.
+    Without a stored temperature the layout is returned unchanged. ``stored_length``: the training
+    length in the checkpoint, if the layout has another.
 
     Raises:
         UserError: the file is damaged.
@@ -76,25 +82,28 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
     layers = None if fitted.layers is None else [*fitted.layers]
     if unknown := layer_problems("layers", layers, len(layout.layers)):
         raise UserError.at("checkpoint", f"{str(path)!r}: {unknown[0]}")
+    C = fitted.training_length or stored_length or layout.training_length
     if fitted.heads is not None:
-        return _by_head(layout, fitted, path)
+        return _by_head(layout, fitted, path, C)
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient,
             exponent=1.0,
             per=fitted.per,
-            reference=None,
+            reference=None if layout.training_length == C else C,
             steps=False,
         ),
         layers,
     )
-    words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
+    words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {C}) beyond"
     if layers is not None:
         words += f" in layers {', '.join(map(str, layers))}"
     return changed, words
 
 
-def _by_head(layout: Layout, fitted: FittedTemperature, path: Path) -> tuple[Layout, str]:
+def _by_head(
+    layout: Layout, fitted: FittedTemperature, path: Path, reference: int
+) -> tuple[Layout, str]:
     assert fitted.heads is not None
     layers = range(len(layout.layers)) if fitted.layers is None else fitted.layers
     sizes = {len(layout.layers[index].spectra) for index in layers}
@@ -102,8 +111,9 @@ def _by_head(layout: Layout, fitted: FittedTemperature, path: Path) -> tuple[Lay
     lengths = {*map(len, fitted.heads)}
     if len(fitted.heads) != len(layers) or rests != {0} or len(lengths) != 1 or 0 in lengths:
         raise UserError.at("checkpoint", f"{str(path)!r}: heads are not those of the model.")
-    changed = layout.tempered_by_head(fitted.heads, layers)
-    words = f", logits of each head times 1 + c ln(n / {layout.training_length}) beyond"
+    changed = layout.with_training_length(reference).tempered_by_head(fitted.heads, layers)
+    changed = changed.with_training_length(layout.training_length)
+    words = f", logits of each head times 1 + c ln(n / {reference}) beyond"
     words += f", c {fitted.coefficient:.3g} on average"
     if len(layers) < len(layout.layers):
         words += f" in layers {', '.join(map(str, layers))}"

@@ -190,7 +190,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
         )
     if config.evaluation.enabled and not found:
         # Training's memory is free by then.
-        longest = round(config.training_length * max(config.evaluation.lengths))
+        longest = max(config.evaluation.in_tokens(config.training_length))
         of_cpu = ranks if device == "cpu" else 1
         found += evaluation_problems(
             {"the model": shape}, longest, config.evaluation, device, of_cpu
@@ -206,7 +206,8 @@ def _held_text_problems(config: RunConfig) -> list[Problem]:
     if config.drop_step is not None:
         held["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
     if evaluation.enabled and PERPLEXITY in evaluation.tasks:
-        held["evaluation.windows"] = round(evaluation.windows * length * sum(evaluation.lengths))
+        tokens = sum(evaluation.in_tokens(config.training_length))
+        held["evaluation.windows"] = evaluation.windows * tokens
     if monitor.lengths_every is not None:
         held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
     free = free_memory("cpu")

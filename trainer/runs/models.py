@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, did_you_mean, renaming
+from trainer.common.errors import UserError, near_path, renaming
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
@@ -25,9 +25,12 @@ from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, role
 from trainer.runs.directory import saved_config
+from trainer.runs.phases import training_length_at
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
+TRAINED_AT = ", trained at "
+"""Before a training length in a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Candidate:
     onto a device, by default the CPU. ``role``: its role in comparisons, such as ``drope``.
     ``state``: the description in its checkpoint. ``computed_by``: the program that computes it, if
     not this one. ``named_bos``: id of the first token of a text, if a published configuration gives
-    one.
+    one. ``stored_length``: the training length in its files, if ``layout`` has another.
     """
 
     given: str
@@ -55,6 +58,34 @@ class Candidate:
     state: dict[str, Any] = field(default_factory=dict)
     computed_by: str | None = None
     named_bos: int | None = None
+    stored_length: int | None = None
+
+    def with_training_length(self, length: int | None) -> Candidate:
+        """Return the same model with another C; None: as it is.
+
+        Its fingerprint changes as well, unless ``length`` is the one in its files: methods and
+        lengths count from C.
+        """
+        if length in (None, self.layout.training_length):
+            return self
+        assert length is not None
+        stored = self.stored_length or self.layout.training_length
+        layout, weights = self.layout.with_training_length(length), self.load
+
+        def load(*device: str) -> LanguageModel:
+            model = weights(*device)
+            model.layout = layout
+            return model
+
+        of_weights = self.fingerprint.partition(TRAINED_AT)[0]
+        trained = "" if length == stored else f"{TRAINED_AT}{length}"
+        return replace(
+            self,
+            layout=layout,
+            load=load,
+            fingerprint=of_weights + trained,
+            stored_length=stored,
+        )
 
     @property
     def home(self) -> Path:
@@ -133,8 +164,7 @@ def _find(given: str) -> Candidate:
         )
     path = Path(given)
     if path.suffix == ".gguf" and not path.is_file():
-        beside = [file.name for file in path.parent.glob("*.gguf")]
-        near = did_you_mean(path.name, beside)
+        near = near_path(path, "*.gguf")
         raise UserError.at("checkpoint", f"there is no file {given!r}.", near)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         published = read_pretrained(given)
@@ -154,7 +184,7 @@ def _find(given: str) -> Candidate:
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
     config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
-    return Candidate(
+    candidate = Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),
         path,
@@ -167,6 +197,8 @@ def _find(given: str) -> Candidate:
         role(config, is_dropped(config, state["step"])),
         state,
     )
+    length = training_length_at(config, state["step"]) if state["step"] else None
+    return candidate.with_training_length(length)
 
 
 def _files_fingerprint(path: Path) -> str:

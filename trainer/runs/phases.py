@@ -226,6 +226,11 @@ def samples_between(phases: Sequence[Phase], first: int, end: int) -> int:
     )
 
 
+def training_length_at(config: RunConfig, step: int) -> int:
+    """Return the tokens of a sequence that the last of ``step`` updates read, at least one."""
+    return phase_before(phases_of(config), step).config.data.sequence_length
+
+
 def kept_steps(config: RunConfig) -> frozenset[int]:
     """Return the steps with permanent checkpoints: ends of phases, and branches of controls."""
     ends = {phase.end for phase in phases_of(config)} if config.phases else set()

@@ -272,7 +272,7 @@ class BenchmarksConfig:
                 Problem(
                     "monitor.benchmarks",
                     "expected tasks, multiple_choice or harness to name one or more, for "
-                    "instance monitor.benchmarks.multiple_choice=[piqa].",
+                    "instance 'monitor.benchmarks.multiple_choice=[piqa]'.",
                 )
             )
         if given and not self.enabled:

@@ -47,6 +47,8 @@ NOT_ASKED = {
     "versions": "they change no more than rounding",
 }
 """Keys of a record in which two of the same benchmarks may differ, with the reason."""
+NOT_GIVEN = {"training_length": "records of earlier versions lack it"}
+"""Settings that a record omits if they are null, with the reason."""
 
 
 @dataclass
@@ -91,7 +93,8 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
-    candidates = distinct([first, *others])
+    length = config.training_length
+    candidates = distinct([one.with_training_length(length) for one in [first, *others]])
     output = Path(request.output or first.home / "evaluation")
     check_writable(str(output), "output")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,7 +120,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         del model  # before reading the next one
     record = {
         "kind": name,
-        "config": asdict(config),
+        "config": all_fields(asdict(config), {} if length else NOT_GIVEN),
         "text": None if request.text is None else asdict(request.text),
         "weights": {one.name: fingerprint(one.fingerprint) for one in candidates},
         "versions": versions(),

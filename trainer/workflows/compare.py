@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, did_you_mean, renaming
+from trainer.common.errors import UserError, near_path, renaming
 from trainer.evaluation.results import Report, is_known
 from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
@@ -27,6 +27,8 @@ NOT_OF_TRIALS = {
     "methods": "every method is asked the same trials",
     "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
     "its windows to the longest, and how many tokens count to the shortest",
+    "tokens": "lengths by another unit",
+    "training_length": "the unit of lengths; what trials owe to it is in the key",
     "dtype": "the precision it stands for is a key of its own",
     "prefill_chunk": "how much is read at once changes rounding alone",
 }
@@ -86,8 +88,7 @@ def _runs_of(place: Path) -> list[Swept]:
     if (place / RECORD).is_file():
         return read_sweep(place)
     if not (place / "config.yaml").is_file():
-        beside = [path.name for path in place.parent.glob("*") if path.is_dir()]
-        near = did_you_mean(place.name, beside) if not place.exists() else ""
+        near = near_path(place, "*/") if not place.exists() else ""
         raise UserError.at(
             "runs",
             f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).",
@@ -174,7 +175,8 @@ def _report(place: Path) -> Report | None:
 def _measured_on(report: Report) -> str:
     """Return what results depend on beside the model: text, precision and settings."""
     settings = report.config.get("evaluation", {})
-    tokens = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
+    lengths = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
+    tokens = settings.get("tokens") or lengths
     key = {
         "corpus": report.environment.get("corpus"),
         # Reports of earlier versions lack it; they computed in their dtype.

@@ -64,6 +64,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     check_writable(str(output), "output")
     if not share.index:
         say_run_directory(output)
+    length = request.evaluation.training_length
+    first, *others = (one.with_training_length(length) for one in [first, *others])
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)

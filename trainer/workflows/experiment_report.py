@@ -48,7 +48,12 @@ def make_report(
             complete.
     """
     arms = {
-        name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
+        name: replace(
+            find_candidate(str(runs[name].checkpoint)).with_training_length(
+                config.evaluation.training_length
+            ),
+            name=label(arm),
+        )
         for name, arm in configs.items()
     }
     trained = {name: _arm(arm, arms[name], runs[name]) for name, arm in configs.items()}

@@ -17,9 +17,11 @@ from trainer.interchange.export.directory import Exported, check_destination, ex
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding
+from trainer.positional.spectrum import Temperature
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
+from trainer.runs.phases import training_length_at
 from trainer.workflows.model_card import model_card, renewed_card
 from trainer.workflows.requests import ExportRequest
 
@@ -43,13 +45,15 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
-    saved_config(
-        state["config"], "checkpoint", f"the configuration in {str(path)!r}"
-    )  # for the card
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
+    stored = model.layout.training_length
+    if state["step"]:
+        length = training_length_at(config, state["step"])
+        model.layout = model.layout.with_training_length(length)
     if (factor := request.temperature_at) is not None:
-        model = _tempered(model, path, factor)
+        model = _tempered(model, path, factor, stored)
     return export_model(
         model,
         tokenizer,
@@ -63,7 +67,13 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     )
 
 
-def _tempered(model: Decoder, path: Path, factor: float) -> Decoder:
+def _factor(temperature: Temperature, length: float, training_length: int) -> float:
+    """Return the factor of logits in sequences of ``length`` tokens."""
+    times = length / (temperature.reference or training_length)
+    return 1 + temperature.coefficient * math.log(max(1.0, times))
+
+
+def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> Decoder:
     """Return the decoder with the temperature that was fitted for the checkpoint, as it is at
     ``factor`` times the training length, at all lengths.
 
@@ -73,7 +83,7 @@ def _tempered(model: Decoder, path: Path, factor: float) -> Decoder:
     Raises:
         UserError: none was fitted.
     """
-    layout, fitted = with_fitted_temperature(model.layout, path)
+    layout, fitted = with_fitted_temperature(model.layout, path, stored_length)
     if not fitted:
         raise UserError.at(
             "temperature_at",
@@ -81,10 +91,11 @@ def _tempered(model: Decoder, path: Path, factor: float) -> Decoder:
             "evaluation.methods=[temperature] or [temperature_per_head] first.",
         )
     heads, before = model.config.num_attention_heads, model.layout
+    length = factor * before.training_length
     scales = []
     for old, new in zip(before.layers, layout.layers, strict=True):
         factors = [
-            1.0 if new is old else 1 + s.temperature.coefficient * math.log(factor)
+            1.0 if new is old else _factor(s.temperature, length, before.training_length)
             for s in new.spectra
         ]
         scales.append([f for f in factors for _ in range(heads // len(factors))])

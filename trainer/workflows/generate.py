@@ -62,7 +62,7 @@ def continue_prompts(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_memory(found, request, device)
     model = subject_of(found, request.dtype, device).load()
-    model.layout, said = with_fitted_temperature(model.layout, found.path)
+    model.layout, said = with_fitted_temperature(model.layout, found.path, found.stored_length)
     say(f"{found.name}, {found.path.name}{said}")
     with multiplying(device):
         return write(model, found.tokenizer, found.bos_token, request, show)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import EvaluationConfig
@@ -19,7 +19,7 @@ from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
 from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
-from trainer.evaluation.store import Share, Store
+from trainer.evaluation.store import Share, Store, all_fields
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home
@@ -30,6 +30,12 @@ from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable, multiplied_in, multiplying, subject_of
 
 log = logging.getLogger(__name__)
+
+STATED = {
+    "tokens": "the lengths are given as multiples",
+    "training_length": "a field of the report itself",
+}
+"""Settings of an evaluation that its report states otherwise, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ def measure_models(
 
     Args:
         name: name of the report.
-        candidates: in the order of tables, see :func:`checked`.
+        candidates: in the order of tables, see :func:`checked`; with the training length that
+            ``config`` gives, if any.
         config: methods, tasks and lengths.
         text: text in the first candidate's tokens.
         cells: directory of finished cells.
@@ -81,14 +88,28 @@ def measure_models(
         UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
             the memory, or no method applies to any model.
     """
+    with renaming(**{"evaluation.lengths": config.lengths_key}):
+        return _measure(name, candidates, config, text, cells, accelerator, share, tf32)
+
+
+def _measure(
+    name: str,
+    candidates: Sequence[Candidate],
+    config: EvaluationConfig,
+    text: Text,
+    cells: Path,
+    accelerator: str,
+    share: Share,
+    tf32: bool,
+) -> Report:
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = precision_of(config.dtype, device)
-    config = replace(config, dtype=dtype)
     chunk = prefill_chunk(config.prefill_chunk, device)
     subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
     C = subjects[0].layout.training_length
+    lengths = config.in_tokens(C)
+    config = replace(config.at(C), dtype=dtype)
     recipes, notes = applicable(subjects, config)
-    lengths = [round(C * factor) for factor in config.lengths]
     shapes = {subject.name: subject.config for subject in subjects}
     if problems := evaluation_problems(shapes, max(lengths), config, device, share.processes):
         raise UserError(*problems)
@@ -110,6 +131,7 @@ def measure_models(
             _keep(candidate, measured.per_head[candidate.name])
     order = config.names
     keys = [task.key for task in tasks]
+    asked = all_fields(asdict(config), STATED)
     report = Report(
         name=name,
         training_length=C,
@@ -117,7 +139,7 @@ def measure_models(
         methods={r.key: r.title for key in order for r in used if r.key == key},
         tasks={task.key: task.title for task in tasks},
         notes=(*notes, *not_run, *measured.notes),
-        config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
+        config={"evaluation": without_home(json.loads(json.dumps(asked)))},
         environment={
             **environment(text.corpus),
             "precision": multiplied_in(dtype, device, tf32),
@@ -172,7 +194,8 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
             raise UserError.at(
                 "compare",
                 f"{candidate.given!r} has a training length of {candidate.layout.training_length} "
-                f"tokens, the first one of {first.layout.training_length}.",
+                f"tokens, the first one of {first.layout.training_length}; "
+                "evaluation.training_length=N counts the lengths of all models from one.",
             )
     return distinct(candidates)
 

@@ -59,8 +59,9 @@ def model_card(
         *_figures(config, state["step"], report),
         "## Loading",
         f"```python\n{_usage(plan)}```",
-        f"{_reason(plan)} {compared}{_temperature(path, model.layout, temperature_at)} Every "
-        "sequence of the training began with the end-of-text token; the tokenizer puts it before a "
+        f"{_reason(plan)} {compared}"
+        f"{_temperature(path, state, model.layout, temperature_at)} "
+        "Every sequence of the training began with the end-of-text token; the tokenizer puts it before a "
         "prompt."
         f"{_padding(plan, model.layout)}",
         "## Engines",
@@ -190,10 +191,11 @@ def renewed_card(text: str, name: str, plan: Plan) -> str:
     return "\n\n## ".join(part.strip("\n") for part in kept) + "\n"
 
 
-def _temperature(path: Path, layout: Layout, factor: float | None) -> str:
+def _temperature(path: Path, state: dict[str, Any], layout: Layout, factor: float | None) -> str:
     """Return a sentence about a fitted temperature, which an export lacks, or has for the length of
     ``factor`` training lengths."""
-    _, words = with_fitted_temperature(layout, path)
+    stored = Layout.from_dict(state["layout"]).training_length
+    _, words = with_fitted_temperature(layout, path, stored)
     if not words:
         return ""
     said = f"The temperature that was fitted for the run ({words.removeprefix(', ')})"

@@ -142,12 +142,13 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
         longbench=replace(wanted.longbench, limit=1),
         many_shot=replace(wanted.many_shot, trials=1),
     )
+    C = wanted.training_length or config.training_length
     subjects = [
-        Subject(name, "", arm.model, layouts(arm)[-1], _not_trained_yet)
+        Subject(name, "", arm.model, layouts(arm)[-1].with_training_length(C), _not_trained_yet)
         for name, arm in configs.items()
     ]
-    C = subjects[0].layout.training_length
-    lengths = [round(C * factor) for factor in wanted.lengths]
+    wanted = wanted.at(C)
+    lengths = wanted.in_tokens(C)
     recipes, _ = applicable(subjects, few)
     bos = corpus.end_of_text
     measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
@@ -208,7 +209,7 @@ def readings(config: RunConfig) -> list[DataConfig]:
     }
     own = config.data
     if own.packing == "stream":
-        own = replace(own, sequence_length=config.training_length)
+        own = replace(own, sequence_length=config.longest_sequence)
     others = sorted(packed - {(own.packing, own.sequence_length)})
     return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 

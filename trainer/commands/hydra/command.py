@@ -48,6 +48,8 @@ class Command(Generic[T]):
     """Whether words without ``=`` are values of the verbatim key."""
     completed: Callable[[Composed], Sequence[str]] | None = None
     """Returns the words with those that the command chooses itself, for ``--cfg job``."""
+    subject: str = ""
+    """The key that one word without ``=`` is the value of."""
     described: tuple[str, ...] = ()
     """Groups that its help describes key by key."""
     output: Callable[[T], str | None] = lambda _: None

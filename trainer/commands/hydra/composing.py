@@ -4,15 +4,19 @@ together."""
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -32,7 +36,10 @@ from trainer.commands.hydra.files import (
     is_global,
     read_file,
 )
-from trainer.common.errors import Problem, UserError, did_you_mean, nearest
+from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
+from trainer.plugins import load_plugins
+from trainer.positional.config import PositionalConfig
+from trainer.positional.encodings import ENCODINGS, parameters
 from trainer.runs.parsing import NAMED_BY_USERS
 
 Values = dict[str, Any]
@@ -70,7 +77,9 @@ class Composed:
     def from_hydra(config: DictConfig) -> Composed:
         """Return the configuration that Hydra hands to a job."""
         job = HydraConfig.get()
-        return Composed(_plain(config), dict(job.runtime.choices), (), tuple(job.overrides.task))
+        choices = dict(job.runtime.choices)
+        values = _plain(config, choices=choices)
+        return Composed(values, choices, (), tuple(job.overrides.task))
 
 
 def compose_words(
@@ -112,6 +121,28 @@ def compose_words(
     return Composed(values, choices, tuple(problems), tuple(words), files)
 
 
+def plugin_encodings(
+    words: Sequence[str], files: ConfigFiles, problems: list[Problem]
+) -> tuple[str, ...]:
+    """Return the encodings that the plugins among the words register, as options of ``positional``.
+
+    Runs the plugins if the words choose an option of ``positional``; ``problems`` gets what is
+    wrong with them.
+    """
+    overrides, _ = parse_words([word.lstrip("+") for word in words])
+    paths = [o.value() for o in overrides if o.key_or_group == "plugins"]
+    if not any(o.key_or_group == "positional" for o in overrides):
+        return ()
+    with collecting(problems):
+        for listed in paths:
+            load_plugins([str(path) for path in listed] if isinstance(listed, list) else ())
+    own = tuple(sorted({*ENCODINGS} - {*files.options("positional")}))
+    for name in own:
+        values = PositionalConfig(layers=[name], encodings={name: parameters(name)})
+        ConfigStore.instance().store(f"{name}.yaml", asdict(values), group="positional")
+    return own
+
+
 def _sorted(
     overrides: Sequence[Override],
     defaults: dict[str, str],
@@ -131,7 +162,7 @@ def _sorted(
         group, word = override.key_or_group, str(override.input_line)
         if override.is_sweep_override():
             key = override.get_key_element()
-            instead = "choose one" if group in groups else f"write {key}=[...] for a list"
+            instead = "choose one" if group in groups else f"write '{key}=[...]' for a list"
             problems.append(
                 Problem(word, f"several values; {instead}, or --multirun for a job with each.")
             )
@@ -177,11 +208,12 @@ def _group_problems(
             "no group is null" if override.value() is None else f"there is no {group} {option!r}"
         )
         return [Problem(group, f"{there}.", near)]
+    is_of_plugin = files.find((group, option)) is None
     try:
-        path = files.defaults_chain((group, option))[-1]
+        path = Path() if is_of_plugin else files.defaults_chain((group, option))[-1]
     except UserError as error:
         return list(error.problems)
-    if group in defaults or (is_global(path) and override.is_add()):
+    if is_of_plugin or group in defaults or (is_global(path) and override.is_add()):
         return []
     if is_global(path):
         return [Problem(group, f"write +{group}={option} (with a plus, it adds to the defaults).")]
@@ -230,7 +262,7 @@ def _apply(keys: list[Override], config: DictConfig, problems: Sequence[Problem]
         cause = error.__cause__ or error
         key = str(getattr(cause, "full_key", None) or "")
         if isinstance(cause, ConfigTypeError):
-            message = f"expected keys with values, as in {key}={{a: 1}}, got a list."
+            message = f"expected keys with values, as in '{key}={{a: 1}}', got a list."
         elif isinstance(cause, ConfigAttributeError | ConfigKeyError):
             message = "not set yet; a plus before its word adds it."
         else:
@@ -244,7 +276,22 @@ def _plain(
     files: ConfigFiles | None = None,
     choices: dict[str, str] | None = None,
 ) -> Values:
-    """Return the values with every interpolation resolved."""
+    """Return the values with every interpolation resolved.
+
+    ``${GROUP.name}`` is the chosen option of a group that has no key ``name``.
+    """
+    config = config.copy()
+    unresolved: Any = OmegaConf.to_container(config)
+    named = [
+        group
+        for group in choices or {}
+        if isinstance(inside := unresolved.get(group), dict) and "name" not in inside
+    ]
+    with open_dict(config):
+        for group in named:
+            config[group].name = (choices or {})[group]
+    if found := [*_whole_groups(unresolved)]:
+        raise UserError(*problems, *found)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -257,10 +304,31 @@ def _plain(
         last = key.rsplit(".", maxsplit=1)[-1].split("[", maxsplit=1)[0]
         where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
         if any("${hydra:" in value for value in _values_of(OmegaConf.to_container(config), last)):
-            message = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
+            message = "${hydra:...} has no value here; name a key, such as ${positional.name}"
         raise UserError(*problems, Problem(key, f"{message}{where}.")) from error
     assert isinstance(values, dict)
+    for group in named:
+        del values[group]["name"]
     return {str(key): value for key, value in values.items()}
+
+
+def _whole_groups(values: Values) -> Iterator[Problem]:
+    """Yield a problem for each name or place of a run that holds a whole group as text.
+
+    ``values``: with interpolations unresolved.
+    """
+    for key in ("name", "label", "run_dir", "to", "output"):
+        for place in re.findall(r"\$\{([\w.]+)\}", str(values.get(key))):
+            inside: Any = values
+            for part in place.split("."):
+                inside = inside.get(part) if isinstance(inside, dict) else None
+            if not isinstance(inside, dict | list):
+                continue
+            what, more = (
+                ("a group of keys", ".name") if isinstance(inside, dict) else ("a list", "[0]")
+            )
+            word = f"{key}={values[key].replace(f'${{{place}}}', f'${{{place}{more}}}')}"
+            yield Problem(key, f"${{{place}}} is {what}; write {shlex.quote(word)}.")
 
 
 def _unresolved(tree: Any, key: str) -> bool:
@@ -294,7 +362,8 @@ def parse_words(
                 meant = _quoted(word)
                 found.append(parser.parse_override(meant))
                 problems[-1] = Problem(
-                    repr(word), f"a value with such characters stands in quotes: '{meant}'."
+                    repr(word),
+                    f"a value with such characters stands in quotes: {shlex.quote(meant)}.",
                 )
         else:
             if override.key_or_group:
@@ -401,7 +470,8 @@ def key_problem(override: Override, base: Any) -> Problem | None:
         if not isinstance(place, dict):
             group, rest = ".".join(path[:depth]), ".".join(path[depth:])
             said = str(override.input_line).partition("=")[2]
-            whole = f"null; write '{group}={{{rest}: {said}}}'"
+            word = shlex.quote(f"{group}={{{rest}: {said}}}")
+            whole = f"null; write {word}"
             return Problem(
                 f"{group}.{rest}",
                 f"{group} is {whole if place is None else 'a value, not a group'}.",
@@ -414,11 +484,15 @@ def key_problem(override: Override, base: Any) -> Problem | None:
             if free and (override.is_add() or override.is_force_add()):
                 return None
             if free and nearest(key, map(str, place)) is None:
-                return Problem(".".join(path), f"not set yet; write +{override.input_line}")
+                return Problem(
+                    ".".join(path), f"not set yet; write {shlex.quote(f'+{override.input_line}')}"
+                )
             prefix = f"{where}." if where else ""
             return Problem(f"{prefix}{key}", "unknown key.", near)
         place = place[key]
     both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
     word = str(override.input_line).lstrip("+")
-    twice = Problem(".".join(path), f"it has a value already; write {word} without the plus.")
+    twice = Problem(
+        ".".join(path), f"it has a value already; write {shlex.quote(word)} without the plus."
+    )
     return twice if override.is_add() and not both else None

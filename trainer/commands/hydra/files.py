@@ -32,11 +32,14 @@ def config_directory() -> Path:
 class ConfigFiles:
     """``conf/`` and behind it ``own``, a user's directory.
 
+    ``encodings``: options of ``positional`` without a file, which plugins register.
+
     Raises:
         UserError: ``own`` is no directory, or holds an option that ``conf/`` has.
     """
 
     own: Path | None = None
+    encodings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.own is None:
@@ -74,7 +77,7 @@ class ConfigFiles:
     def options(self, group: str) -> list[str]:
         """Return the names that ``group=`` or ``+group=`` accepts."""
         found = {p.stem for place in self.directories for p in (place / group).glob("*.yaml")}
-        return sorted(found)
+        return sorted({*found, *(self.encodings if group == "positional" else ())})
 
     def find(self, place: Place) -> Path | None:
         """Return the file of an option, or None."""

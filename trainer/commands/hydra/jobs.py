@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from trainer.commands.exit_codes import MISTAKE, exit_codes
@@ -51,7 +53,7 @@ def run_jobs(
             several_write = Problem(
                 "--multirun",
                 f"several jobs would write {output!r}; let its name hold what differs, for "
-                "instance 'name=run_${seed}' or 'to=out_${dtype}'.",
+                f"instance {_own_name(output, overrides, files)}.",
             )
             problems |= {several_write: None}
         outputs |= {output: job} if output else {}
@@ -98,6 +100,15 @@ def show(
     if problems:
         raise UserError(*problems)
     _main(command, [*options, *words], files)
+
+
+def _own_name(output: str, overrides: Sequence[Override], files: ConfigFiles) -> str:
+    """Return a word for ``name`` or ``to`` with what a sweep varies, quoted for a shell."""
+    groups = files.groups()
+    swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
+    parts = [f"${{{key}.name}}" if key in groups else f"${{{key}}}" for key in swept]
+    key = "name" if Path(output).parent == Path("runs") else "to"
+    return shlex.quote(f"{key}={'_'.join([Path(output).name, *parts])}")
 
 
 def _swept(outputs: dict[str, list[str]]) -> list[Swept]:

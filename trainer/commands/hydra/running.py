@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,9 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     options, overrides = split_options(others, command.flags)
     bare = [word for word in overrides if command.bare and "=" not in word]
     overrides = [word for word in overrides if word not in bare]
-    files, problems = ConfigFiles(options.config_dir), options.problems
+    files, problems = ConfigFiles(options.config_dir), [*options.problems]
+    if command.subject:
+        overrides = with_subject(command.subject, overrides, problems)
     if options.help:
         several = not command.single
         about = command.root, command.help, overrides, files, command.described
@@ -35,12 +39,14 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         return
     # Here, so that help needs none of Hydra.
     from trainer.commands.hydra import jobs as hydra_main
-    from trainer.commands.hydra.composing import compose_words
+    from trainer.commands.hydra.composing import compose_words, plugin_encodings
 
     if command.alone and (processes := _processes()) > 1:
         raise UserError.at(
             "", f"this command uses one process, and {processes} were started; start one."
         )
+    encodings = plugin_encodings(overrides, files, problems)
+    files = replace(files, encodings=encodings)
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
     given = (*(word.removeprefix(key) for word in verbatim), *bare)
@@ -65,8 +71,42 @@ def _processes() -> int:
     return int(os.environ.get(name, "1"))
 
 
+def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> list[str]:
+    """Return the overrides, with ``key=`` before the word that has none.
+
+    ``problems`` gets every other such word.
+    """
+    given = next((word for word in words if word.startswith(f"{key}=")), None)
+    found = []
+    for word in words:
+        if "=" in word or word.startswith("~"):
+            found.append(word)
+        elif given is not None:
+            said = f"expected KEY=VALUE, since {given} is given already."
+            problems.append(Problem(repr(word), said))
+        else:
+            given = f"{key}={_quoted(word)}"
+            found.append(given)
+    return found
+
+
+def _quoted(value: str) -> str:
+    """Return a path as Hydra reads it, in quotes if it has other characters than plain ones."""
+    if re.fullmatch(r"[\w./:@%+,-]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Options that Hydra answers by itself."""
+DRY_RUN = "--dry-run"
+"""An option of other programs; here the command plan does that."""
+
+
+def _plan(words: Sequence[str]) -> str:
+    """Return the command that plans the run of these words."""
+    overrides = [word for word in words if not word.startswith("-")]
+    return shlex.join(["python", "-m", "trainer", "plan", *overrides])
 
 
 @dataclass(frozen=True)
@@ -117,7 +157,9 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     elif given.info:
         hydra.append(given.info)
     problems = [
-        Problem("", f"unknown option {word!r}.", did_you_mean(word, names))
+        Problem(DRY_RUN, f"to see what a run needs without starting it: {_plan(rest)}")
+        if word == DRY_RUN
+        else Problem("", f"unknown option {word!r}.", did_you_mean(word, names))
         for word in rest
         if word.startswith("-")
     ]

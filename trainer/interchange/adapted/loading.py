@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, did_you_mean, first_line
+from trainer.common.errors import UserError, did_you_mean, first_line, near_path
 from trainer.interchange.hf_config import is_own, named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.interchange.tensor_files import weights_problem
@@ -68,11 +68,10 @@ def read_adapted(given: str) -> Adapted:
         )
     path = Path(given.removeprefix(PREFIX)).expanduser()
     if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
-        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise UserError.at(
             "checkpoint",
             f"hf: takes a local directory, and there is none at {str(path)!r}.",
-            did_you_mean(path.name, nearby),
+            near_path(path),
         )
     try:
         values = read_config(path)

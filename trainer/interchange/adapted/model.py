@@ -288,7 +288,7 @@ class AdaptedModel(LanguageModel):
 
     def _passing(self, positions: Tensor, keys: Tensor, lengths: int | list[int]) -> Any:
         """Return the context of a forward pass, which observes or modifies it if necessary."""
-        changed = self.layout != self.own_layout
+        changed = self.layout.layers != self.own_layout.layers
         if not changed and self._observe is None:
             return nullcontext()
         groups = head_groups(self.layout, positions, lengths) if changed else []

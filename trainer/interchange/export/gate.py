@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.common.progress import Progress
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 
 KEPT, DECODED, BEYOND, LONGEST = 32, 4, 256, 4096
+PATIENCE = 5.0
+"""Seconds of an export before its progress is shown."""
+READ = "tokens read: "
+"""How lines of ``reload.py`` about its progress begin."""
 TEXT = (
     "The lighthouse keeper counted seventeen ships before the fog came in. By the time it lifted, "
     "nobody could say which of them had turned back, and which had only waited further out. "
@@ -73,15 +79,37 @@ def largest_difference(
         "kept": KEPT,
         "decoded": DECODED,
     }
-    answer = _ask(directory, request | {"threads": torch.get_num_threads()})
+    tokens = sum(len(case) * (1 + is_cached) for case, is_cached in zip(cases, cached, strict=True))
+    padded = len(prompts) * (request["length"] * (1 + request["before"]) + DECODED - 1)
+    continued = sum(len(prompt) + DECODED for prompt in prompts)
+    with Progress("Comparing", 2 * tokens + padded + continued, after=PATIENCE) as progress:
+        return _largest(model, directory, request | {"text_ids": text_ids}, progress)
+
+
+def _largest(model: Decoder, directory: Path, request: dict[str, Any], progress: Progress) -> float:
+    """Return the largest difference; ``progress`` counts the tokens that both models read."""
+    text_ids, cases, cached = request["text_ids"], request["cases"], request["cached"]
+    prompts, read = request["prompts"], 0
+
+    def count(tokens: int) -> None:
+        nonlocal read
+        read += tokens
+        progress.advance_to(read)
+
+    count(0)
+    answer = _ask(directory, request | {"threads": torch.get_num_threads()}, count)
     if answer["text_ids"] != text_ids:
         raise UserError.at("export", "transformers reads text as other tokens than the run did.")
     if answer["problems"]:
         raise UserError.at("export", f"transformers finds the weights wrong: {answer['problems']}.")
-    ours = [_logits(model, *case) for case in zip(cases, cached, strict=True)]
+    ours = []
+    for case, is_cached in zip(cases, cached, strict=True):
+        ours.append(_logits(model, case, is_cached))
+        count(len(case) * (1 + is_cached))
     pairs = list(zip(answer["logits"], ours, strict=True))
     for row, (ids, tokens, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
         continued = _continued(model, ids, tokens.tolist())
+        count(len(ids) + len(tokens))
         pairs.append((theirs, continued))
         if answer["before"] is not None:
             pairs.append((answer["before"][row], continued[0]))
@@ -122,21 +150,38 @@ def _continued(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
     return torch.cat(parts, dim=1)[0]
 
 
-def _ask(directory: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of ``reload.py`` from a process of its own, without network."""
+def _ask(directory: Path, request: dict[str, Any], count: Callable[[int], None]) -> dict[str, Any]:
+    """Return the answer of ``reload.py`` from a process of its own, without network.
+
+    ``count`` gets the number of tokens of each forward pass there.
+    """
     with tempfile.TemporaryDirectory(prefix="unrope-gate-") as scratch:
         question, answer = Path(scratch, "question.json"), Path(scratch, "answer.pt")
         question.write_text(json.dumps(request), encoding="utf-8")
         script = Path(__file__).with_name("reload.py")
         # -P: keep the script's directory off the import path
-        result = subprocess.run(
-            [sys.executable, "-P", str(script), str(directory), str(question), str(answer)],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode:
-            said = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        with (
+            Path(scratch, "errors.txt").open("w+", encoding="utf-8") as errors,
+            subprocess.Popen(
+                [sys.executable, "-P", str(script), str(directory), str(question), str(answer)],
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    if line.startswith(READ):
+                        count(int(line.removeprefix(READ)))
+            except BaseException:
+                process.kill()
+                raise
+            process.wait()
+            errors.seek(0)
+            lines = errors.read().strip().splitlines()
+        if process.returncode:
+            said = (lines or ["it says nothing"])[-1]
             raise UserError.at("export", f"transformers cannot load what was written: {said}")
         return torch.load(answer, weights_only=True)

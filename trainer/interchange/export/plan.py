@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.common.progress import Progress
 from trainer.interchange.hf_config import ARCHITECTURES, CODE_VERSION, OWN, Architecture
 from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
 from trainer.interchange.pretrained import published_name, waits
@@ -314,8 +315,10 @@ def write_weights(
         _write_file(model, plan, shards[0], directory / SINGLE, dtype)
         return
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for names, file in zip(shards, files, strict=True):
-        _write_file(model, plan, names, directory / file, dtype)
+    with Progress("Writing", len(files), total / len(files) / 1e6, after=5.0, unit="MB") as bar:
+        for number, (names, file) in enumerate(zip(shards, files, strict=True)):
+            bar.advance_to(number)
+            _write_file(model, plan, names, directory / file, dtype)
     places = {
         published_name(name): file
         for names, file in zip(shards, files, strict=True)

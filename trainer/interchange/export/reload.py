@@ -79,6 +79,17 @@ def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def counting(model: Any) -> Any:
+    """Return the model, which from now on prints the number of tokens of every forward pass."""
+
+    def count(_: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = given[0] if given else named["input_ids"]
+        print(f"tokens read: {ids.numel()}", flush=True)
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    return model
+
+
 def main(directory: str, question: str, answer: str) -> None:
     """Read the request from a file; write the answers to a file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,7 +108,7 @@ def main(directory: str, question: str, answer: str) -> None:
             "text_ids": tokenizer(asked["text"])["input_ids"],
             "problems": json.dumps(problems) if problems else "",
         }
-        | answers(model.eval(), asked),
+        | answers(counting(model.eval()), asked),
         answer,
     )
 
