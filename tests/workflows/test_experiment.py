@@ -36,6 +36,8 @@ from trainer.workflows.remarks import (
     say_idle_settings,
     say_long_warmups,
     say_other_budgets,
+    say_short_sequences,
+    say_small_vocabularies,
     say_unreached_encodings,
 )
 from trainer.workflows.requests import EvaluationRequest
@@ -395,11 +397,54 @@ def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
     ]
 
 
+def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, monkeypatch):
+    parts = [SimpleNamespace(name="", text=SimpleNamespace(train=range(1234)))]
+    corpus = SimpleNamespace(parts=parts)
+    monkeypatch.setattr(remarks, "epochs_read", lambda *_: lambda step: {"": 79.0 * step / 1000})
+    with caplog.at_level("INFO"):
+        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 1000}}), corpus)
+        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 202}}), corpus)
+    often, seldom = caplog.records
+    assert (often.levelname, seldom.levelname) == ("WARNING", "INFO")
+    assert often.message == (
+        "The text holds 1,234 tokens: this run reads it 79 times, and learns it by heart; give "
+        "more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), False),
+        (("model=llama_135m",), True),
+        (("model=llama_135m", "tokenizer.vocab_size=8192"), False),
+        (("model=llama_135m", "tokenizer.path=a.json"), False),
+    ],
+)
+def test_a_small_vocabulary_under_a_large_model_is_said_once(words, told, caplog):
+    config = read_config([*words, "+controls.again.seed=7"])
+    say_small_vocabularies(arms_of(config))
+    assert len(caplog.messages) == told
+    assert all("1,024 tokens are few for RoPE with 106," in said for said in caplog.messages)
+
+
+@pytest.mark.parametrize(("length", "told"), [(128, True), (129, False)])
+def test_weights_that_go_on_with_much_shorter_sequences_are_named(
+    length, told, caplog, monkeypatch
+):
+    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
+    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
+    say_short_sequences({"main": read_config([f"data.sequence_length={length}"])})
+    assert len(caplog.messages) == told
+    assert all("data.sequence_length=2048 keeps" in said for said in caplog.messages)
+
+
 def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
     base, tmp_path, monkeypatch
 ):
     opened, told = [], []
     names = ["set_environment", "set_threads", "open_gpus", "say_epochs"]
+    names += ["say_small_vocabularies", "say_short_sequences"]
     names += ["say_other_budgets", "say_long_warmups", "say_idle_rescalings"]
     names += ["say_unreached_encodings"]
     for name in names:

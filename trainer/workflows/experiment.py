@@ -54,6 +54,8 @@ from trainer.workflows.remarks import (
     say_idle_rescalings,
     say_long_warmups,
     say_other_budgets,
+    say_short_sequences,
+    say_small_vocabularies,
     say_unreached_encodings,
 )
 from trainer.workflows.training_text import (
@@ -101,6 +103,8 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_small_vocabularies(configs)
+            say_short_sequences(configs)
             say_other_budgets(configs)
             say_long_warmups(configs)
             say_idle_rescalings(configs)
