@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -299,3 +300,21 @@ def test_what_published_weights_have_already_is_not_given_beside_them(tmp_path):
         said = f"{key}: the model that model.from_pretrained names has its own; leave it out."
         assert found.count(said) == 1
     assert not [p for p in found if p.startswith(("model.attention_backend", "model.qk_norm"))]
+
+
+def test_files_of_your_own_leave_the_length_of_sequences_as_it_is():
+    assert compose_words(["data=files"]).values["data"]["sequence_length"] == 64
+    words = ["data=files", "data.sequence_length=128"]
+    assert compose_words(words).values["data"]["sequence_length"] == 128
+
+
+def test_a_number_of_steps_is_not_lost_under_the_tokens_of_an_experiment():
+    said = problems("+experiment=rope_id_1b", "trainer.max_steps=5")
+    assert any(
+        one.startswith("trainer.max_steps: the experiment sets trainer.max_tokens=21000000000")
+        and one.endswith("write trainer.max_tokens=null as well.")
+        for one in said
+    )
+    both = "+experiment=rope_id_1b", "trainer.max_steps=5", "trainer.max_tokens=null"
+    with suppress(UserError):  # its tokenizer is on the hub
+        assert read_config(list(both)).trainer.max_steps == 5

@@ -478,6 +478,20 @@ def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_lon
     ]
 
 
+@pytest.mark.parametrize(("passes", "named"), [(90, False), (91, True)])
+def test_a_shorter_command_is_named_from_three_minutes_on(
+    tiny_decoder, monkeypatch, caplog, passes, named
+):
+    model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    caplog.set_level(logging.INFO, logger=engine.__name__)
+    work = 3 * forward_flops(model.config, model.layout, 16)
+    say_duration(model, [512, 16], passes * work, 48, "trainer evaluate evaluation.quick=true")
+    said = [record.getMessage() for record in caplog.records][1:]
+    assert len(said) == named
+    assert all(one.endswith(": trainer evaluate evaluation.quick=true") for one in said)
+
+
 @pytest.mark.parametrize(("passes", "said"), [(59, "118 s"), (60, "2 min"), (91, "3 min")])
 def test_the_duration_follows_from_a_pass_that_takes_two_seconds(
     tiny_decoder, monkeypatch, caplog, passes, said

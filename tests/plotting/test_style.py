@@ -13,11 +13,13 @@ from PIL import Image
 
 from trainer.plotting import style
 from trainer.plotting.lines import (
+    COLOURS,
     Frame,
     Series,
     draw,
 )
 from trainer.plotting.style import (
+    COLOUR_COUNT,
     DARK_COLOURS,
     ON_BRIGHT,
     STYLE_NUMBERS,
@@ -129,6 +131,13 @@ def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
         "RoPE (a)": 1,
         "RoPE (b)": 2,
     }
+
+
+def test_a_name_without_a_look_of_its_own_gets_a_colour_that_no_other_has():
+    looks = style_numbers(["HalfRoPE", "RoPE", "mine", "yours"])
+    assert (looks["HalfRoPE"], looks["RoPE"]) == (8, 0)
+    assert len({COLOURS[number % len(COLOURS)] for number in looks.values()}) == 4
+    assert len(COLOURS) == COLOUR_COUNT
 
 
 def test_looks_of_many_pages_are_the_first_ones_and_each_of_one_model():

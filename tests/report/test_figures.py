@@ -289,8 +289,9 @@ def test_success_by_depth(made):
 @pytest.mark.parametrize(
     ("values", "scale", "limits", "ticks"),
     [
-        # A margin of 6% of what they span.
-        ((10.0, 12.0), "linear", (9.88, 12.12), None),
+        # A margin of 6% of what they span, or so much that the axis spans a fifth of the largest.
+        ((10.0, 15.0), "linear", (9.7, 15.3), None),
+        ((701.0, 704.5), "linear", (632.3, 773.2), None),
         ((10.0, 10.0), "linear", (9.0, 11.0), None),
         ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480), [10, 20, 50, 100, 200]),
         ((10.0, 20_000.0), "log", (10 / 1.2, 24_000), [10, 100, 1000, 10_000]),

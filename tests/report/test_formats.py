@@ -289,9 +289,9 @@ def test_markdown_as_a_whole(whole):
 
         | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
         | --- | --- | ---: | ---: |
-        | RoPE | as is | **20.09** | 1097 |
+        | RoPE | as is | 20.09 | 1097 |
         | RoPE | YaRN | · | **33.12** |
-        | Dro\\|PE_ | as is | **20.09** | 4e+05 |
+        | Dro\\|PE_ | as is | 20.09 | 4e+05 |
 
         Bold: the lowest of a column. · not measured.
         """,  # noqa: E501
@@ -422,9 +422,9 @@ def test_styles_of_a_terminal():
             <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</><bold> </> <bold>   512 tokens</>
             <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</><bold> </> <bold>           8×</>
             ───────────────────────────────────────────────────────────────────────────────
-            RoPE                 <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>
+            RoPE                         54.60  <bold>        54.60</>          54.60          54.60
 
-            DroPE                <bold>        54.60</>  <dim>            ·</>  <bold>        54.60</>  <bold>        54.60</>
+            DroPE                        54.60  <dim>            ·</>          54.60          54.60
             <dim>exp of the mean loss on the last 64 tokens of held-out sequences, the same </>
             <dim>tokens at every length, so that more context only adds what lies before them.</>
 

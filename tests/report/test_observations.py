@@ -193,7 +193,7 @@ def test_a_fitted_coefficient_is_named():
         (Drop(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
         (Drop(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
         (Drop(800, 4.0, 3.9, 3.8), None, "does not rise"),
-        (Drop(800, 7.006, 7.0061, 7.006), None, "(7.006 before, 7.006 after, +0.0%)"),
+        (Drop(800, 7.006, 7.0061, 7.006), None, "(7.006 before, 7.006 after, 0.0%)"),
         (Drop(800, 4.0, float("nan"), 3.8), None, "missing"),
         (Drop(800, 4.0, 6.0, None), None, "missing"),
     ],

@@ -74,6 +74,14 @@ def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     assert [number(x) for x in (99_999.0, 1e5, math.inf)] == ["99999", "1e+05", "inf"]
 
 
+def test_losses_that_are_all_equal_have_no_best():
+    cells = [cell((), model, task="perplexity", last_loss=6.0) for model in ("RoPE", "DroPE")]
+    (table,) = tables(report(*cells))
+    assert [entry.best for _, _, (entry,) in table.rows] == [False, False]
+    (alone,) = tables(report(cells[0]))
+    assert [entry.best for _, _, (entry,) in alone.rows] == [True]
+
+
 def test_averages_by_each_part_of_a_label():
     labels = ("qa|8–16K", "qa|0–4K", "code|0–4K")
     made = report(

@@ -186,6 +186,30 @@ def test_models_that_differ_in_punctuation_share_no_file(tmp_path):
     assert len({figure.path for figure in drawn}) == len(drawn) == 2
 
 
+def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
+    arm = Arm("RoPE", "rope", 1000, 20, 1280, None, ((10, 7.1), (20, 7.0)))
+    whole = report(arms=(arm,), config={"data": {"needles": {"share": 0.0}}})
+    write_renderings(whole, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert (tmp_path / "table.md").read_text() == "Nothing was evaluated.\n"
+    assert (tmp_path / "table.tex").read_text() == "% Nothing was evaluated.\n"
+    assert "Nothing was evaluated. <code>python -m trainer evaluate" in page
+    assert "<dd></dd>" not in page
+    assert "How the numbers are made" not in page
+    assert ">Loss<" not in page  # a column of nothing
+    assert "Training loss over training steps for each arm.</figcaption>" in page
+
+
+def test_loss_by_position_needs_two_positions(tmp_path):
+    text = {"task": "perplexity", "length": 1024, "last_loss": 4.0}
+    one = report(cell((), edges=(0, 1024), losses=(4.0,), **text))
+    two = report(cell((), edges=(0, 512, 1024), losses=(4.0, 4.1), **text))
+    assert write_figures(one, tmp_path / "one") == []
+    (figure,) = write_figures(two, tmp_path / "two")
+    assert figure.path.stem == "perplexity_by_position"
+    assert "dashed line" not in figure.caption  # nothing lies beyond the training length
+
+
 def test_a_report_without_numbers_draws_nothing(tmp_path):
     assert write_figures(report(), tmp_path) == []
 

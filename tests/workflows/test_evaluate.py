@@ -33,7 +33,8 @@ from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.memory import evaluation_memory
 from trainer.runs.models import distinct, find_candidate
-from trainer.workflows import evaluate
+from trainer.runs.parsing import parse
+from trainer.workflows import evaluate, measuring
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
 from trainer.workflows.requests import EvaluationRequest
 
@@ -151,6 +152,39 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     }  # fmt: skip
     written = json.loads((output / "report.json").read_text())
     assert len(written["cells"]) == len(report.cells) == 20
+
+
+@pytest.mark.parametrize(
+    ("share", "why"), [(0.0, "carried none"), (None, "is not known to have carried any")]
+)
+def test_statements_are_left_out_of_a_model_that_saw_none_unless_they_were_asked_for(
+    runs, tmp_path, monkeypatch, share, why
+):
+    monkeypatch.setattr(measuring.Text, "training_share", share)
+    asked = request(runs, tmp_path, methods=["none"])
+    with pytest.raises(UserError, match=f"evaluation.tasks: leave out 'statements': .* {why}"):
+        evaluate_lengths(asked, asks_for_statements=True)
+    assert list(tmp_path.iterdir()) == []
+    report, _ = evaluate_lengths(asked)
+    assert {*report.tasks} == {"perplexity"}
+    assert [why in note for note in report.notes] == [True]
+
+
+def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(runs, tmp_path):
+    values = {"windows": 30, "methods": ["none"], "lengths": [1, 5], "tasks": ["perplexity"]}
+    whole, first = evaluate_lengths(request(runs, tmp_path / "e", **values))
+    stored = {*(first / "cells").iterdir()}
+    quick = parse(
+        EvaluationRequest,
+        asdict(request(runs, tmp_path / "e", **values, quick=True)),
+    )
+    report, second = evaluate_lengths(quick)
+    assert {cell.length for cell in report.cells} == {32}
+    assert {len(cell.by_window) for cell in whole.cells} == {30}
+    assert {len(cell.by_window) for cell in report.cells} == {24}
+    assert stored < {*(first / "cells").iterdir()}
+    assert (first.name, second.name) == ("e", "e-2")
+    assert "A quick evaluation: at most 24 windows" in report.notes[-1]
 
 
 def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import yaml
 
 from tests.report.examples import report as reported
-from trainer.commands.train import read_config
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.train import read_config, read_run
 from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
@@ -21,7 +24,7 @@ from trainer.runs.arms import arms_of
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
-from trainer.runs.directory import plain
+from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import control_config, merged, parse
@@ -36,6 +39,8 @@ from trainer.workflows.remarks import (
     say_idle_settings,
     say_long_warmups,
     say_other_budgets,
+    say_short_sequences,
+    say_small_vocabularies,
     say_unreached_encodings,
 )
 from trainer.workflows.requests import EvaluationRequest
@@ -447,11 +452,54 @@ def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
     ]
 
 
+def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, monkeypatch):
+    parts = [SimpleNamespace(name="", text=SimpleNamespace(train=range(1234)))]
+    corpus = SimpleNamespace(parts=parts)
+    monkeypatch.setattr(remarks, "epochs_read", lambda *_: lambda step: {"": 79.0 * step / 1000})
+    with caplog.at_level("INFO"):
+        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 1000}}), corpus)
+        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 202}}), corpus)
+    often, seldom = caplog.records
+    assert (often.levelname, seldom.levelname) == ("WARNING", "INFO")
+    assert often.message == (
+        "The text holds 1,234 tokens: this run reads it 79 times, and learns it by heart; give "
+        "more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), False),
+        (("model=llama_135m",), True),
+        (("model=llama_135m", "tokenizer.vocab_size=8192"), False),
+        (("model=llama_135m", "tokenizer.path=a.json"), False),
+    ],
+)
+def test_a_small_vocabulary_under_a_large_model_is_said_once(words, told, caplog):
+    config = read_config([*words, "+controls.again.seed=7"])
+    say_small_vocabularies(arms_of(config))
+    assert len(caplog.messages) == told
+    assert all("1,024 tokens are few for RoPE with 106," in said for said in caplog.messages)
+
+
+@pytest.mark.parametrize(("length", "told"), [(128, True), (129, False)])
+def test_weights_that_go_on_with_much_shorter_sequences_are_named(
+    length, told, caplog, monkeypatch
+):
+    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
+    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
+    say_short_sequences({"main": read_config([f"data.sequence_length={length}"])})
+    assert len(caplog.messages) == told
+    assert all("data.sequence_length=2048 keeps" in said for said in caplog.messages)
+
+
 def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
     base, tmp_path, monkeypatch
 ):
     opened, told = [], []
     names = ["set_environment", "set_threads", "open_gpus", "say_epochs"]
+    names += ["say_small_vocabularies", "say_short_sequences"]
     names += ["say_other_budgets", "say_long_warmups", "say_idle_rescalings"]
     names += ["say_unreached_encodings"]
     for name in names:
@@ -470,6 +518,55 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
     with pytest.raises(KeyboardInterrupt):
         run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
     assert told == names
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("drop", [6, None])
+def test_a_finished_run_that_should_be_longer_is_refused_with_the_command_that_trains_on(
+    base, tmp_path, monkeypatch, schedule, drop
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    when = "never" if drop is None else "after_drop"
+    changes = {
+        "model": {"qk_norm": {"when": when}},
+        "drop": {"at": drop},
+        "schedule": {"name": schedule, "warmup_steps": 1},
+        "controls": {"rope": {"label": "Other", "seed": 5}},
+        "evaluation": {"enabled": False},
+    }
+    experiment_text = yaml.safe_dump(merged(base, changes))
+    (tmp_path / "own/experiment/tiny.yaml").write_text(f"# @package _global_\n{experiment_text}")
+    words = ["--config-dir", "own", "+experiment=tiny", "run_dir=runs/mine"]
+    words += ["trainer.max_steps=12"]
+
+    def command(words):
+        monkeypatch.setattr(sys, "argv", ["trainer", *words])
+        return run_experiment(read_run(compose_words(words[2:], files=ConfigFiles(Path("own")))))
+
+    command(words)
+    with pytest.raises(UserError) as refused:
+        command([*words[:-1], "trainer.max_steps=15"])
+    said = str(refused.value.problems[-1])
+    begun = said.partition("another order: ")[2].partition(". Its controls")[0].split()
+    assert begun[:3] == ["python", "-m", "trainer"]
+    assert said.endswith("from runs/mine/controls/NAME.")
+    assert not (tmp_path / "runs" / "tiny_longer").exists()
+    report, existed = command([*begun[3:], "run_dir=runs/longer"])
+    (arm,) = report.arms
+    assert (arm.steps, arm.tokens, existed) == (3, 3 * 4 * 32, False)
+    assert arm.name == ("RoPE" if drop is None else "DroPE")
+
+
+def test_a_run_that_is_not_finished_is_to_be_finished_before_it_is_made_longer(base, tmp_path):
+    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "run")})
+    open_run_directory(config)
+    longer = replace(config, trainer=replace(config.trainer, max_steps=15))
+    with (
+        pytest.raises(UserError, match="over 12 steps; finish these first"),
+        experiment.naming_longer_runs(longer),
+    ):
+        open_run_directory(longer)
 
 
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(

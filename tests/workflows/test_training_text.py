@@ -83,6 +83,20 @@ def test_a_vocabulary_has_room_for_the_bytes_that_a_tokenizer_begins_with(size, 
     assert [*map(str, vocabulary_problems(given))] == []
 
 
+@pytest.mark.parametrize(("embeddings", "fits"), [(2400, True), (2401, False), (None, True)])
+def test_a_tokenizer_that_is_trained_fills_the_embeddings(embeddings, fits):
+    config = RunConfig()
+    tokenizer = replace(config.tokenizer, vocab_size=300)
+    model = replace(config.model, vocab_size=embeddings)
+    config = replace(config, model=model, tokenizer=tokenizer)
+    found = [*map(str, vocabulary_problems(config))]
+    assert len(found) == (not fits)
+    begins = "tokenizer.vocab_size: 300 tokens for a model with 2,401 embeddings"
+    assert all(said.startswith(begins) and "=2401," in said for said in found)
+    given = replace(config, tokenizer=replace(config.tokenizer, path="a.json"))
+    assert [*map(str, vocabulary_problems(given))] == []
+
+
 def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
     """Of all lengths and arms as they end, with the counts that take least time."""
     seen = {}

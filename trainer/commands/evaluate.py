@@ -46,12 +46,20 @@ def execute(named: Named[Any]) -> None:
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 
-            if (outcome := evaluate_lengths(named.request, named.name)) is not None:
+            asked = asks_for_statements(named.words)
+            if (outcome := evaluate_lengths(named.request, named.name, asked)) is not None:
                 print_report(outcome[0], str(outcome[1]), existing=False)
         else:
             from trainer.commands.benchmarks import show
 
             show(named.request, named.name)
+
+
+def asks_for_statements(words: Iterable[str]) -> bool:
+    """Whether the words of a command line name the task ``statements``, which not every model
+    knows."""
+    pairs = (word.lstrip("+").partition("=") for word in words)
+    return any(key == "evaluation.tasks" and "statements" in value for key, _, value in pairs)
 
 
 HELP = """

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.evaluate import OF_A_RUN, both_lengths, kind_problem
+from trainer.commands.evaluate import (
+    OF_A_RUN,
+    asks_for_statements,
+    both_lengths,
+    kind_problem,
+)
 from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError, raise_all
 
@@ -96,8 +101,8 @@ def read_run(
     values, kind = composed.without_kind("evaluation")
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
-    problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed), *found]
-    problems += both_lengths(composed)
+    problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed)]
+    problems += [*_two_budgets(composed), *_unheard(composed), *found, *both_lengths(composed)]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -141,6 +146,42 @@ def _dropped_all_the_same(composed: Composed) -> list[Problem]:
         )
         for key in ("at", "at_tokens")
         if drop.get(key) is not None and f"drop.{key}" not in given
+    ]
+
+
+def _two_budgets(composed: Composed) -> list[Problem]:
+    """Return the problem of ``trainer.max_steps`` beside ``trainer.max_tokens``, which decides."""
+    trainer = composed.values.get("trainer")
+    keys = {word.lstrip("+").partition("=")[0] for word in composed.words}
+    tokens = trainer.get("max_tokens") if isinstance(trainer, dict) else None
+    if "trainer.max_steps" not in keys or tokens is None:
+        return []
+    if "trainer.max_tokens" in keys:
+        return [Problem("trainer.max_steps", "give steps or trainer.max_tokens, not both.")]
+    return [
+        Problem(
+            "trainer.max_steps",
+            f"the experiment sets trainer.max_tokens={tokens}, which stands above it; write "
+            "trainer.max_tokens=null as well.",
+        )
+    ]
+
+
+def _unheard(composed: Composed) -> list[Problem]:
+    """Return the problem of asking for ``statements`` that the training text does not carry."""
+    data, evaluation = composed.values.get("data"), composed.values.get("evaluation")
+    if not asks_for_statements(composed.words) or not isinstance(data, dict):
+        return []
+    needles = data.get("needles")
+    others = isinstance(evaluation, dict) and evaluation.get("tasks") != ["statements"]
+    if not others or not isinstance(needles, dict) or needles.get("share") != 0:
+        return []  # statements alone are reported with the values
+    return [
+        Problem(
+            "evaluation.tasks",
+            "'statements' asks for what the training text does not carry; set data.needles.share, "
+            "such as data.needles.share=0.5, or leave the task out.",
+        )
     ]
 
 

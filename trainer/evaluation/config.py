@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import field, replace
-from typing import Literal
+from typing import Literal, Self
 
 from trainer.common.errors import Problem
 from trainer.common.fields import Count, Multiple, configuration
@@ -18,6 +18,10 @@ from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.scoring import list_problems
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
+QUICK_WINDOWS, QUICK_FITS, QUICK_TRIALS, QUICK_LIMIT, QUICK_FACTOR = 24, 8, 64, 20, 4
+"""Most windows, windows for fits, trials, questions of longbench, and training lengths of a quick
+evaluation."""
+QUICK = f"at most {QUICK_WINDOWS} windows and {QUICK_TRIALS} trials"
 
 
 def task_names() -> tuple[str, ...]:
@@ -31,6 +35,9 @@ class EvaluationConfig(MethodsConfig):
 
     enabled: bool = True
     """Evaluate a training run at its end."""
+    quick: bool = False
+    """Measure less: at most 24 windows (8 for fits), 64 trials, 20 questions of longbench, and 4
+    times the training length."""
     lengths: list[Multiple] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
     """Lengths in multiples of the training length."""
     tokens: list[Length] | None = None
@@ -85,6 +92,21 @@ class EvaluationConfig(MethodsConfig):
         C = self.training_length or training_length
         lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
         return replace(self, training_length=C, lengths=lengths, tokens=None)
+
+    def shortened(self) -> Self:
+        """Return the configuration with the limits of ``quick``."""
+        limit = self.longbench.limit
+        return replace(
+            self,
+            quick=True,
+            lengths=[n for n in self.lengths if n <= QUICK_FACTOR] or sorted(self.lengths)[:1],
+            windows=min(self.windows, QUICK_WINDOWS),
+            fit_windows=min(self.fit_windows, QUICK_FITS),
+            needles=replace(self.needles, trials=min(self.needles.trials, QUICK_TRIALS)),
+            ruler=replace(self.ruler, trials=min(self.ruler.trials, QUICK_TRIALS)),
+            many_shot=replace(self.many_shot, trials=min(self.many_shot.trials, QUICK_TRIALS)),
+            longbench=replace(self.longbench, limit=min(limit or QUICK_LIMIT, QUICK_LIMIT)),
+        )
 
     def problems(self, training_length: int | None = None) -> list[Problem]:
         """Check the values for models of this training length."""

@@ -40,6 +40,8 @@ from trainer.model.language_model import LanguageModel
 log = logging.getLogger(__name__)
 
 SECONDS_TO_ESTIMATE = 4.0
+LONG_ON_A_CPU = 180.0
+"""Seconds from which on a shorter evaluation is named."""
 
 
 @dataclass
@@ -62,10 +64,12 @@ def measure_cells(
     store: Store,
     batch_tokens: int,
     share: Share = Share(),  # noqa: B008
+    shorter: str = "",
 ) -> Measured:
     """Measure the cells that are not stored yet, and return all cells in the order of ``plans``.
 
-    Several processes share the jobs; only the first one returns results.
+    Several processes share the jobs; only the first one returns results. ``shorter``: the command
+    of a shorter evaluation, to name if this one takes long on a CPU.
     """
     claims = Claims(store.directory, share)
     jobs = plan_jobs(plans, batch_tokens)
@@ -74,7 +78,7 @@ def measure_cells(
     log.info("%s, %d measured before", counted(len(plans), "cell"), stored)
     total = sum(job.work for job in missing) / share.processes
     with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
-        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
+        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress), shorter)
         worker.work(missing, total)
         if share.index:
             return Measured()
@@ -92,9 +96,10 @@ class _Worker:
         batch_tokens: int,
         claims: Claims,
         counter: _Counter,
+        shorter: str,
     ) -> None:
         self.text, self.store, self.batch_tokens = text, store, batch_tokens
-        self.claims, self.counter = claims, counter
+        self.claims, self.counter, self.shorter = claims, counter, shorter
         self.model: LanguageModel | None = None
         self.subject: Subject | None = None
         self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
@@ -107,7 +112,8 @@ class _Worker:
         left = self._in_order(jobs)
         if left and not self.claims.share.index:
             lengths = {plan.length for plan in left[0].plans}
-            say_duration(self._loaded(left[0].method[0]), lengths, total, self.batch_tokens)
+            model = self._loaded(left[0].method[0])
+            say_duration(model, lengths, total, self.batch_tokens, self.shorter)
         while left:
             later = []
             for job in left:
@@ -306,11 +312,16 @@ class _Counter:
 
 @torch.no_grad()
 def say_duration(
-    model: LanguageModel, lengths: Collection[int], total: float, batch_tokens: int
+    model: LanguageModel,
+    lengths: Collection[int],
+    total: float,
+    batch_tokens: int,
+    shorter: str = "",
 ) -> None:
     """Log the estimated duration of ``total`` operations.
 
     The estimate is from a forward pass at the longest of ``lengths`` that takes a few seconds.
+    ``shorter``: the command of a shorter evaluation, to name if this one takes long on a CPU.
     """
     device = model.device
     seconds = per_operation = 0.0
@@ -327,6 +338,8 @@ def say_duration(
         seconds = time.perf_counter() - began
         per_operation = seconds / work
     log.info("About %s in all", _duration(total * per_operation))
+    if shorter and device.type == "cpu" and total * per_operation > LONG_ON_A_CPU:
+        log.info("Shorter, and without losing anything if this one is stopped: %s", shorter)
 
 
 def _duration(seconds: float) -> str:

@@ -36,6 +36,13 @@ class HeldOut:
     bos_token: int | None
     training_share: float | None
 
+    @property
+    def without_statements(self) -> str:
+        """Why a model does not know the task ``statements``."""
+        known = self.training_share is not None
+        why = "carried none" if known else "is not known to have carried any"
+        return f"the training text of the first model {why} (data.needles.share)"
+
     @cached_property
     def documents(self) -> list[str]:
         """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
@@ -64,12 +71,7 @@ def make_tasks(
             windows = windows_with_common_ends(text.stream, config.windows, lengths)
             found.append(Perplexity(windows, end, training_length, config.last))
         elif name == STATEMENTS and not text.training_share:
-            known = text.training_share is not None
-            why = "carried none" if known else "is not known to have carried any"
-            notes.append(
-                "The task 'statements' was left out: the training text of the first model "
-                f"{why} (data.needles.share)."
-            )
+            notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from io import BytesIO
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ STYLE_NUMBERS = {
 }
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
+COLOUR_COUNT = 7
+"""Styles of different colours; later ones repeat these with other dashes."""
 _CLOUD_DPI, _COARSE_DPI = 200, 120
 LARGEST_SVG = 500_000
 """Bytes of an SVG above which point clouds are embedded as bitmaps."""
@@ -123,7 +125,8 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct style number for every name.
 
     A name in :data:`STYLE_NUMBERS` gets its fixed number, also if a checkpoint or directory
-    follows it in brackets. Other names, and names whose number is taken, get the lowest free one.
+    follows it in brackets. Other names, and names whose number is taken, get the lowest free one of
+    an unused colour, or else the lowest free one.
     """
     wanted = list(dict.fromkeys(names))
     numbers: dict[str, int] = {}
@@ -132,8 +135,13 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
             number = STYLE_NUMBERS.get(plain(name))
             if name not in numbers and number is not None and number not in numbers.values():
                 numbers[name] = number
-    free = (number for number in count() if number not in numbers.values())
-    return {name: numbers[name] if name in numbers else next(free) for name in wanted}
+    for name in (name for name in wanted if name not in numbers):
+        taken = {*numbers.values()}
+        colours = {number % COLOUR_COUNT for number in taken}
+        unused = (number for number in range(COLOUR_COUNT) if number not in colours)
+        free = (number for number in count() if number not in taken)
+        numbers[name] = next(chain(unused, free))
+    return {name: numbers[name] for name in wanted}
 
 
 def save(figure: Figure, stem: Path) -> Path:

@@ -66,8 +66,15 @@ def loss_change(cell: Result, reference: Result) -> Estimate:
 def change_in_words(difference: Estimate) -> str:
     """Return ``+7.5% (+6.9% to +8.0%)``."""
     if difference.low == difference.high:
-        return f"{difference.mean:+.1%}"
-    return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
+        return signed(difference.mean)
+    low, high = signed(difference.low), signed(difference.high)
+    return f"{signed(difference.mean)} ({low} to {high})"
+
+
+def signed(share: float) -> str:
+    """Return a share in percent with its sign; zero has none."""
+    text = f"{share:+.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def in_words(cell: Result) -> str:

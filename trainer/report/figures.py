@@ -41,6 +41,7 @@ CONTRASTED = (AS_IS, "crop", "yarn")
 
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
 _LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
+_LEAST_SPAN = 0.2  # of the largest perplexity; a narrower axis makes a trend of noise
 _DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
@@ -195,6 +196,8 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
         return
     longest = max(cell.length for cell in cells)
     found = {(c.model, c.method): c for c in cells if c.length == longest}
+    if all(len(cell.losses) == 1 for cell in found.values()):
+        return  # a line of one point shows nothing
     lines = {}
     for row in (row for row in outcomes.rows if row in found):
         cell = found[row]
@@ -203,12 +206,14 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
         lines[row] = Series(outcomes.name(row), 0, middles, values, marked=False)
     scale = perplexity_axis([y for line in lines.values() for y in line.y])
     frame = positions_frame(outcomes.report, longest, scale)
+    beyond = " Right of the dashed line no position was ever trained on."
+    beyond = beyond if longest > outcomes.report.training_length else ""
     yield Plan(
         "perplexity_by_position",
         f"Perplexity by position at {longest} tokens",
         "exp of the mean held-out loss over the positions of a bucket, drawn at its middle, in "
-        f"sequences of {longest} tokens. Right of the dashed line no position was ever trained "
-        f"on.{_grey(lines)} After Figure 5 of “{_DROPE}”, by position instead of length.",
+        f"sequences of {longest} tokens.{beyond}"
+        f"{_grey(lines)} After Figure 5 of “{_DROPE}”, by position instead of length.",
         "Line chart of perplexity over the position in the sequence.",
         lambda: draw_rows(outcomes, lines, frame),
         ("model", "method", "length", "from_position", "to_position", "perplexity", "loss"),
@@ -286,7 +291,7 @@ def perplexity_axis(values: Iterable[float]) -> AxisScale:
 
     def prepare(axes: Axes) -> None:
         if high < _LINEAR * low:
-            room = 0.06 * (high - low) or 0.1 * high
+            room = max(0.06 * (high - low), (_LEAST_SPAN * high - (high - low)) / 2)
             axes.set_ylim(low - room, high + room)
             return
         log_axis(axes, low, high)

@@ -38,7 +38,7 @@ from trainer.report.sweep import (
     unfinished,
 )
 from trainer.report.sweep_figures import sweep_figure
-from trainer.report.tables import csv_table, latex_tables, markdown_tables, tables
+from trainer.report.tables import UNMEASURED, csv_table, latex_tables, markdown_tables, tables
 from trainer.stopping import partial_directory
 
 
@@ -79,6 +79,7 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         lead=" ".join(filter(None, (lead(report), tally(report.observations)))),
         troubles=troubles(report.arms),
         measured=measured(report),
+        unmeasured=UNMEASURED,
         tables=tables(report),
         figures=figures,
         verdicts=VERDICTS,
@@ -137,7 +138,9 @@ def tally(observations: Sequence[Observation]) -> str:
 
 
 def measured(report: Report) -> list[tuple[str, str]]:
-    """Return what was measured, as pairs of term and text."""
+    """Return what was measured, as pairs of term and text; empty if nothing was."""
+    if not report.cells:
+        return []
     outcomes = Outcomes(report)
     lengths = dict(sorted({(cell.length, cell.factor) for cell in report.cells}))
     spans = (f"{length} ({factor_label(factor)})" for length, factor in lengths.items())

@@ -19,7 +19,15 @@ from trainer.common.words import factor_label, percent
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Report, is_known
 from trainer.evaluation.statistics import Comparison, Estimate, change, sign_test
-from trainer.report.tables import MISSING, WIDTH, Entry, markdown_cell, markdown_row, terminal_cell
+from trainer.report.tables import (
+    MISSING,
+    WIDTH,
+    Entry,
+    markdown_cell,
+    markdown_row,
+    terminal_cell,
+    tied,
+)
 
 FEW = 2
 """Most swept keys that every row names; with more, a row names those unlike the first run's."""
@@ -195,7 +203,8 @@ def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
     for factor in sweep.factors:
         column = {run.place: at for run in sweep.runs if (at := sweep.at(run, factor))}
         most = max((at.retrieval.mean for at in column.values() if at.retrieval), default=None)
-        least = min((at.loss for at in column.values() if at.loss is not None), default=None)
+        losses = [at.loss for at in column.values() if at.loss is not None]
+        least = None if tied(losses) else min(losses, default=None)
         found[factor] = {}
         for run in (run for run in sweep.runs if run.place in column):
             at = column[run.place]

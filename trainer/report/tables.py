@@ -23,6 +23,7 @@ from trainer.evaluation.statistics import Comparison, Estimate, average, estimat
 MISSING = "·"
 UNCHANGED = "="
 """Mark of a cell whose method leaves the model as it is."""
+UNMEASURED = "Nothing was evaluated."
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
 def perplexity(loss: float) -> float:
     """Return exp of a mean loss in nats per token, or infinity if it overflows."""
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def tied(values: Iterable[float]) -> bool:
+    """Whether several values are all equal, so that none is the best."""
+    found = list(values)
+    return len(found) > 1 and len(set(found)) == 1
 
 
 def number(value: float) -> str:
@@ -196,7 +203,7 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
     columns = []
     for length in lengths:
         losses = _losses(outcomes, length)
-        least = min(losses.values())
+        least = None if tied(losses.values()) else min(losses.values())
         columns.append(
             {
                 row: Entry(
@@ -339,7 +346,7 @@ def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
 
 def markdown_tables(report: Report) -> str:
     """Return every table as Markdown under a heading; ends with a newline."""
-    return "\n".join(_markdown(table) for table in tables(report))
+    return "\n".join(_markdown(table) for table in tables(report)) or f"{UNMEASURED}\n"
 
 
 def csv_table(report: Report) -> str:
@@ -460,8 +467,8 @@ _SPECIAL = {
 
 def latex_tables(report: Report) -> str:
     """Return a LaTeX ``table`` for each, labelled ``tab:<key>``; they need only booktabs."""
-    head = "% Needs \\usepackage{booktabs}.\n"
-    return head + "\n".join(_latex_table(table) for table in tables(report))
+    made = [_latex_table(table) for table in tables(report)]
+    return "\n".join(["% Needs \\usepackage{booktabs}.", *made]) if made else f"% {UNMEASURED}\n"
 
 
 def escaped(text: str) -> str:

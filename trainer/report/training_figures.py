@@ -41,11 +41,7 @@ def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
     yield Plan(
         "training",
         "Training loss",
-        "Training loss over training steps for each arm. Thick: centred mean over 1/40 of the "
-        "logged points, taken on each side of the drop by itself; thin: as logged. The vertical "
-        "line is the step at which the positional encoding was dropped. The training loss weighs "
-        "needle statements and text as the configuration says, so it is not comparable with the "
-        "held-out text loss.",
+        " ".join(_training_caption(arms, report)),
         "Line chart of the training loss of each arm over training steps.",
         lambda: draw(
             [_smoothed_line(arm, drop, looks[arm.name]) for arm in arms],
@@ -54,6 +50,22 @@ def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
         ("arm", "step", "training_loss"),
         [(arm.name, step, loss) for arm in arms for step, loss in arm.curve],
     )
+
+
+def _training_caption(arms: Sequence[Arm], report: Report) -> Iterator[str]:
+    """Yield a sentence for everything that is drawn."""
+    yield "Training loss over training steps for each arm."
+    if any(len(arm.curve) >= 2 * _SMOOTHING for arm in arms):
+        sides = ", taken on each side of the drop by itself" if report.drop else ""
+        yield f"Thick: centred mean over 1/40 of the logged points{sides}; thin: as logged."
+    if report.drop:
+        yield "The vertical line is the step at which the positional encoding was dropped."
+    needles = report.config.get("data", {}).get("needles", {})
+    if needles.get("share", 1) > 0:  # reports of other programs do not say
+        yield (
+            "The training loss weighs needle statements and text as the configuration says, so it "
+            "is not comparable with the held-out text loss."
+        )
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

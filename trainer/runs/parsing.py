@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.validation import checked
+from trainer.evaluation.config import EvaluationConfig
 from trainer.plugins import load_plugins
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.phase_problems import branch_problems, phase_problems
@@ -45,9 +47,17 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     problems = [*found, *unknown, *wrong]
     with collecting(problems):
         load_plugins(getattr(config, "plugins", ()))
-    config, impossible = _completed(config, values, problems)
+    config, impossible = _completed(_shortened(config), values, problems)
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
+
+
+def _shortened(config: Any) -> Any:
+    """Return the configuration with a quick evaluation's own numbers, if it asks for one."""
+    evaluation = getattr(config, "evaluation", None)
+    if not isinstance(evaluation, EvaluationConfig) or not evaluation.quick:
+        return config
+    return replace(config, evaluation=evaluation.shortened())
 
 
 def _group(problem: Problem) -> str:

@@ -211,8 +211,9 @@ def train_stretch(
         trainer = make_trainer(stretch.config, ranks, loggers, callbacks)
         backend = module.choose_attention(stretch.config, trainer.strategy.root_device.type)
         count = sum(p.numel() for p in model.parameters())
+        size = f"{stretch.config.trainer.batch_size} x {stretch.config.data.sequence_length:,}"
         kind = f"attention backend {backend.name} ({backend.why})"
-        log.info("%s: %s parameters, %s", title, f"{count:,}", kind)
+        log.info("%s: %s parameters, %s tokens a step, %s", title, f"{count:,}", size, kind)
         if start.step < end:
             first_sample = partial(_first_sample, stretch)
             samples = samples_of(corpus, stretch.phase)

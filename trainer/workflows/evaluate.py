@@ -39,14 +39,19 @@ NOT_ASKED = {
 """Fields of a report in which two evaluations of the same may differ, with the reason."""
 
 
-def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path] | None:
+def evaluate_lengths(
+    request: EvaluationRequest, name: str = DEFAULT, asks_for_statements: bool = False
+) -> tuple[Report, Path] | None:
     """Measure every method on every model; write the report and return it with its directory.
 
     Several processes, started by torchrun or srun, share the work; all but the first return None.
     An existing report of other settings, text or checkpoints is kept, and the new one is written
     beside it.
 
-    ``name``: name of the evaluation and of its directory in the run.
+    Args:
+        request: models, methods, tasks and lengths.
+        name: name of the evaluation and of its directory in the run.
+        asks_for_statements: whether the user named that task, so that leaving it out is no answer.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -70,6 +75,9 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
     text = Text(held_out_corpus(request.text, first), first)
+    if asks_for_statements and not text.training_share:
+        why = text.held_out.without_statements
+        raise UserError.at("evaluation.tasks", f"leave out 'statements': {why}.")
     if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Sequence
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
-from trainer.runs.checkpoints import BEFORE_DROP, step_name
+from trainer.runs.checkpoints import BEFORE_DROP, regular_checkpoints, step_name, step_of
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
@@ -26,6 +29,7 @@ from trainer.runs.directory import (
     check_writable,
     log_to_file,
     open_run_directory,
+    saved_run,
 )
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
@@ -54,6 +58,8 @@ from trainer.workflows.remarks import (
     say_idle_rescalings,
     say_long_warmups,
     say_other_budgets,
+    say_short_sequences,
+    say_small_vocabularies,
     say_unreached_encodings,
 )
 from trainer.workflows.training_text import (
@@ -102,6 +108,8 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_small_vocabularies(configs)
+            say_short_sequences(configs)
             say_other_budgets(configs)
             say_long_warmups(configs)
             say_idle_rescalings(configs)
@@ -271,13 +279,14 @@ def _open(
     keys = {problem.key for problem in problems}
     raise_all([*problems, *(problem for problem in elsewhere if problem.key not in keys)])
     finished = Path(config.run_dir) / "report.json"
-    if finished.exists() and not config.overwrite:
-        report = _finished_report(finished)
-        open_run_directory(config, finished=True)
-        return report
-    for arm in configs.values():
-        if not config.overwrite or arm is config:  # deletes the controls' directories, too
-            check_run_directory(arm)
+    with naming_longer_runs(config):
+        if finished.exists() and not config.overwrite:
+            report = _finished_report(finished)
+            open_run_directory(config, finished=True)
+            return report
+        for arm in configs.values():
+            if not config.overwrite or arm is config:  # deletes the controls' directories, too
+                check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
@@ -289,6 +298,76 @@ def _open(
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
+
+
+@contextmanager
+def naming_longer_runs(config: RunConfig) -> Iterator[None]:
+    """Where a run is refused because it should be longer, add what trains on from its end.
+
+    A schedule is laid out over the steps of its run, and so is a drop at a share of them: more
+    steps from the start are another run. Its weights begin a new one.
+    """
+    try:
+        yield
+    except UserError as error:
+        keys = {problem.key for problem in error.problems}
+        if keys.isdisjoint(BUDGETS):
+            raise
+        saved = saved_run(Path(config.run_dir))
+        if config.trainer.max_steps <= saved.trainer.max_steps:
+            raise
+        raise UserError(*error.problems, Problem("", _way_on(config, saved))) from error
+
+
+BUDGETS = ("trainer.max_steps", "trainer.max_tokens")
+
+
+def _way_on(config: RunConfig, saved: RunConfig) -> str:
+    """Return what to do with a run that was to have fewer steps than it should have now."""
+    steps, checkpoints = saved.trainer.max_steps, Path(config.run_dir) / "checkpoints"
+    done = [step_of(path) for path in regular_checkpoints(checkpoints)]
+    if steps not in done:
+        return (
+            f"Its schedule is laid out over {steps:,} steps; finish these first (the command that "
+            "began it), then train on from their end."
+        )
+    place = f"{config.run_dir}/controls/NAME"
+    return (
+        "To train on from its end, as a run of its own with the text in another order: "
+        f"{shlex.join(longer_words(config, saved, sys.argv))}"
+        + (f". Its controls go on in the same way, from {place}." if config.controls else "")
+    )
+
+
+OF_WEIGHTS = ("model", "positional", "tokenizer", "drop", "controls", "phases")
+"""Groups that a run which begins with another's weights takes from it, or leaves out."""
+
+
+def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> list[str]:
+    """Return a command that trains on from the end of a finished run.
+
+    ``config``: the run as it should be, with more steps or tokens than ``saved``. ``argv``: the
+    command line that asked for it.
+    """
+    replaced = {"name", "run_dir", "label", "overwrite", "seed", *BUDGETS}
+    keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in argv]
+    kept = [
+        word
+        for word, key in zip(argv[1:], keys[1:], strict=True)
+        if key not in replaced and key.split(".")[0] not in OF_WEIGHTS
+    ]
+    more, before = config.trainer.max_tokens, saved.trainer.max_tokens
+    if more is not None and before is not None:
+        budget = f"trainer.max_tokens={more - before}"
+    else:
+        budget = f"trainer.max_steps={config.trainer.max_steps - saved.trainer.max_steps}"
+    left_out = [f"{key}=null" for key in ("controls", "phases") if getattr(config, key)]
+    return [
+        *("python", "-m", "trainer", *kept, f"name={config.name}_longer"),
+        *(f"model.from_run={config.run_dir}", budget, f"seed={config.seed + 1}"),
+        *(["drop.enabled=false"] if config.drop_step is not None else []),
+        *left_out,
+    ]
 
 
 def _finished_report(path: Path) -> Report:

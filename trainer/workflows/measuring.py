@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from trainer.common.errors import UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.config import QUICK, EvaluationConfig
 from trainer.evaluation.engine import measure_cells
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
@@ -26,6 +27,7 @@ from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
 from trainer.runs.models import Candidate, distinct
+from trainer.runs.origin import command
 from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable, multiplied_in, multiplying, subject_of
 
@@ -119,8 +121,10 @@ def _measure(
     prompts = Prompts(config.needles, config.many_shot)
     fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
+    can_shorten = config.shortened() != replace(config, quick=True)
+    shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""
     with multiplying(device, tf32):
-        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
+        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share, shorter)
     if share.index:
         return unmeasured(name, C, text.corpus)
     chosen = len(set(config.temperature.grid)) > 1  # chosen from several, not given
@@ -138,7 +142,12 @@ def _measure(
         cells=tuple(measured.cells),
         methods={r.key: r.title for key in order for r in used if r.key == key},
         tasks={task.key: task.title for task in tasks},
-        notes=(*notes, *not_run, *measured.notes),
+        notes=(
+            *notes,
+            *not_run,
+            *([f"A quick evaluation: {QUICK}."] * config.quick),
+            *measured.notes,
+        ),
         config={"evaluation": without_home(json.loads(json.dumps(asked)))},
         environment={
             **environment(text.corpus),

@@ -15,20 +15,67 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
+from trainer.runs.starting_weights import starting_weights
+from trainer.runs.trained_shape import own_checkpoint
 from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.training_text import idle_rescalings
 
 log = logging.getLogger(__name__)
 
 
+MANY_EPOCHS = 16
+"""Readings of a text after which another teaches little (Muennighoff et al. 2023, Sec. 6)."""
+LARGE, FEW_TOKENS = 50_000_000, 8192
+"""Weights of a model's blocks from which on a vocabulary of fewer tokens is small for it."""
+MUCH_SHORTER = 16
+"""How many times shorter than before sequences are that leave most of a context untrained."""
+
+
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
-    """Log how much text there is, and how often the run reads it."""
+    """Log how much text there is, and how often the run reads it; warn of many times."""
     read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
         times = read[part.name]
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
         tokens = f"{len(part.text.train):,}"
-        log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
+        if times <= MANY_EPOCHS:
+            log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
+            continue
+        few = max(int(config.trainer.max_steps * MANY_EPOCHS / times), 1)
+        log.warning(
+            "%s holds %s tokens: this run reads it %.3g times, and learns it by heart; give more "
+            "text, or fewer steps (trainer.max_steps=%d reads it %d times)",
+            *(name, tokens, times, few, MANY_EPOCHS),
+        )
+
+
+def say_small_vocabularies(configs: dict[str, RunConfig]) -> None:
+    """Log which models are large for the vocabulary that is trained for them."""
+    for arm in configs.values():
+        tokens, given = arm.tokenizer.vocab_size, arm.tokenizer.path or arm.model.is_trained
+        weights = arm.model.block_weights
+        if not given and tokens < FEW_TOKENS and weights > LARGE:
+            log.warning(
+                "tokenizer.vocab_size: %s tokens are few for %s with %s weights in its blocks; "
+                "tokenizer.vocab_size=32000 or tokenizer.path=FILE packs more text into a sequence",
+                *(f"{tokens:,}", label(arm), f"{weights:,}"),
+            )
+            return  # controls share the tokenizer
+
+
+def say_short_sequences(configs: dict[str, RunConfig]) -> None:
+    """Log which trained weights go on with sequences much shorter than before."""
+    for arm in configs.values():
+        start = starting_weights(arm.model) if own_checkpoint(arm) is None else None
+        if start is None:
+            continue
+        before, now = start.layout.training_length, arm.training_length
+        if now * MUCH_SHORTER <= before:
+            log.warning(
+                "data.sequence_length: %s trains on sequences of %s tokens, and its weights were "
+                "trained on %s; data.sequence_length=%d keeps that length",
+                *(label(arm), f"{now:,}", f"{before:,}", before),
+            )
 
 
 def say_long_warmups(configs: dict[str, RunConfig]) -> None:

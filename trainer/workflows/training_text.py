@@ -214,11 +214,27 @@ def readings(config: RunConfig) -> list[DataConfig]:
     return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 
 
+MOST_UNREAD = 8
+"""Embeddings for each token of a tokenizer that is trained here, from which on they do not fit."""
+
+
 def vocabulary_problems(config: RunConfig) -> list[Problem]:
     """Check the vocabulary as far as possible without a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
     given = config.tokenizer.path or config.model.is_trained
-    if given or embeddings is None or embeddings >= least:
+    if given or embeddings is None:
+        return []
+    if embeddings > MOST_UNREAD * (tokens := config.tokenizer.vocab_size):
+        return [
+            Problem(
+                "tokenizer.vocab_size",
+                f"{tokens:,} tokens for a model with {embeddings:,} embeddings, most of which "
+                f"would never be read; write tokenizer.vocab_size={embeddings}, "
+                "tokenizer.path=FILE for a finished tokenizer, or model.vocab_size=null for as "
+                "many embeddings as there are tokens.",
+            )
+        ]
+    if embeddings >= least:
         return []
     return [
         Problem(

@@ -166,6 +166,8 @@ trainer.max_steps=0 | trainer.max_steps
 trainer.max_steps=100000000000000000000 | trainer.max_steps: expected at most
 trainer.max_steps=1e3x | trainer.max_steps
 trainer.max_tokens=-5 | trainer.max_tokens
+trainer.max_steps=5 trainer.max_tokens=9999 | trainer.max_steps: give steps or trainer.max_tokens
+model=rope_id_1b | write tokenizer.vocab_size=128256
 trainer.batch_size=0 | trainer.batch_size
 trainer.accelerator=cpu trainer.batch_size=1000000000000 | sequences of 64 tokens need at least
 trainer.micro_batch_size=7 | does not divide
@@ -217,6 +219,8 @@ evaluation.methods=[yarn] | expected 'none' among them
 evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
+evaluation.tasks=[perplexity,statements] | 'statements' asks for what the training text does not
+evaluation.quick=maybe | evaluation.quick
 evaluation.lengths=[1,5000] | evaluation.lengths: the held-out text has
 evaluation.tasks=[ruler] evaluation.ruler.tasks=[vt] | tokens for RULER's vt with this tokenizer
 evaluation.tasks=[standard] | evaluation.lengths: expected at least
