@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,10 +42,10 @@ def forked(monkeypatch):
     """The gate's process has imported transformers already, which takes longer than the gate; it
     keeps code of models, which is for processes of their own, where the user has it."""
 
-    def run(words, *, env, **_):
+    def run(words, env, _):
         return program.run(*words[2:], cwd=Path.cwd(), **env)
 
-    monkeypatch.setattr(gate, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(gate, "_run", run)
 
 
 def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
@@ -179,9 +178,7 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
 def test_what_transformers_says_last_is_passed_on(
     tmp_path, monkeypatch, tiny_decoder, stderr, said
 ):
-    monkeypatch.setattr(
-        gate.subprocess, "run", lambda command, **_: CompletedProcess(command, 1, "", stderr)
-    )
+    monkeypatch.setattr(gate, "_run", lambda command, *_: CompletedProcess(command, 1, "", stderr))
     with pytest.raises(UserError) as error:
         gate.largest_difference(tiny_decoder(), tmp_path, [0], custom=False)
     assert str(error.value) == f"export: transformers cannot load what was written: {said}"

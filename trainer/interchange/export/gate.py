@@ -160,28 +160,35 @@ def _ask(directory: Path, request: dict[str, Any], count: Callable[[int], None])
         question.write_text(json.dumps(request), encoding="utf-8")
         script = Path(__file__).with_name("reload.py")
         # -P: keep the script's directory off the import path
-        with (
-            Path(scratch, "errors.txt").open("w+", encoding="utf-8") as errors,
-            subprocess.Popen(
-                [sys.executable, "-P", str(script), str(directory), str(question), str(answer)],
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if line.startswith(READ):
-                        count(int(line.removeprefix(READ)))
-            except BaseException:
-                process.kill()
-                raise
-            process.wait()
-            errors.seek(0)
-            lines = errors.read().strip().splitlines()
-        if process.returncode:
-            said = (lines or ["it says nothing"])[-1]
+        result = _run(
+            [sys.executable, "-P", str(script), str(directory), str(question), str(answer)],
+            {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},
+            count,
+        )
+        if result.returncode:
+            said = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
             raise UserError.at("export", f"transformers cannot load what was written: {said}")
         return torch.load(answer, weights_only=True)
+
+
+def _run(
+    command: list[str], env: dict[str, str], count: Callable[[int], None]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; ``count`` gets the tokens that its output says it has read."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith(READ):
+                    count(int(line.removeprefix(READ)))
+        except BaseException:
+            process.kill()
+            raise
+        process.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, "", errors.read())
