@@ -194,7 +194,8 @@ def renewed_card(text: str, name: str, plan: Plan) -> str:
 def _temperature(path: Path, state: dict[str, Any], layout: Layout, factor: float | None) -> str:
     """Return a sentence about a fitted temperature, which an export lacks, or has for the length of
     ``factor`` training lengths."""
-    stored = Layout.from_dict(state["layout"]).training_length
+    given = state.get("layout")
+    stored = None if given is None else Layout.from_dict(given).training_length
     _, words = with_fitted_temperature(layout, path, stored)
     if not words:
         return ""
