@@ -46,8 +46,9 @@ class Table:
     """Table of a report, independent of the output format.
 
     ``key``: name in links. ``note``: remarks on this table. ``legend``: meaning of the cells.
-    ``columns``: two lines each, for a length or a label, and last the effective length. ``rows``: model, method and an entry for every column, None if not
-    measured. ``detail``: whether it is of minor interest.
+    ``columns``: two lines each, for a length or a label, and last the effective length. ``rows``:
+    model, method and an entry for every column, None if not measured. ``detail``: whether it is of
+    minor interest.
     """
 
     key: str
