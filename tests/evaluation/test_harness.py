@@ -153,6 +153,68 @@ def test_requests_that_are_spread_have_the_answers_of_one_process(models):
     assert many.loglikelihood_rolling(whole) == pytest.approx(one.loglikelihood_rolling(whole))
 
 
+@pytest.fixture
+def sized(tmp_path, monkeypatch):
+    """The directory of a task that makes questions of the lengths it is given, as RULER's do."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "making.py").write_text(
+        "import datasets\n"
+        "LISTED = (32, 64)\n"
+        "def make(max_seq_lengths=LISTED, tokenizer=None, **others):\n"
+        "    assert tokenizer, 'No tokenizer provided.'\n"
+        "    rows = [{'text': 'The answer ' * (n // 4), 'size': n} for n in max_seq_lengths] * 2\n"
+        "    return {'test': datasets.Dataset.from_list(rows)}\n"
+        "def score(doc, answers):\n"
+        "    scores = {str(n): -1.0 for n in LISTED}\n"
+        "    return {**scores, str(doc['size']): doc['size'] / 100}\n"
+        "def mean(scores):\n"
+        "    real = [score for score in scores if score != -1]\n"
+        "    return sum(real) / len(real) if real else -1\n"
+    )
+    (tmp_path / "long.yaml").write_text(
+        "task: long\n"
+        "dataset_path: ''\n"
+        "custom_dataset: !function making.make\n"
+        "test_split: test\n"
+        "output_type: generate_until\n"
+        "generation_kwargs: {until: [], max_gen_toks: 2}\n"
+        "doc_to_text: text\n"
+        "doc_to_target: size\n"
+        "process_results: !function making.score\n"
+        "metric_list:\n"
+        "- {metric: '32', aggregation: !function making.mean, higher_is_better: true}\n"
+        "- {metric: '64', aggregation: !function making.mean, higher_is_better: true}\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("lengths", [[32], [48, 64]])
+def test_metadata_size_a_task(models, sized, lengths):
+    """The scores of lengths that were not asked, -1 in lm-eval, are no results."""
+    ours = models[0]
+    metadata = {"max_seq_lengths": lengths, "tokenizer": "any"}
+    config = HarnessConfig(["long"], include_path=str(sized), metadata=metadata)
+    assert task_problems(config) == []
+    scores = score_tasks(ours.model, ours.encoder, config)
+    found = {score.metric: (score.value, score.questions, score.each) for score in scores}
+    assert found == {str(n): (n / 100, 2, (n / 100, n / 100)) for n in lengths}
+
+
+def test_wrong_metadata_are_named(sized, task):
+    def problem(name, **metadata):
+        config = HarnessConfig([name], include_path=str(sized), metadata=metadata)
+        (found,) = task_problems(config)
+        return str(found)
+
+    assert "cannot load long (No tokenizer provided.)" in problem("long", max_seq_lengths=[32])
+    assert "not iterable" in problem("long", max_seq_lengths=32, tokenizer="any")
+    assert problem("sums", max_seq_lengths=[32]) == (
+        "evaluation.metadata: expected tasks that make their questions by a function "
+        "(custom_dataset in their YAML), such as niah_single_1, got sums; leave metadata out for "
+        "them."
+    )
+
+
 def test_an_unknown_task_is_named(task):
     (problem,) = task_problems(HarnessConfig(["arc_eazy"], include_path=str(task)))
     assert "no task 'arc_eazy'. Did you mean 'arc_easy'" in str(problem)

@@ -61,12 +61,12 @@ def test_the_only_task_has_the_losses_beside_its_scores():
     shown = lines(made)
     rows = [p for p in pairwise(shown) if re.search(r"\d–\d", p[1])]
     assert [row.split() for row in rows[0]] == [
-        ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534"],
+        ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534", "128"],
         ["98.5–100.0", "85.5–93.0", "43.9–56.1", "7.0–14.5"],  # Wilson's, of 256
     ]
     assert rows[1][0].startswith("  + YaRN ")
-    assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·"]
-    assert max(map(len, (line.rstrip() for pair in rows for line in pair))) < 80
+    assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·", "·"]
+    assert max(map(len, (line.rstrip() for pair in rows for line in pair))) < 95
     assert "held-out loss in nats" in " ".join(" ".join(shown).split())
     assert "perplexity" not in " ".join(shown)
     assert "| **89.8** (85.5–93.0) / 4.100 |" in markdown_tables(made)
@@ -129,7 +129,8 @@ def test_markdown_has_a_table_under_every_heading(small):
         "Multi-value needles",
         "Held-out perplexity",
     ]
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {7}
+    counts = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert counts == {7, 8}  # tables of scores have the effective length as well
     assert "| a\\|b | as is | **100.0**" in markdown_tables(report(cell([1.0], "a|b")))
 
 
@@ -138,7 +139,7 @@ def test_latex_is_balanced_and_every_row_is_complete(small):
     assert text.count("\\begin{table}") == text.count("\\end{table}") == 4
     assert text.count("\\toprule") == text.count("\\bottomrule") == 4
     rows = [line for line in text.splitlines() if line.endswith("\\\\")]
-    assert {line.count("&") for line in rows} == {5}
+    assert {line.count("&") for line in rows} == {5, 6}
     assert text.count("{") == text.count("}")
     assert re.findall(r"\\label\{(.*?)\}", text)[:2] == ["tab:summary", "tab:multi-key"]
 
@@ -205,37 +206,37 @@ def test_markdown_as_a_whole(whole):
 
         Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together.
 
-        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
-        | --- | --- | ---: | ---: |
-        | RoPE | as is | **90.6** (75.3–100.0) | 45.8 (32.0–64.7) |
-        | RoPE | YaRN | 28.1 (15.8–45.1) ↓ | **65.6** (50.3–75.0) |
-        | Dro\\|PE_ | as is | **90.6** (75.3–100.0) | · |
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **90.6** (75.3–100.0) | 45.8 (32.0–64.7) | 64 |
+        | RoPE | YaRN | 28.1 (15.8–45.1) ↓ | **65.6** (50.3–75.0) | **≥256** |
+        | Dro\\|PE_ | as is | **90.6** (75.3–100.0) | · | · |
 
-        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85% of that at the training length (≥: at every length measured; none: at the training length the score is at chance). · not measured.
 
         ## Keys
 
         12 trials a cell.
 
-        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
-        | --- | --- | ---: | ---: |
-        | RoPE | as is | **100.0** (75.8–100.0) | 16.7 (4.7–44.8) |
-        | RoPE | YaRN | 25.0 (8.9–53.2) ↓ | **100.0** (75.8–100.0) ↑ |
-        | Dro\\|PE_ | as is | **100.0** (75.8–100.0) | · |
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **100.0** (75.8–100.0) | 16.7 (4.7–44.8) | 64 |
+        | RoPE | YaRN | 25.0 (8.9–53.2) ↓ | **100.0** (75.8–100.0) ↑ | **≥256** |
+        | Dro\\|PE_ | as is | **100.0** (75.8–100.0) | · | · |
 
-        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85% of that at the training length (≥: at every length measured; none: at the training length the score is at chance). · not measured.
 
         ## Values
 
         2 to 4 trials a cell.
 
-        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
-        | --- | --- | ---: | ---: |
-        | RoPE | as is | **81.2** (62.5–100.0) | **75.0** (50.0–100.0) |
-        | RoPE | YaRN | 31.2 (12.5–50.0) | 31.2 (12.5–50.0) |
-        | Dro\\|PE_ | as is | **81.2** (62.5–100.0) | · |
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **81.2** (62.5–100.0) | **75.0** (50.0–100.0) | **≥256** |
+        | RoPE | YaRN | 31.2 (12.5–50.0) | 31.2 (12.5–50.0) | **≥256** |
+        | Dro\\|PE_ | as is | **81.2** (62.5–100.0) | · | · |
 
-        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85% of that at the training length (≥: at every length measured; none: at the training length the score is at chance). · not measured.
 
         ## Values by label
 
@@ -306,24 +307,24 @@ def test_latex_as_a_whole(whole):
         % Needs \\usepackage{booktabs}.
         \\begin{table}
         \\centering\\footnotesize\\setlength{\\tabcolsep}{4pt}
-        \\caption{Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. $\\cdot$ not measured.}
+        \\caption{Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85\\% of that at the training length ($\\geq$: at every length measured; none: at the training length the score is at chance). $\\cdot$ not measured.}
         \\label{tab:summary}
-        \\begin{tabular}{llrr}
+        \\begin{tabular}{llrrr}
         \\toprule
-         & & 64 tokens & 256 tokens \\\\
-        model & method & 1$\\times$ (trained) & 4$\\times$ \\\\
+         & & 64 tokens & 256 tokens & effective \\\\
+        model & method & 1$\\times$ (trained) & 4$\\times$ & $\\geq$85\\% of 1$\\times$ \\\\
         \\midrule
-        RoPE & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & 45.8 {\\scriptsize (32.0--64.7)} \\\\
-         & YaRN & 28.1 {\\scriptsize (15.8--45.1)}$^{\\downarrow}$ & \\textbf{65.6} {\\scriptsize (50.3--75.0)} \\\\
+        RoPE & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & 45.8 {\\scriptsize (32.0--64.7)} & 64 \\\\
+         & YaRN & 28.1 {\\scriptsize (15.8--45.1)}$^{\\downarrow}$ & \\textbf{65.6} {\\scriptsize (50.3--75.0)} & \\textbf{$\\geq$256} \\\\
         \\midrule
-        Dro\\textbar{}PE\\_ & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & $\\cdot$ \\\\
+        Dro\\textbar{}PE\\_ & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & $\\cdot$ & $\\cdot$ \\\\
         \\bottomrule
         \\end{tabular}
         \\end{table}
 
         \\begin{table}
         \\centering\\footnotesize\\setlength{\\tabcolsep}{4pt}
-        \\caption{Keys. 12 trials a cell. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. $\\cdot$ not measured.}
+        \\caption{Keys. 12 trials a cell. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85\\% of that at the training length ($\\geq$: at every length measured; none: at the training length the score is at chance). $\\cdot$ not measured.}
         """,  # noqa: E501
     )
 
@@ -333,49 +334,52 @@ def test_the_terminal_as_a_whole(whole):
         "\n".join(lines(whole, 80)),
         """
         Mean over tasks
-                                 64 tokens     256 tokens
-        model                 1× (trained)             4×
-        ─────────────────────────────────────────────────
-        RoPE                          90.6           45.8
+                                 64 tokens     256 tokens      effective
+        model                 1× (trained)             4×     ≥85% of 1×
+        ────────────────────────────────────────────────────────────────
+        RoPE                          90.6           45.8             64
                                 75.3–100.0      32.0–64.7
-          + YaRN                     28.1↓           65.6
+          + YaRN                     28.1↓           65.6           ≥256
                                  15.8–45.1      50.3–75.0
 
-        Dro|PE_                       90.6              ·
+        Dro|PE_                       90.6              ·              ·
                                 75.3–100.0
         Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are
         tested on the trials of all of them together.
 
         Keys
-                                 64 tokens     256 tokens
-        model                 1× (trained)             4×
-        ─────────────────────────────────────────────────
-        RoPE                         100.0           16.7
+                                 64 tokens     256 tokens      effective
+        model                 1× (trained)             4×     ≥85% of 1×
+        ────────────────────────────────────────────────────────────────
+        RoPE                         100.0           16.7             64
                                 75.8–100.0       4.7–44.8
-          + YaRN                     25.0↓         100.0↑
+          + YaRN                     25.0↓         100.0↑           ≥256
                                   8.9–53.2     75.8–100.0
 
-        Dro|PE_                      100.0              ·
+        Dro|PE_                      100.0              ·              ·
                                 75.8–100.0
         12 trials a cell.
 
         Values
-                                 64 tokens     256 tokens
-        model                 1× (trained)             4×
-        ─────────────────────────────────────────────────
-        RoPE                          81.2           75.0
+                                 64 tokens     256 tokens      effective
+        model                 1× (trained)             4×     ≥85% of 1×
+        ────────────────────────────────────────────────────────────────
+        RoPE                          81.2           75.0           ≥256
                                 62.5–100.0     50.0–100.0
-          + YaRN                      31.2           31.2
+          + YaRN                      31.2           31.2           ≥256
                                  12.5–50.0      12.5–50.0
 
-        Dro|PE_                       81.2              ·
+        Dro|PE_                       81.2              ·              ·
                                 62.5–100.0
         2 to 4 trials a cell.
 
         Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on
         the same trials (exact sign test, p < 0.05, not corrected for the number of
         tests). Reference: the same model as it is; of other models as they are: RoPE.
-        Bold: the highest of a column. · not measured.
+        Bold: the highest of a column. Effective: the longest length, in tokens, up to
+        which the score is at least 85% of that at the training length (≥: at every
+        length measured; none: at the training length the score is at chance). · not
+        measured.
 
         Perplexity
                                  64 tokens     256 tokens
@@ -402,21 +406,23 @@ def test_styles_of_a_terminal():
     check_text(
         styled(terminal_tables(made, 80), 80),
         """
-            <bold>statements                                                      </>
-            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</>
-            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</>
-            ────────────────────────────────────────────────────────────────
-            RoPE                 <bold>        100.0</>           50.0  <bold>         50.0</>
+            <bold>statements                                                                     </>
+            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</><bold> </> <bold>    effective</>
+            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</><bold> </> <bold>   ≥85% of 1×</>
+            ───────────────────────────────────────────────────────────────────────────────
+            RoPE                 <bold>        100.0</>           50.0  <bold>         50.0</>             64
                                  <bold>   </><bold dim>98.5–100.0</>      <dim>43.9–56.1</>  <bold>    </><bold dim>43.9–56.1</>
 
-            DroPE                        50.0<red>↓</>  <bold>       100.0</><bold green>↑</>  <bold>         50.0</>
+            DroPE                        50.0<red>↓</>  <bold>       100.0</><bold green>↑</>  <bold>         50.0</>  <bold>         ≥256</>
                                      <dim>43.9–56.1</>  <bold>   </><bold dim>98.5–100.0</>  <bold>    </><bold dim>43.9–56.1</>
             <dim>256 trials a cell.</>
 
             <dim>Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on </>
             <dim>the same trials (exact sign test, p < 0.05, not corrected for the number of </>
             <dim>tests). Reference: the same model as it is; of other models as they are: RoPE. </>
-            <dim>Bold: the highest of a column.</>
+            <dim>Bold: the highest of a column. Effective: the longest length, in tokens, up to </>
+            <dim>which the score is at least 85% of that at the training length (≥: at every </>
+            <dim>length measured; none: at the training length the score is at chance).</>
 
             <bold>Held-out perplexity                                                            </>
             <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</><bold> </> <bold>   512 tokens</>
@@ -527,32 +533,40 @@ def test_the_page_as_words(whole):
         Perplexity held-out text; windows of all lengths end with the same tokens
         Time 7.5 s of measuring 15 cells
         Result
-        Table 1. Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+        Table 1. Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. Effective: the longest length, in tokens, up to which the score is at least 85% of that at the training length (≥: at every length measured; none: at the training length the score is at chance). · not measured.
         Model and method
         64 tokens 1× (trained)
         256 tokens 4×
+        effective ≥85% of 1×
         RoPE
         90.6 75.3–100.0
         45.8 32.0–64.7
+        64
         + YaRN
         28.1↓ 15.8–45.1
         65.6 50.3–75.0
+        ≥256
         Dro|PE_
         90.6 75.3–100.0
+        ·
         ·
         Tables
         Table 2. Keys. 12 trials a cell.
         Model and method
         64 tokens 1× (trained)
         256 tokens 4×
+        effective ≥85% of 1×
         RoPE
         100.0 75.8–100.0
         16.7 4.7–44.8
+        64
         + YaRN
         25.0↓ 8.9–53.2
         100.0↑ 75.8–100.0
+        ≥256
         Dro|PE_
         100.0 75.8–100.0
+        ·
         ·
         """,  # noqa: E501
     )

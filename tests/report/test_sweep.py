@@ -18,6 +18,7 @@ from trainer.report.sweep import (
     Sweep,
     SweptRun,
     csv_sweep,
+    effective,
     entries,
     legend,
     markdown_sweep,
@@ -388,6 +389,27 @@ def test_what_a_run_reached_is_its_statements_or_the_mean_over_its_tasks():
     assert (found.retrieval.mean, found.loss) == (0, None)
     (found,) = reached(report(text), "RoPE")
     assert (found.retrieval, found.scores) == (None, ())
+
+
+def test_the_effective_length_is_the_last_column():
+    made = [report(*statements("RoPE", rates), training_length=64) for rates in FALLING]
+    found = [effective(one, "RoPE") for one in made]
+    assert [one.text for one in found] == ["128", "≥512"]
+    sweep = Sweep(
+        "s",
+        tuple(
+            SweptRun(k, k, {"k": k}, "finished", reached=reached(one, "RoPE"), effective=length)
+            for k, one, length in zip("12", made, found, strict=True)
+        ),
+    )
+    rows = [row.split(" | ") for row in markdown_sweep(sweep).splitlines() if row[:3] == "| k"]
+    assert [row[5] for row in rows] == ["128", "**≥512**"]
+    assert "effective, ≥85% of 1×" in markdown_sweep(sweep)
+    assert "Effective: the longest length" in legend(sweep)
+    assert "effective" in said(terminal_sweep(sweep, 120), 120)
+
+
+FALLING = ((100, 90, 80, 70), (50, 60, 50, 45))
 
 
 def test_numbers_are_short():

@@ -44,7 +44,14 @@ def test_a_cell_is_a_mean_its_interval_and_a_mark():
 
 def test_columns_are_lengths_and_say_which_was_trained():
     table = by_key(report(cell([1.0], length=2048), cell([1.0], length=1024)))["multi_key"]
-    assert table.columns == (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
+    lengths = (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
+    assert table.columns == (*lengths, ("effective", "≥85% of 1×"))
+
+
+def test_a_table_without_the_training_length_has_no_effective_length():
+    table = by_key(report(cell([1.0], length=2048), cell([1.0], length=4096)))["multi_key"]
+    assert [head for head, _ in table.columns] == ["2048 tokens", "4096 tokens"]
+    assert "Effective" not in table.legend
 
 
 def test_what_was_not_measured_is_empty_and_rows_of_nothing_are_left_out():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.common.errors import Problem
-from trainer.common.fields import Count, Natural, Number, OptionalText, configuration
+from trainer.common.fields import Count, FreeForm, Natural, Number, OptionalText, configuration
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.statistics import Comparison, sign_test
@@ -89,6 +89,9 @@ class HarnessConfig(BenchmarkConfig):
     """Solved examples before each question; null: as the task says."""
     include_path: OptionalText = None
     """Directory with more tasks; null: none."""
+    metadata: FreeForm = field(default_factory=dict)
+    """Arguments of tasks that make their questions, such as max_seq_lengths and tokenizer of
+    RULER."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -
     return compute(items)
 
 
+NO_QUESTION = -1.0
+"""Score that RULER's tasks in lm-eval give a question at all lengths but its own."""
 MAX_NEW_TOKENS = 256
 """Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""
 
@@ -138,15 +140,20 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             order = order[size:]
 
 
+def _manager(config: HarnessConfig) -> TaskManager:
+    """Return lm-eval's index of tasks, whose tasks have the configuration's metadata."""
+    return _index_of_tasks(config.include_path, json.dumps(config.metadata, sort_keys=True))
+
+
 @cache
-def _manager(include_path: str | None) -> TaskManager:
-    """Return lm-eval's index of tasks, which takes seconds to make."""
-    return TaskManager(include_path=include_path)
+def _index_of_tasks(include_path: str | None, metadata: str) -> TaskManager:
+    """Return lm-eval's index of tasks, which takes seconds to make; ``metadata``: JSON."""
+    return TaskManager(include_path=include_path, metadata=json.loads(metadata))
 
 
 def task_problems(config: HarnessConfig) -> list[Problem]:
     """Check that lm-eval knows every task, and can load it and its data, which it then caches."""
-    manager = _manager(config.include_path)
+    manager = _manager(config)
     unknown = [
         Problem(KEY, f"lm-eval has no task {task!r}.", did_you_mean(task, manager.all_tasks))
         for task in config.tasks
@@ -156,15 +163,42 @@ def task_problems(config: HarnessConfig) -> list[Problem]:
         return unknown
     asked = ", ".join(config.tasks)
     try:
-        get_task_dict(config.tasks, manager)
+        tasks = get_task_dict(config.tasks, manager)
     except OSError as error:
         said = " ".join(str(error).split())
         instead = "Without a network, multiple_choice scores request files."
         return [Problem(KEY, f"lm-eval cannot get the data of {asked} ({said}). {instead}")]
-    except (ImportError, KeyError, RuntimeError, ValueError) as error:
-        # Such as a package that a task needs, or a data set that is a script
+    except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # Such as a package that a task needs, a data set that is a script, or wrong metadata
         return [Problem(KEY, f"lm-eval cannot load {asked} ({first_line(error)}).")]
-    return []
+    return _metadata_problems(tasks) if config.metadata else []
+
+
+def _metadata_problems(tasks: dict[Any, Any]) -> list[Problem]:
+    """Check that all tasks receive metadata: lm-eval gives it to ``custom_dataset`` alone."""
+    fixed = [
+        name
+        for name, task in _leaves(tasks)
+        if not callable(getattr(task.config, "custom_dataset", None))
+    ]
+    if not fixed:
+        return []
+    return [
+        Problem(
+            "evaluation.metadata",
+            "expected tasks that make their questions by a function (custom_dataset in their "
+            f"YAML), such as niah_single_1, got {', '.join(fixed)}; leave metadata out for them.",
+        )
+    ]
+
+
+def _leaves(tasks: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the task of every task in lm-eval's nested groups."""
+    for name, task in tasks.items():
+        if isinstance(task, dict):
+            yield from _leaves(task)
+        else:
+            yield name, task
 
 
 def score_tasks(
@@ -182,13 +216,17 @@ def score_tasks(
         tasks=config.tasks,
         num_fewshot=config.num_fewshot,
         limit=config.limit,
-        task_manager=_manager(config.include_path),
+        task_manager=_manager(config),
     )
     return [score for task in results["results"] for score in _scores(results, task)]
 
 
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``."""
+    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``.
+
+    Metrics of RULER are lengths in tokens, and -1 stands for a length that a question does not
+    have; these are left out.
+    """
     found = results["results"][task]
     count = results["n-samples"].get(task, {}).get("effective") or found.get("sample_len", 0)
     for key, value in found.items():
@@ -198,8 +236,14 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
         error = found.get(f"{metric}_stderr,{filtered}")
         known = error if isinstance(error, float) else None
         better = results.get("higher_is_better", {}).get(task, {}).get(metric)
-        each = tuple(_of_each(results, task, metric, filtered)) if better else ()
-        yield Score(task, metric if filtered == "none" else key, float(value), known, count, each)
+        is_length = metric.isdigit()
+        each = tuple(_of_each(results, task, metric, filtered)) if better or is_length else ()
+        if is_length:
+            each = tuple(score for score in each if score != NO_QUESTION)
+            if not each:
+                continue
+        asked = len(each) if is_length else count
+        yield Score(task, metric if filtered == "none" else key, float(value), known, asked, each)
 
 
 def _of_each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:

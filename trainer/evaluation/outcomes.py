@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer.evaluation.effective_length import EffectiveLength, effective_length
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
 from trainer.evaluation.statistics import Comparison, Estimate, average, estimate, sign_test
 
@@ -110,6 +111,19 @@ class Outcomes:
         estimates = [self._estimate(row, task, length) for task in tasks]
         known = [one for one in estimates if one is not None]
         return average(known) if known and len(known) == len(estimates) else None
+
+    def effective_length(self, row: Row, tasks: Sequence[str]) -> EffectiveLength | None:
+        """Return up to which length a row keeps its score at the training length."""
+        scores = {length: self.estimate(row, tasks, length) for length in self.lengths(tasks)}
+        chance = sum(map(self._chance, tasks)) / max(1, len(tasks))
+        return effective_length(scores, self.report.training_length, chance)
+
+    def _chance(self, task: str) -> float:
+        """Return the score of naming any of several statements; 0 for tasks in words."""
+        about = self.report.task if task == STATEMENTS else {}
+        listed = float(about.get("chance_listed", 0.0))
+        # One statement leaves nothing to choose: then only guessing its number is chance.
+        return listed if listed < 1 else float(about.get("chance", 0.0))
 
     def comparison(
         self, row: Row, tasks: Sequence[str], length: int, label: tuple[int, str] | None = None

@@ -30,11 +30,10 @@ from trainer.report.files import Drawn, base64, render
 from trainer.report.sweep import (
     Sweep,
     csv_sweep,
-    entries,
     facts,
     legend,
     markdown_sweep,
-    sweep_heads,
+    sweep_columns,
     unfinished,
 )
 from trainer.report.sweep_figures import sweep_figure
@@ -176,7 +175,7 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
     write_atomically(directory / "table.md", markdown_sweep(sweep))
     write_atomically(directory / "table.csv", csv_sweep(sweep))
     figures = [plan.write(directory / "figures" / plan.name) for plan in sweep_figure(sweep)]
-    by_factor = entries(sweep)
+    columns = sweep_columns(sweep)
     text = render(
         "sweep.html.j2",
         {"embedded": base64, "counted": counted},
@@ -184,12 +183,12 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
         report=SimpleNamespace(made=made),
         troubles=unfinished(sweep),
         legend=legend(sweep),
-        heads=sweep_heads(sweep),
+        heads=[head for head, _ in columns],
         rows=[
             (
                 name,
                 run,
-                [by_factor[factor].get(run.place) for factor in sweep.factors],
+                [column.get(run.place) for _, column in columns],
                 facts(run),
                 _page_of(run.place, directory),
             )

@@ -16,13 +16,17 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import factor_label, percent
+from trainer.evaluation.effective_length import EffectiveLength
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Report, is_known
 from trainer.evaluation.statistics import Comparison, Estimate, change, sign_test
 from trainer.report.tables import (
+    EFFECTIVE_HEAD,
+    EFFECTIVE_LEGEND,
     MISSING,
     WIDTH,
     Entry,
+    effective_entries,
     markdown_cell,
     markdown_row,
     terminal_cell,
@@ -57,7 +61,8 @@ class SweptRun:
     that differ between runs. ``state``: ``finished``, or its progress. ``problem``: why it failed,
     or why its numbers are meaningless. ``tokens``, ``loss``, ``skipped``: tokens read, training
     loss and skipped updates in its last row of metrics. ``measured_on``: equal for runs with the
-    same trials and windows. ``reached``: results by length, ascending.
+    same trials and windows. ``reached``: results by length, ascending. ``effective``: effective
+    length of its retrieval.
     """
 
     place: str
@@ -70,6 +75,7 @@ class SweptRun:
     skipped: int | None = None
     measured_on: str = ""
     reached: tuple[Reached, ...] = ()
+    effective: EffectiveLength | None = None
 
 
 @dataclass(frozen=True)
@@ -146,14 +152,9 @@ class Sweep:
 
 
 def reached(report: Report, label: str) -> tuple[Reached, ...]:
-    """Return retrieval and loss by length of the model as is, from a run's own report.
-
-    Retrieval is the score of the statements, or else the mean over the tasks with scores.
-    """
+    """Return retrieval and loss by length of the model as is, from a run's own report."""
     outcomes = Outcomes(report)
-    row = (label, AS_IS)
-    tasks = [STATEMENTS] if STATEMENTS in outcomes.scored else outcomes.averaged
-    tasks = tasks or outcomes.scored[:1]
+    row, tasks = (label, AS_IS), _retrieval_tasks(outcomes)
     lengths = {c.length: c.factor for c in report.cells if (c.model, c.method) == row}
     found = []
     for length, factor in sorted(lengths.items()):
@@ -170,6 +171,19 @@ def reached(report: Report, label: str) -> tuple[Reached, ...]:
             )
         )
     return tuple(found)
+
+
+def effective(report: Report, label: str) -> EffectiveLength | None:
+    """Return the effective length of the model as is, from a run's own report."""
+    outcomes = Outcomes(report)
+    return outcomes.effective_length((label, AS_IS), _retrieval_tasks(outcomes))
+
+
+def _retrieval_tasks(outcomes: Outcomes) -> list[str]:
+    """Return the tasks whose mean score is the retrieval: the statements, or else those that can
+    be averaged."""
+    tasks = [STATEMENTS] if STATEMENTS in outcomes.scored else outcomes.averaged
+    return tasks or outcomes.scored[:1]
 
 
 def numeric(text: str) -> float | None:
@@ -238,14 +252,19 @@ def short(count: int) -> str:
     return str(count)
 
 
-def sweep_heads(sweep: Sweep) -> list[str]:
-    """Return column heads by length, with tokens if all runs have the same training length."""
-    found = []
+def sweep_columns(sweep: Sweep) -> list[tuple[str, dict[str, Entry]]]:
+    """Return the head of each column and its entries by directory, the effective length last.
+
+    A head has the tokens if all runs have the same training length.
+    """
+    found, by_factor = [], entries(sweep)
     for factor in sweep.factors:
         lengths = {at.length for run in sweep.runs if (at := sweep.at(run, factor))}
         trained = " (trained)" if factor == 1 else ""
         tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens vary"
-        found.append(f"{tokens}\n{factor_label(factor)}{trained}")
+        found.append((f"{tokens}\n{factor_label(factor)}{trained}", by_factor[factor]))
+    if own := effective_entries({run.place: run.effective for run in sweep.runs}):
+        found.append(("\n".join(EFFECTIVE_HEAD), own))
     return found
 
 
@@ -268,6 +287,8 @@ def legend(sweep: Sweep) -> str:
             " Runs that were measured on other text, tokens or trials than the first are not "
             "tested, and their losses do not compare with its."
         )
+    if any(run.effective for run in sweep.runs):
+        said += f" {EFFECTIVE_LEGEND}"
     return f"{said} {MISSING} not measured."
 
 
@@ -284,13 +305,13 @@ def terminal_sweep(sweep: Sweep, width: int = WIDTH) -> RenderableType:
     """Return the table, at most ``width`` characters wide; further lengths continue below."""
     beside = sum(size + 1 for size, _ in _FACTS)
     fitting = max(1, (width - _NAME - 1 - beside) // (_CELL + 1))
-    columns, found = sweep_heads(sweep), entries(sweep)
+    columns = sweep_columns(sweep)
     shown: list[RenderableType] = []
     for start in range(0, max(1, len(columns)), fitting):
-        chosen = list(zip(columns, sweep.factors, strict=True))[start : start + fitting]
+        chosen = columns[start : start + fitting]
         facts_too = start == 0
         room = width - 1 - len(chosen) * (_CELL + 1) - facts_too * beside
-        shown.append(_terminal(sweep, found, chosen, min(40, room), facts_too))
+        shown.append(_terminal(sweep, chosen, min(40, room), facts_too))
     shown += [Text(f"{legend(sweep)}\n", style="dim")]
     shown += [Text(said, style="bold red") for said in unfinished(sweep)]
     return Group(*shown)
@@ -298,8 +319,7 @@ def terminal_sweep(sweep: Sweep, width: int = WIDTH) -> RenderableType:
 
 def _terminal(
     sweep: Sweep,
-    found: dict[float, dict[str, Entry]],
-    chosen: list[tuple[str, float]],
+    chosen: list[tuple[str, dict[str, Entry]]],
     name_width: int,
     facts_too: bool,
 ) -> rich_table.Table:
@@ -320,7 +340,7 @@ def _terminal(
         label = Text("\n".join(_name_lines(name, name_width)))
         if run.state != FINISHED:
             label.append("\n" + "\n".join(wrap(run.state, name_width)), style="red")
-        cells = [terminal_cell(found[factor].get(run.place)) for _, factor in chosen]
+        cells = [terminal_cell(column.get(run.place)) for _, column in chosen]
         drawn.add_row(label, *cells, *(facts(run) if facts_too else ()))
     return drawn
 
@@ -336,11 +356,11 @@ def _name_lines(name: str, width: int) -> list[str]:
 
 def markdown_sweep(sweep: Sweep) -> str:
     """Return the table as Markdown under its heading; ends with a newline."""
-    found = entries(sweep)
-    head = ["run", *(", ".join(one.split("\n")) for one in sweep_heads(sweep)), *SOUND, "state"]
+    columns = sweep_columns(sweep)
+    head = ["run", *(", ".join(one.split("\n")) for one, _ in columns), *SOUND, "state"]
     lines = [markdown_row(head), markdown_row(["---", *["---:"] * (len(head) - 2), "---"])]
     for name, run in zip(sweep.names, sweep.runs, strict=True):
-        cells = [markdown_cell(found[factor].get(run.place)) for factor in sweep.factors]
+        cells = [markdown_cell(column.get(run.place)) for _, column in columns]
         lines.append(markdown_row([name, *cells, *facts(run), run.state]))
     said = "".join(f"\n- {one}" for one in unfinished(sweep))
     body = "\n".join(lines)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from textwrap import wrap
+from typing import TypeVar
 
 from rich import box
 from rich import table as rich_table
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
+from trainer.evaluation.effective_length import KEPT, EffectiveLength
 from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts, row_name
 from trainer.evaluation.results import PERPLEXITY, Report
 from trainer.evaluation.statistics import Comparison, Estimate, average, estimate
@@ -24,6 +26,7 @@ MISSING = "·"
 UNCHANGED = "="
 """Mark of a cell whose method leaves the model as it is."""
 UNMEASURED = "Nothing was evaluated."
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class Table:
     """Table of a report, independent of the output format.
 
     ``key``: name in links. ``note``: remarks on this table. ``legend``: meaning of the cells.
-    ``columns``: two lines each. ``rows``: model, method and an entry for every column, None if not
-    measured. ``detail``: whether it is of minor interest.
+    ``columns``: two lines each, for a length or a label, and last the effective length. ``rows``:
+    model, method and an entry for every column, None if not measured. ``detail``: whether it is of
+    minor interest.
     """
 
     key: str
@@ -126,7 +130,27 @@ def _scores(
     if with_losses:
         legend = f"{legend} {_LOSSES.format(outcomes.report.last)}"
     columns = [column(length) for length in lengths]
-    return _table(outcomes, key, title, what, legend, heads(lengths), columns)
+    found = {row: outcomes.effective_length(row, tasks) for row in outcomes.rows}
+    shown = heads(lengths)
+    if effective := effective_entries(found):
+        shown, columns = [*shown, EFFECTIVE_HEAD], [*columns, effective]
+        legend = f"{legend} {EFFECTIVE_LEGEND}"
+    return _table(outcomes, key, title, what, legend, shown, columns)
+
+
+EFFECTIVE_HEAD = ("effective", f"≥{KEPT:.0%} of 1×")
+EFFECTIVE_LEGEND = (
+    f"Effective: the longest length, in tokens, up to which the score is at least {KEPT:.0%} of "
+    "that at the training length (≥: at every length measured; none: at the training length the "
+    "score is at chance)."
+)
+
+
+def effective_entries(found: Mapping[K, EffectiveLength | None]) -> dict[K, Entry]:
+    """Return the column of effective lengths; it lacks what is None."""
+    known = {key: own for key, own in found.items() if own is not None}
+    best = max((own.length for own in known.values()), default=0)
+    return {key: Entry(own.text, best=0 < own.length == best) for key, own in known.items()}
 
 
 _LOSSES = "Then the held-out loss in nats per token, on the last {} tokens of each window."

@@ -12,7 +12,7 @@ from trainer.common.errors import UserError, near_path, renaming
 from trainer.evaluation.results import Report, is_known
 from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
-from trainer.report.sweep import FINISHED, Sweep, SweptRun, reached
+from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
@@ -154,6 +154,7 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
         last.get("skipped_steps"),
         _measured_on(report) if report else "",
         reached(report, called) if report else (),
+        effective(report, called) if report else None,
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import Report
+from trainer.evaluation.results import STATEMENTS, Report
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
+from trainer.report.tables import EFFECTIVE_LEGEND
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
@@ -146,17 +147,20 @@ def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
     name = label(config, is_dropped(config, step))
     if report is None or step != config.trainer.max_steps:
         return []
-    own = [r for r in Outcomes(report).results() if (r.name + " + ").startswith(f"{name} + ")]
+    outcomes = Outcomes(report)
+    own = [r for r in outcomes.results() if (r.name + " + ").startswith(f"{name} + ")]
+    kept = {outcomes.name(r): outcomes.effective_length(r, [STATEMENTS]) for r in outcomes.rows}
     rows = [
         f"| {result.name} | {result.length:,} "
         f"| {_number(None if (r := result.retrieval) is None else r.mean)} "
-        f"| {_number(result.loss)} |"
+        f"| {_number(result.loss)} "
+        f"| {'' if (length := kept[result.name]) is None else length.text} |"
         for result in own
     ]
-    head = "| method | length | retrieval | loss |\n| --- | --- | --- | --- |\n"
+    head = "| method | length | retrieval | loss | effective |\n| --- | --- | --- | --- | --- |\n"
     explained = (
         "Retrieval: share of needles found; loss: nats per token on the last tokens of held-out "
-        "windows. `+`: context extension at no cost."
+        f"windows. `+`: context extension at no cost. {EFFECTIVE_LEGEND}"
     )
     return ["## Evaluation", head + "\n".join(rows), explained] if rows else []
 

@@ -422,6 +422,7 @@ FREE_FORM = (
     "callbacks",
     "data.mixture",
     "data.arguments",
+    "evaluation.metadata",
 )
 """Groups whose keys the user chooses; new ones are added with a plus."""
 

@@ -1,0 +1,73 @@
+"""Effective lengths of random scores against a plain search, and the cases that have none."""
+
+import itertools
+
+import pytest
+
+from tests.report.examples import report, statements
+from trainer.evaluation.effective_length import EffectiveLength, effective_length
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.statistics import Estimate, estimate
+
+C = 64
+
+
+def scores(*rates, lengths=(64, 128, 256, 512)):
+    """Estimates of 100 trials at each length, from rates in %; None for not measured."""
+    return {
+        n: None if rate is None else estimate([1.0] * rate + [0.0] * (100 - rate))
+        for n, rate in zip(lengths, rates, strict=False)
+    }
+
+
+def test_the_first_length_below_the_threshold_ends_the_search():
+    rates = (100, 90, 85, 84, 40)
+    for of_each in itertools.product(rates, repeat=3):
+        expected, held = C, True
+        for length, rate in zip((128, 256, 512), of_each, strict=True):
+            held = held and 100 * rate >= 85 * 100
+            expected = length if held else expected
+        found = effective_length(scores(100, *of_each), C)
+        assert found == EffectiveLength(expected, is_limit=not held)
+
+
+@pytest.mark.parametrize(
+    ("rates", "text"),
+    [
+        ((80, 68, 67), "128"),  # 85% of 80% is 68%
+        ((80, 90, 68), "≥256"),
+        ((80, 90, None, 90), "≥128"),
+        ((100, 0), "64"),
+        ((0, 50), "none"),
+    ],
+)
+def test_text(rates, text):
+    assert effective_length(scores(*rates), C).text == text
+
+
+@pytest.mark.parametrize("rates", [(90,), (90, None), (None, 90)])
+def test_nothing_can_be_said_without_the_training_length_and_a_longer_one(rates):
+    assert effective_length(scores(*rates), C) is None
+
+
+def test_shorter_lengths_do_not_count():
+    found = effective_length(scores(10, 80, 80, lengths=(32, 64, 128)), C)
+    assert found == EffectiveLength(128, is_limit=False)
+
+
+def test_rounding_does_not_lose_a_length():
+    base, kept = Estimate(0.3, 0.2, 0.4), Estimate(0.255, 0.2, 0.3)
+    assert kept.mean < 0.85 * base.mean + 1e-9
+    assert effective_length({64: base, 128: kept}, C).text == "≥128"
+
+
+def test_statements_are_at_chance_if_any_of_them_is_named():
+    """64 of 256 trials is what naming any of four statements reaches."""
+    cells = [*statements("A", (25, 25, 25, 25)), *statements("B", (40, 40, 20, 40))]
+    task = {"needles": 4, "chance": 1 / 90, "chance_listed": 1 / 4}
+    outcomes = Outcomes(report(*cells, training_length=64, task=task))
+    found = [outcomes.effective_length((name, "none"), ["statements"]).text for name in "AB"]
+    assert found == ["none", "128"]
+    alone = {**task, "needles": 1, "chance_listed": 1.0}
+    outcomes = Outcomes(report(*cells, training_length=64, task=alone))
+    assert outcomes.effective_length(("A", "none"), ["statements"]).text == "≥512"
