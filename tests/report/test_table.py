@@ -188,7 +188,7 @@ def test_a_method_that_changes_nothing_is_marked_and_explained():
         cell([0.0], length=2048), cell([1.0], method="yarn", length=2048),
     )  # fmt: skip
     table = by_key(made)["multi_key"]
-    assert [entry.mark for entry in table.rows[1][2]] == ["=", ""]
+    assert [entry.mark for entry in table.rows[1][2]] == ["=", "", ""]  # the last: effective length
     assert table.legend.endswith("= the method changes nothing at this length.")
     assert "=" not in by_key(report(cell([1.0])))["multi_key"].legend
     for form in (markdown_tables, latex_tables):

@@ -250,9 +250,9 @@ def test_a_fitted_temperature_is_said_to_be_no_part_of_an_export(
     fitted = {"coefficient": 0.25, "per": "sequence", "lengths": [64], "text": "0", "tokens": 9}
     read = card_module.with_fitted_temperature
 
-    def with_a_file(layout, path):
+    def with_a_file(layout, path, stored_length):
         write_atomically(path / "temperature.json", json.dumps(fitted))
-        return read(layout, path)
+        return read(layout, path, stored_length)
 
     monkeypatch.setattr(card_module, "with_fitted_temperature", with_a_file)
     text = card(RunConfig(), model)
