@@ -78,7 +78,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         ),
         (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      "),
         (["+experiment=drope_demo", "--help"], "  drop.at=0.75                  RoPE retrieves"),
-        (["+experiment=drope_demo", "--help"], "  controls.nope.model.qk_norm.when=never\n"),
+        (["+experiment=drope_demo", "--help"], "  controls.nope.positional.layers=[nope]\n"),
     ],
 )
 def test_help_describes_keys_as_their_files_do(words, said, capsys):

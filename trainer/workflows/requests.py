@@ -26,7 +26,6 @@ from trainer.data.config import DataConfig
 from trainer.evaluation.benchmarks import BenchmarkConfig, HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import ON_TEXT, part_problems
-from trainer.evaluation.passes import Dtype
 from trainer.generation.sampling import Sampling
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.runs.config import RunConfig
@@ -242,7 +241,7 @@ class GenerationRequest:
     """Seed of the draws."""
     threads: Processes | None = None
     """CPU threads; null: OMP_NUM_THREADS or all cores."""
-    dtype: Dtype | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU."""
     stream: bool = True
     """Show a single continuation while it grows."""
