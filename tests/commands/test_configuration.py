@@ -193,7 +193,7 @@ def compare(schema, given, path):
         (["phases.schedule.steps=3"], "not set yet; write +phases.schedule.steps=3"),
         (["positional.heads.rope=1"], "not set yet; write +positional.heads.rope=1"),
         (["drope_demo"], "an experiment is named by +experiment=drope_demo."),
-        (["data.files=a.txt"], "Of this one alone it is 'data.files=[a.txt]'."),
+        (["data.files=a.txt"], "To give this one alone: 'data.files=[a.txt]'."),
         (["name=~/x"], """in quotes: 'name="~/x"'"""),
         (["data.files=[~/a, b]"], """in quotes: 'data.files=["~/a","b"]'"""),
         (["seed=0,1"], "seed=0,1: several values; write 'seed=[...]' for a list, or --multirun"),

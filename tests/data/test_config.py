@@ -76,8 +76,8 @@ WRONG = [
     ),
     (
         {"mixture": {"a": FILES | {"files": "a"}}},
-        "data.mixture.a.files: expected a list in brackets, got 'a'. Of this one alone it is "
-        "files=[a].",
+        "data.mixture.a.files: expected a list in brackets, got 'a'. To give this one alone: "
+        "'files=[a]'.",
     ),
     (
         {"mixture": {"a": {"source": "files"}}},

@@ -121,6 +121,10 @@ def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
         ({"windows": []}, "positional.windows: expected at least one entry"),
         ({"windows": [0]}, "positional.windows: a window of 0 tokens"),
         ({"windows": [513]}, "positional.windows: a window of 513 tokens"),
+        (
+            {"windows": [None, 513, 16]},
+            "expected 1 to 512, or null for none, such as positional.windows=[null,256,16].",
+        ),
         ({"heads": {"nope": 0.3}}, "positional.heads.nope: 0.3 of 4 key-value heads"),
         (
             {"heads": {"nope": -0.5}},

@@ -127,7 +127,8 @@ class Outer:
         ),
         (
             {"several": "a"},
-            "several: expected a list in brackets, got 'a'. Of this one alone it is several=[a].",
+            "several: expected a list in brackets, got 'a'. To give this one alone: "
+            "'several=[a]'.",
         ),
         ({"several": {"a": 1}}, "several: expected a list in brackets, got {'a': 1}."),
         ({"several": [1]}, "several[0]: expected a text, got 1."),
@@ -308,7 +309,7 @@ def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
         "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
     }  # fmt: skip
     config = parse(RunConfig, {"run_dir": "x", **values, "phases": phases})
-    assert (config.training_length, config.drop_step) == (128, 5)
+    assert (config.training_length, config.drop_step) == (64, 5)  # of the last phase
 
 
 def test_numbers_that_nothing_goes_on_with_hide_no_other_mistake():

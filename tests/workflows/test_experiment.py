@@ -120,7 +120,8 @@ def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
     config = read_config(["positional=irope"])
     say_unreached_encodings({"main": read_config([]), "odd": config})
     assert caplog.messages == [
-        "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope"
+        "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope; "
+        "model.num_hidden_layers=4 has all of its encodings"
     ]
 
 

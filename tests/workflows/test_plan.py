@@ -138,7 +138,7 @@ def test_phases_and_offloading_in_a_plan(planned):
         ),
     ]
     times = dict(found["Time at 40% of the peak"])
-    assert times["4 x H200"] == "0.0 minutes, 0 GPU-hours"
+    assert times["4 x H200"] == "under a minute, under one GPU-hour"
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,11 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
     config = parse(RunConfig, {"data": data | {"cache_dir": str(tmp_path)}, **model})
     size = prepare_corpus(config.data, config.tokenizer).tokenizer.get_vocab_size()
     assert size != 512  # it was trained on too little for as many
-    assert planned({**model, "data": data}, **gpu)["Parameters"][0] == (
-        "embeddings",
-        f"{size * 64:,}",
-    )
+    found = planned({**model, "data": data}, **gpu)
+    assert found["Parameters"][0] == ("embeddings", f"{size * 64:,}")
+    held = dict(found["Training"])["text"].partition(" tokens")[0]
+    stored = plans._gb(2 * int(held.replace(",", "")))
+    assert found["Disk"][-1] == ("text, prepared", f"{stored} of 2 bytes a token")
     model["tokenizer"] = {"path": "no/such/tokenizer.json"}
     with pytest.raises(UserError) as error:
         planned(model, **gpu)
@@ -215,4 +216,7 @@ def test_what_is_small_in_a_plan_has_smaller_units():
     assert [plans._gb(n * plans.GB) for n in (1234.5, 0.1, 0.09)] == [
         "1,234.5 GB", "0.1 GB", "90.0 MB",
     ]  # fmt: skip
-    assert [plans._hours(n) for n in (0.1, 0.09)] == ["0.1 hours", "5.4 minutes"]
+    assert [plans._hours(n) for n in (0.1, 0.09, 0.01)] == [
+        "0.1 hours", "5.4 minutes", "under a minute",
+    ]  # fmt: skip
+    assert [plans._gpu_hours(n) for n in (1, 0.4)] == ["1 GPU-hours", "under one GPU-hour"]

@@ -99,8 +99,9 @@ def test_panels_name_all_that_a_monitored_run_logs_and_won_back_is_that_of_its_e
     found = recovery(arm)
     assert (found.before, found.after, found.end) == (before, after, end)
     assert found.is_final
-    if after > before:
-        assert found.share == pytest.approx((after - end) / (after - before))
+    rises = after - before > 0.01 * before
+    won = pytest.approx((after - end) / (after - before)) if rises else None
+    assert found.share == won
     assert arm.is_trained
     assert [length for length, _ in retrievals(arm)] == ["1x", "2x"]
     assert "(2 of 2)" in shown(trained.run_dir)
@@ -127,6 +128,16 @@ def test_won_back_is_estimated_only_from_measurements_on_both_sides(without, sha
     said = shown("runs/a")
     assert ("about 75% of the rise won back" in said) == (share is not None)
     assert "held-out loss 3.100 → 4.100 nats per token" in said
+
+
+@pytest.mark.parametrize("end", [None, 3.05], ids=["recalibrating", "finished"])
+def test_a_drop_that_costs_nothing_has_no_share_won_back(end):
+    effect = {"drop/loss_before": 3.1, "drop/loss_after": 3.101, "length/loss_1x": 3.1}
+    ended = {"length/loss_1x": 3.0} if end is None else {"drop/loss_end": end}
+    fabricate(config(), 18, {10: {"length/loss_1x": 3.099}, 12: effect, 16: ended})
+    (arm,) = watch(["runs/a"])[0].arms
+    assert recovery(arm).share is None
+    assert "nats per token, no rise to win back" in shown("runs/a")
 
 
 def test_before_the_drop_nothing_is_won_back():

@@ -130,6 +130,8 @@ def _drop(arm: WatchedArm) -> str | None:
         return None
     losses = [found.before, found.after, *([] if found.end is None else [found.end])]
     said = f"Drop: held-out loss {' → '.join(f'{loss:.3f}' for loss in losses)} nats per token, "
+    if found.costs_nothing:
+        return f"{said}no rise to win back"
     if found.share is None:
         return f"{said}the share won back shows at the end of recalibration"
     return f"{said}{_share(found.share, found.is_final)} of the rise won back"

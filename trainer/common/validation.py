@@ -95,7 +95,7 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     elif value == "None" and type(None) in _arms(kind):
         hint = "Use null for 'not set'."
     elif get_origin(kind) in (list, tuple) and isinstance(value, str | int | float):
-        hint = f"Of this one alone it is '{_dotted(place)}=[{value}]'."
+        hint = f"To give this one alone: '{_dotted(place)}=[{value}]'."
     key = _dotted(place) + inside
     shown = _YAML[value] if value is None or isinstance(value, bool) else repr(value)
     return Problem(key, f"expected {' or '.join(expected)}, got {shown}.", hint)

@@ -11,8 +11,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def factor_label(factor: float) -> str:
-    """Return ``2×`` for 2.0 and ``1.5×`` for 1.5."""
-    return f"{factor:g}×"
+    """Return ``2×`` for 2.0, ``1.5×`` for 1.5 and ``0.781×`` for 100 of 128 tokens."""
+    return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
 
 
 def percent(fraction: float) -> str:

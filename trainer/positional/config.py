@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Annotated, Literal
 
@@ -86,6 +87,13 @@ class PositionalConfig:
     """Softmax temperature by length, for encodings that have none of their own."""
 
 
+def _shortened(windows: Sequence[int | None], training_length: int) -> str:
+    """Return windows without the impossible ones: half the training length takes their places."""
+    half = max(training_length // 2, 1)
+    fitting = (w if w is None or 1 <= w <= training_length else half for w in windows)
+    return ",".join("null" if window is None else str(window) for window in fitting)
+
+
 def _kinds(config: PositionalConfig) -> dict[str, str]:
     """Return the registered encoding that each configured name stands for."""
     return {
@@ -153,7 +161,8 @@ def build_layout(
                 Problem(
                     "positional.windows",
                     f"a window of {window} tokens does not fit the training length of "
-                    f"{training_length}; expected 1 to {training_length}, or null for none.",
+                    f"{training_length}; expected 1 to {training_length}, or null for none, such "
+                    f"as positional.windows=[{_shortened(config.windows, training_length)}].",
                 )
             )
     reached = [spectra[x] for x in (*config.layers[:num_layers], *config.heads) if x in spectra]

@@ -63,7 +63,8 @@ def continue_prompts(
     _check_memory(found, request, device)
     model = subject_of(found, request.dtype, device).load()
     model.layout, said = with_fitted_temperature(model.layout, found.path, found.stored_length)
-    say(f"{found.name}, {found.path.name}{said}")
+    names = dict.fromkeys((found.name, found.path.name))  # an export has one name
+    say(f"{', '.join(names)}{said}")
     with multiplying(device):
         return write(model, found.tokenizer, found.bos_token, request, show)
 

@@ -84,7 +84,7 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Training", list(_training(config, corpus, operations)))
     yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
-    yield Section("Disk", list(_disk(config, controls, counted["in all"], vocab)))
+    yield Section("Disk", list(_disk(config, controls, corpus, counted["in all"], vocab)))
     if missing := [*request.missing, *_missing_text(corpus)]:
         yield Section("Missing here", [("", str(one)) for one in missing])
 
@@ -142,7 +142,8 @@ def _training(
         times = epochs_read(corpus, phases, [])(steps)
         for part in corpus.parts:
             held = f"{len(part.text.train):,} tokens"
-            yield f"text {part.name}", f"{held}, read {times[part.name]:.3g} times"
+            label = f"text {part.name}" if config.data.mixture else "text"
+            yield label, f"{held}, read {times[part.name]:.3g} times"
     else:
         texts = config.data.texts
         whole = sum(weight for _, weight in texts.values())
@@ -235,12 +236,16 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
             hours = total / (peak * request.mfu * 3600)
             yield (
                 f"{request.ranks} x {gpu.name}",
-                f"{_hours(hours / request.ranks)}, {hours:,.0f} GPU-hours",
+                f"{_hours(hours / request.ranks)}, {_gpu_hours(hours)}",
             )
 
 
 def _disk(
-    config: RunConfig, controls: dict[str, RunConfig], count: int, vocab: int
+    config: RunConfig,
+    controls: dict[str, RunConfig],
+    corpus: Corpus | UserError,
+    count: int,
+    vocab: int,
 ) -> Iterator[tuple[str, str]]:
     run, one, kept = config.trainer, STATE * count, _kept(config)
     yield "a checkpoint", _gb(one)
@@ -252,8 +257,12 @@ def _disk(
         ]
         size = STATE * sum(number * weights for number, weights in counts)
         yield "those of controls", f"{sum(number for number, _ in counts)}: {_gb(size)}"
-    tokens, width = tokens_at(config, run.max_steps), 2 if vocab <= 1 << 16 else 4
-    yield "text, read once", f"{_gb(tokens * width)} of {width} bytes a token"
+    width = 2 if vocab <= 1 << 16 else 4
+    if isinstance(corpus, Corpus):
+        label, tokens = "text, prepared", sum(len(part.text.train) for part in corpus.parts)
+    else:
+        label, tokens = "text, read once", tokens_at(config, run.max_steps)
+    yield label, f"{_gb(tokens * width)} of {width} bytes a token"
 
 
 def _kept(config: RunConfig) -> int:
@@ -269,7 +278,13 @@ def _gb(size: float) -> str:
 
 
 def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return "under a minute"
     return f"{hours:,.1f} hours" if hours >= 0.1 else f"{60 * hours:,.1f} minutes"
+
+
+def _gpu_hours(hours: float) -> str:
+    return f"{hours:,.0f} GPU-hours" if hours >= 1 else "under one GPU-hour"
 
 
 def _corpus(request: PlanRequest) -> Corpus | UserError:

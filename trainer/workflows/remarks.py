@@ -97,8 +97,10 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
         layers, count = arm.positional.layers, arm.model.num_hidden_layers
         if not arm.model.is_trained and (unused := {*layers} - {*layers[:count]}):
             log.warning(
-                "positional.layers: of a pattern of %d layers %s has %d, none with %s",
+                "positional.layers: of a pattern of %d layers %s has %d, none with %s; "
+                "model.num_hidden_layers=%d has all of its encodings",
                 *(len(layers), label(arm), count, ", ".join(sorted(unused))),
+                1 + max(map(layers.index, unused)),
             )
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from trainer.common.errors import UserError, nearest
 from trainer.evaluation.results import is_known
 from trainer.formats import read_plain
+from trainer.report.claims import SAME_LOSS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import saved_run
@@ -38,9 +39,10 @@ class Recovery:
     """Share of a drop's rise in the held-out loss that recalibration has won back.
 
     ``before``, ``after``: loss on the fixed held-out batch just before and just after the drop.
-    ``share`` is None if it cannot be known yet. ``is_final``: whether ``end``, the loss at the end
-    of recalibration on the same batch, gives it. Otherwise it is estimated from the text loss that
-    ``monitor.lengths_every`` measures at the shortest length, if a row was logged at the drop.
+    ``share`` is None if it cannot be known yet, or if ``costs_nothing``. ``is_final``: whether
+    ``end``, the loss at the end of recalibration on the same batch, gives it. Otherwise it is
+    estimated from the text loss that ``monitor.lengths_every`` measures at the shortest length, if
+    a row was logged at the drop.
     """
 
     before: float
@@ -48,6 +50,11 @@ class Recovery:
     end: float | None
     share: float | None
     is_final: bool
+
+    @property
+    def costs_nothing(self) -> bool:
+        """Whether the loss rises at the drop by at most 1%, which reports do not judge either."""
+        return self.after - self.before <= SAME_LOSS * self.before
 
 
 @dataclass(frozen=True)
@@ -289,8 +296,11 @@ def recovery(arm: WatchedArm) -> Recovery | None:
     if at is None or after not in (row := arm.rows[at]):
         return None
     last = next((later[end] for later in arm.rows[at:] if end in later), None)
+    found = Recovery(row[before], row[after], last, None, last is not None)
+    if found.costs_nothing:
+        return found
     if last is not None:
-        return Recovery(row[before], row[after], last, _won(row[before], row[after], last), True)
+        return replace(found, share=_won(found.before, found.after, last))
     share = None
     if names := arm.metrics_like(f"{TEXT_LOSS}.+"):
         measured = [(r["step"], r[names[0]]) for r in arm.rows if names[0] in r]
@@ -301,7 +311,7 @@ def recovery(arm: WatchedArm) -> Recovery | None:
         new = [x for s, x in measured if s >= row["step"]]
         if old is not None and len(new) > 1:
             share = _won(old, new[0], new[-1])
-    return Recovery(row[before], row[after], None, share, False)
+    return replace(found, share=share)
 
 
 def _won(before: float, after: float, now: float) -> float | None:
