@@ -32,7 +32,7 @@ RUN = {
         trainer.rewind_after trainer.gc_every trainer.profile_steps[] strategy.shard_size
         data.validation_tokens data.test_tokens data.shuffle_group data.needles.names[2]
         data.needles.mentions[2] tokenizer.sample_megabytes drop.at_tokens drop.effect_sequences
-        positional.windows[] positional.temperature.reference
+        positional.windows[] positional.temperature.reference drop.windows[]
         phases.a.steps phases.a.tokens phases.a.batch_size phases.a.micro_batch_size
         phases.a.log_every phases.a.until.every phases.a.until.patience
         monitor.lengths_every monitor.windows monitor.probe_every monitor.probe_sequences
@@ -74,6 +74,7 @@ RUN = {
     "> 0 .. 1000000": "evaluation.choice.length evaluation.lengths[] monitor.benchmarks.lengths[]",
     "> 1 .. 1000000": "phases.a.rescale.factor evaluation.temperature.lengths[]",
     "1 .. 1000000": "evaluation.dynamic_ntk.alpha",
+    "> 1 ..": "phases.a.rescale.base",
     SHARE: """
         data.needles.share data.needles.changes data.bad_rows
         schedule.final schedule.decay_fraction drop.schedule.final drop.schedule.decay_fraction
@@ -108,7 +109,10 @@ BENCHMARK = {
     "1 .. 1000000": "evaluation.factor",
 }
 OTHERS = [
-    (ExportRequest, {"0 ..": "tolerance", "1 1024": "threads"}),
+    (
+        ExportRequest,
+        {"0 ..": "tolerance", "1 1024": "threads", "> 1 .. 1000000": "temperature_at"},
+    ),
     (
         GenerationRequest,
         {

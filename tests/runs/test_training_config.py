@@ -68,7 +68,7 @@ IMPOSSIBLE = [
         (
             BenchmarksConfig, {key: 5},
             "monitor.benchmarks: expected tasks, multiple_choice or harness to name one or more, "
-            "for instance monitor.benchmarks.multiple_choice=[piqa].",
+            "for instance 'monitor.benchmarks.multiple_choice=[piqa]'.",
         )
         for key in ("every", "every_tokens")
     ),

@@ -85,7 +85,7 @@ def _few(controls):
             changed["branch"] = 2
         if "from_run" in changed.get("model", {}):  # and its steps are of that run
             changed |= {"model": {"from_run": None}, "trainer": {}}
-        if "at" in changed.get("drop", {}):
+        if "at" in changed.get("drop", {}) or changed.get("drop", {}).get("enabled"):
             changed["drop"] = {**changed["drop"], "at": 2}
         if "anneal_steps" in changed.get("drop", {}):
             changed["drop"] = {**changed["drop"], "anneal_steps": 3}

@@ -112,8 +112,9 @@ class _Worker:
         left = self._in_order(jobs)
         if left and not self.claims.share.index:
             lengths = {plan.length for plan in left[0].plans}
-            model = self._loaded(left[0].method[0])
-            say_duration(model, lengths, total, self.batch_tokens, self.shorter)
+            # No name keeps the model: the next one is read once it is freed.
+            loaded = partial(self._loaded, left[0].method[0])
+            say_duration(loaded(), lengths, total, self.batch_tokens, self.shorter)
         while left:
             later = []
             for job in left:
