@@ -131,7 +131,7 @@ def test_the_choices_stand_in_the_plan_and_in_the_run_with_their_reasons(done):
     plan = said_of(done, 0)
     for word in ("trainer.max_steps=50", "optimizer.lr=0.0003", "data.sequence_length=32"):
         assert word in plan.partition("The run alone")[0]
-    assert "6,400 in 50 steps" in plan
+    assert "6,400 in 50 steps" in " ".join(plan.split())  # wrapped by the width of a path
     assert "trainer.batch_size" not in plan.partition("The run alone")[0]
 
 

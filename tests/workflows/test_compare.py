@@ -485,8 +485,8 @@ def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
 
 
 OTHER = {
-    "enabled": False, "quick": True, "layers": "all", "tasks": [PERPLEXITY], "windows": 5, "last": 8,
-    "batch_tokens": 4096,
+    "enabled": False, "quick": True, "layers": "all", "tasks": [PERPLEXITY], "windows": 5,
+    "last": 8, "batch_tokens": 4096,
     "dtype": "bf16", "fit_windows": 3, "needles": {"trials": 5}, "ruler": {"trials": 5},
     "longbench": {"limit": 5}, "many_shot": {"trials": 5}, "temperature": {"grid": [0.1]},
     "dynamic_ntk": {"alpha": 2.0}, "longrope": {"seed": 1}, "choice": {"texts": 2},
