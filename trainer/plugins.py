@@ -31,5 +31,5 @@ def load_plugins(paths: Sequence[str]) -> None:
         sys.modules[spec.name] = module  # where dataclasses look for the module of a class
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script among them would end this program
             raise UserError.at("plugins", f"{path!r} failed to import: {error!r}.") from error

@@ -215,6 +215,12 @@ def test_a_text_a_model_and_enough_minutes_are_needed(place, llama, capsys):
     assert not list(place.iterdir())
 
 
+def test_a_file_that_is_no_text_is_named_as_text(place, llama, capsys):
+    (place / "zeros.txt").write_bytes(b"A\0" * 9999)
+    (said,) = refused(capsys, *words_for(llama, "text=zeros.txt"))
+    assert said == "text: 'zeros.txt' is not text: byte 1 is NUL."
+
+
 def test_a_short_text_is_refused_before_the_run_directory_is_made(place, llama, capsys):
     (place / "short.txt").write_text(TEXT[:300])
     (said,) = refused(capsys, *words_for(llama, "text=short.txt"))
@@ -255,6 +261,10 @@ def test_a_run_of_other_choices_is_kept(done, llama, capsys):
     run = done / "runs/llama-drope"
     before = (run / "config.yaml").read_text()
     with standing_in(done):
+        other = llama.parent / "b.txt"
+        other.write_text(TEXT)
+        (said,) = refused(capsys, *words_for(llama, f"text={other}"))
+        assert f"was begun with '{llama.parent}/a.txt', this command has '{other}'" in said
         (said,) = refused(capsys, *words_for(llama, "minutes=2"))
         assert said.startswith("minutes: the run in 'runs/llama-drope' was begun with 0.05")
         said = refused(capsys, *words_for(llama, "optimizer.lr=1e-4"))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -457,6 +458,13 @@ def test_a_word_alone_is_the_checkpoint(done, name, place):
         run_command(MODULES[name].COMMAND, [*words, path])
         request = getattr(done[-1], "request", done[-1])
         assert request.checkpoint == path
+
+
+def test_an_existing_path_with_an_equals_sign_is_a_path(done, place):
+    Path("runs/lr=0.1").mkdir(parents=True)
+    run_command(MODULES["evaluate"].COMMAND, ["runs/lr=0.1"])
+    assert done[-1].request.checkpoint == "runs/lr=0.1"
+    assert "runs/lr: unknown key" in str(refused("evaluate", "runs/lr=0.2"))
 
 
 @pytest.mark.parametrize("name", ["evaluate", "export", "analyze", "generate", "inspect"])

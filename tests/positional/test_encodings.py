@@ -236,7 +236,9 @@ def test_an_encoding_that_rotates_more_channels_than_there_are_is_refused(tmp_pa
         spectrum("wide")
 
 
-@pytest.mark.parametrize("content", [None, "import no_such_module_anywhere", "def broken(:"])
+@pytest.mark.parametrize(
+    "content", [None, "import no_such_module_anywhere", "def broken(:", "raise SystemExit(0)"]
+)
 def test_a_plugin_that_cannot_be_loaded_is_named(tmp_path, content):
     plugin = tmp_path / "bad.py"
     if content is not None:

@@ -111,6 +111,11 @@ def test_trained_weights_may_drop_at_once():
     assert DropConfig(at=85, enabled=False).step(1000, 128) is None
 
 
+def test_a_run_of_one_step_is_told_to_take_more():
+    (problem,) = map(str, DropConfig(at=0.85).problems(1, 128, 4, 2, 64))
+    assert problem.startswith("drop.at: the run has a single step, and a drop needs one before it")
+
+
 fractions = st.floats(0, 1)
 schedules = st.builds(
     ScheduleConfig,

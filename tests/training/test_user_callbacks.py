@@ -216,6 +216,9 @@ def test_a_module_that_fails_to_import_is_named(module):
     (module / "failing.py").write_text("import not_installed_here")
     (problem,) = map(str, callback_problems({"mine": {"_target_": "failing.Thing"}}))
     assert "'failing' failed to import: ModuleNotFoundError" in problem
+    (module / "leaving.py").write_text("raise SystemExit(0)")
+    (problem,) = map(str, callback_problems({"mine": {"_target_": "leaving.Thing"}}))
+    assert "'leaving' failed to import: SystemExit(0)" in problem
 
 
 def test_a_state_that_cannot_be_kept_is_named():

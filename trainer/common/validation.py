@@ -97,11 +97,15 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     elif get_origin(kind) in (list, tuple) and isinstance(value, str | int | float):
         hint = f"To give this one alone: '{_dotted(place)}=[{value}]'."
     key = _dotted(place) + inside
-    shown = _YAML[value] if value is None or isinstance(value, bool) else repr(value)
-    return Problem(key, f"expected {' or '.join(expected)}, got {shown}.", hint)
+    return Problem(key, f"expected {' or '.join(expected)}, got {shown(value)}.", hint)
 
 
 _YAML = {None: "null", True: "true", False: "false"}
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it: null, true and false as in YAML."""
+    return _YAML[value] if value is None or isinstance(value, bool) else repr(value)
 
 
 def _plain(bound: float) -> str:

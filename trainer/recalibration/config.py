@@ -224,14 +224,18 @@ class DropConfig(ChangeConfig):
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
-            problems.append(
-                Problem(
-                    f"drop.{key}",
+            if max_steps > first:
+                message = (
                     f"{getattr(self, key)} is step {step}, but the run has steps {first} to "
                     f"{max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
-                    "step, a fraction between 0 and 1, or null for no drop.",
+                    "step, a fraction between 0 and 1, or null for no drop."
                 )
-            )
+            else:
+                message = (
+                    "the run has a single step, and a drop needs one before it; give more steps "
+                    "(trainer.max_steps or trainer.max_tokens), or drop=never."
+                )
+            problems.append(Problem(f"drop.{key}", message))
             step = None
         left = max_steps - step if step is not None else max_steps
         problems += self.change_problems("drop", num_layers, num_heads, left, length)

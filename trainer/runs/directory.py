@@ -20,7 +20,7 @@ import yaml
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.files import write_atomically
-from trainer.common.validation import checked
+from trainer.common.validation import checked, shown
 from trainer.formats import check_format, read_content, read_plain
 from trainer.runs.config import RunConfig
 
@@ -126,7 +126,9 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             raise UserError(
                 *(
                     Problem(
-                        key, f"the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                        key,
+                        f"the run in {config.run_dir!r} has {shown(old)}, this command "
+                        f"{shown(new)}.",
                     )
                     for key, old, new in differing
                 ),

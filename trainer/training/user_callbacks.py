@@ -96,7 +96,7 @@ def _find_class(where: str, target: Any) -> type[L.Callback]:
         raise UserError.at(where, f"expected a class as package.module.Class, got {target!r}.")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise UserError.at(

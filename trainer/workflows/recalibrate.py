@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.words import counted
 from trainer.cores import usual_threads
@@ -206,8 +206,8 @@ def recipe_for(
                 f"the run in {str(run_dir)!r} was begun with {old!r}, this command has {new!r}; "
                 "choose another name=, or overwrite=true to start again.",
             )
-            for key, new in asdict(asked).items()
-            if (old := stored["asked"][key]) != new
+            for key, new in _as_given(asdict(asked)).items()
+            if (old := _as_given(stored["asked"])[key]) != new
         ]
         raise_all(differing)
         choices = tuple(Choice(**one) for one in stored["recipe"]["choices"])
@@ -223,6 +223,12 @@ def recipe_for(
         facts, asked.minutes, given.get("trainer.accelerator", "auto"), given.get("trainer.threads")
     )
     return choose(facts, speed, asked.minutes, given)
+
+
+def _as_given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a request as a user writes them: a list of text files, or one name."""
+    files = asked["text"]
+    return {**asked, "text": files[0] if len(files) == 1 else list(files)}
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -305,9 +311,10 @@ def prepare(request: Recalibration) -> Corpus:
         check_destination(request.to)
     check_run_directory(config, is_finished(config))
     configs = arms_of(config)
-    raise_all(start_problems(configs, Ranks()))
-    corpus = open_corpus(config)
-    raise_all(corpus_problems(configs, corpus))
+    with renaming(**({"data.files": "text"} if request.asked.text else {})):
+        raise_all(start_problems(configs, Ranks()))
+        corpus = open_corpus(config)
+        raise_all(corpus_problems(configs, corpus))
     lengths_that_fit(request, corpus)
     return corpus
 

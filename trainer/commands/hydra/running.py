@@ -27,7 +27,7 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     verbatim = [word for word in words if command.verbatim and word.startswith(key)]
     others = [word for word in words if word not in verbatim]
     options, overrides = split_options(others, command.flags)
-    bare = [word for word in overrides if command.bare and "=" not in word]
+    bare = [word for word in overrides if command.bare and not _is_setting(word)]
     overrides = [word for word in overrides if word not in bare]
     files, problems = ConfigFiles(options.config_dir), [*options.problems]
     if command.subject:
@@ -79,7 +79,7 @@ def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> lis
     given = next((word for word in words if word.startswith(f"{key}=")), None)
     found = []
     for word in words:
-        if "=" in word or word.startswith("~"):
+        if _is_setting(word) or word.startswith("~"):
             found.append(word)
         elif given is not None:
             said = f"expected KEY=VALUE, since {given} is given already."
@@ -88,6 +88,12 @@ def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> lis
             given = f"{key}={_quoted(word)}"
             found.append(given)
     return found
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word is KEY=VALUE, and no existing path with an equals sign in it, runs/lr=0.1."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and not ("/" in key and Path(word).exists())
 
 
 def _quoted(value: str) -> str:
