@@ -13,7 +13,10 @@ import torch
 from trainer.__main__ import main
 from trainer.analysis.capture import capture
 from trainer.analysis.settings import kinds
+from trainer.analysis.studies import section
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.section import Indicator
+from trainer.commands.analyze import summary
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.positional.rescaling import ntk_aware
@@ -250,6 +253,15 @@ def test_a_method_changes_the_layers_that_an_analysis_names(tiny_decoder):
     of.layout = trained.of_layers([0, 0])
     with pytest.raises(UserError, match=r"nothing to do for PI \(analysis.layers=all changes"):
         use_method(model, of, "pi", 64)
+
+
+@pytest.mark.parametrize(("judged", "verdict"), [(True, "breaks"), (False, "not judged")])
+def test_an_indicator_that_is_not_judged_says_so(judged, verdict, monkeypatch):
+    one = Indicator("Entropy", (32, 64, 512), (1.0, 1.0, 3.0), 64, "low", "", judged=judged)
+    monkeypatch.setattr(section, "glance", lambda numbers: [one])
+    report = SimpleNamespace(name="DroPE", training_length=64, length=512, sections=[])
+    _, line, _ = summary(report)
+    assert line.endswith(verdict)
 
 
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(

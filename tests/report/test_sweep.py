@@ -343,6 +343,11 @@ def test_a_page_of_a_sweep_links_to_those_of_its_runs(tmp_path):
             ("a.b.c=1, d.b.c=1", "a.b.c=2, d.b.c=3"),
         ),
         ([{"x.a.b.c": "1", "x.d.b.c": "1"}, {"x.a.b.c": "2"}], ("a.b.c=1, d.b.c=1", "a.b.c=2")),
+        # An end that is a key of its own would be misread.
+        (
+            [{"drop.schedule.peak": "1"}, {"drop.schedule.peak": "2"}],
+            ("drop.schedule.peak=1", "drop.schedule.peak=2"),
+        ),
         # Of three those in which a run differs from the first, which has its label.
         (
             [{"a": "1", "b": "1", "c": "1"}, {"a": "2", "b": "2", "c": "1"}, {"c": "2"}],

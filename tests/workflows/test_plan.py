@@ -213,8 +213,8 @@ def test_tokens_take_as_many_bytes_as_the_vocabulary_needs(planned, vocab, width
 
 
 def test_what_is_small_in_a_plan_has_smaller_units():
-    assert [plans._gb(n * plans.GB) for n in (1234.5, 0.1, 0.09)] == [
-        "1,234.5 GB", "0.1 GB", "90.0 MB",
+    assert [plans._gb(n * plans.GB) for n in (1234.5, 0.1, 0.09, 1e-5)] == [
+        "1,234.5 GB", "0.1 GB", "90.0 MB", "10.0 kB",
     ]  # fmt: skip
     assert [plans._hours(n) for n in (0.1, 0.09, 0.01)] == [
         "0.1 hours", "5.4 minutes", "under a minute",

@@ -66,7 +66,11 @@ def summary(report: GeometryReport) -> list[str]:
         else f"{report.name} at {length:,} tokens:",
         *(
             f"  {one.name:{width}}  {one.shown(one.within):>7}"
-            + (f" → {one.shown(one.beyond):7} {one.verdict or ''}" if one.goes_beyond else "")
+            + (
+                f" → {one.shown(one.beyond):7} {one.verdict or 'not judged'}"
+                if one.goes_beyond
+                else ""
+            )
             for one in indicators
         ),
         f"{counted(said, 'finding')} about: {titles}.",

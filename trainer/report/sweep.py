@@ -32,6 +32,7 @@ from trainer.report.tables import (
     terminal_cell,
     tied,
 )
+from trainer.runs.config import RunConfig
 
 FEW = 2
 """Most swept keys that every row names; with more, a row names those unlike the first run's."""
@@ -93,7 +94,7 @@ class Sweep:
 
     @cached_property
     def titles(self) -> dict[str, str]:
-        """Short form of each key: its last two words, or as many as make it unique."""
+        """Short form of each key: its last two words, or as many as make it unique among keys."""
         return {key: _shortest(key, self.keys) for key in self.keys}
 
     @cached_property
@@ -196,7 +197,8 @@ def numeric(text: str) -> float | None:
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
     parts = key.split(".")
-    ends = (".".join(parts[-n:]) for n in range(2, len(parts)))
+    groups = RunConfig.__dataclass_fields__  # schedule.peak is not drop.schedule.peak
+    ends = (".".join(parts[-n:]) for n in range(2, len(parts)) if parts[-n] not in groups)
     return next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in keys) == 1), key)
 
 

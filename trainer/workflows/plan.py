@@ -274,6 +274,8 @@ def _kept(config: RunConfig) -> int:
 
 
 def _gb(size: float) -> str:
+    if size < GB / 10_000:
+        return f"{size * 1e6 / GB:,.1f} kB"
     return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size * 1000 / GB:,.1f} MB"
 
 
