@@ -41,7 +41,10 @@ BUDGETS = {
     },
     **{
         f"+experiment=ladder{rung}": ONLY_READ
-        for rung in ("", "_1m", "_1_6m", "_4m", "_no_norm", "_1m_no_norm", "_order")
+        for rung in (
+            *("", "_1m", "_1_6m", "_4m", "_order"),
+            *("_no_norm", "_1m_no_norm", "_recipe", "_recipe_norm"),
+        )
     },
     **{
         f"checkpoint=runs/{name}": ONLY_READ
