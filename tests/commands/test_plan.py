@@ -122,7 +122,7 @@ def test_one_gpu_is_planned_for_where_no_more_are_used(capsys):
 
 def test_what_is_offloaded_is_not_of_the_gpu(capsys):
     words = ["model=llama2_7b", "model.num_hidden_layers=3", "trainer.batch_size=2"]
-    words += ["strategy=fsdp2", "slurm.gpus_per_node=2"]
+    words += ["strategy=fsdp2", "slurm.gpus_per_node=2", "tokenizer.vocab_size=32000"]
     on_gpu, offloaded = (
         {
             name: float(re.search(rf"{name} ([\d.]+) GiB", out)[1])
