@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainer.evaluation.outcomes import Result
@@ -87,3 +89,6 @@ def test_the_same_loss_is_at_most_a_margin_above_the_others(loss, shown):
     measured = run(a=(KEPT, (loss, 9, 9)), b=(KEPT, (4.0, 1, 1)))
     (found,) = same_loss(measured, CLAIM, ("a", "b"), MARGIN)
     assert found.shown is shown
+    (found,) = same_loss(replace(measured, one_text=False), CLAIM, ("a", "b"), MARGIN)
+    assert found.shown is None
+    assert found.evidence.startswith("Not judged: the models trained on different text. Text loss")

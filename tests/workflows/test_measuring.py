@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from tests.report.examples import report
+from trainer.data.config import DataConfig
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Cell
 from trainer.workflows import measuring
@@ -28,7 +31,10 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
     )
     told = report(*cells, training_length=64, temperature={"x": 0.5})
     roles = {"first": "rope", "second": "drope", "third": None, "again": "rope"}
-    candidates = [SimpleNamespace(name=name, role=role) for name, role in roles.items()]
+    runs = {name: SimpleNamespace(data=DataConfig()) for name in roles}
+    candidates = [
+        SimpleNamespace(name=name, role=role, run=runs[name]) for name, role in roles.items()
+    ]
     arms = {name: f"arm of {name}" for name in roles}
     found = with_observations(told, candidates, drop="a drop", arms=arms)
     assert found.observations == ("seen",)
@@ -38,6 +44,25 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
         "drop": "a drop",
         "arms": {"rope": "arm of first", "drope": "arm of second"},
         "temperature": {"x": 0.5},
+        "one_text": True,
     }
     with_observations(told, candidates)
     assert (asked["drop"], asked["arms"]) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [(DataConfig(), True), (DataConfig(source="files", files=["a.txt"]), False), (None, False)],
+)
+def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
+    """None: published weights, whose text nobody knows."""
+    asked = {}
+    monkeypatch.setattr(measuring, "observe", lambda *_, **more: asked.update(more) or ())
+    told = report(Cell("a", "none", STATEMENTS, 64, 1.0, scores=(1.0,)), training_length=64)
+    texts = DataConfig(), other
+    candidates = [
+        SimpleNamespace(name=name, role="rope", run=text and SimpleNamespace(data=text))
+        for name, text in zip("ab", texts, strict=True)
+    ]
+    with_observations(told, candidates)
+    assert asked["one_text"] is is_same

@@ -92,10 +92,15 @@ def pair_in_words(a: Result, b: Result) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of a run by the role of their method."""
+    """Results of a run by the role of their method.
+
+    ``one_text``: whether all models trained on the same text. Otherwise the losses of one say more
+    about its text than about its encoding.
+    """
 
     cells: Sequence[Result]
     roles: Mapping[str, str]
+    one_text: bool = True
 
     def with_temperature(self, role: str) -> str:
         """Return the role with a temperature if that was measured, otherwise the role."""
@@ -238,7 +243,11 @@ def same_loss(
     """Judge whether the first role's trained loss is at most ``margin`` above the second's."""
     a, b = (run.trained(role, "loss") for role in roles)
     if a and b:
-        yield claim.judged(*within(a, b, margin))
+        holds, losses = within(a, b, margin)
+        if run.one_text:
+            yield claim.judged(holds, losses)
+        else:
+            yield claim.judged(None, f"Not judged: the models trained on different text. {losses}")
 
 
 def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
@@ -337,17 +346,19 @@ def observe(
     drop: Drop | None = None,
     arms: Mapping[str, Arm] | None = None,
     temperature: Mapping[str, float | None] | None = None,
+    one_text: bool = True,
 ) -> tuple[Observation, ...]:
     """Judge every claim about the given methods.
 
     ``roles`` maps a role of ``ROLES`` to the name of its row in ``results``; ``arms`` maps
     a role to its training run (for the speed of learning); ``temperature`` a method's display name
-    to its fitted coefficient. Raises ``ValueError`` for a role that is not in ``ROLES``.
+    to its fitted coefficient; ``one_text``: whether all models trained on the same text. Raises
+    ``ValueError`` for a role that is not in ``ROLES``.
     """
     for role in (*roles, *(arms or {})):
         if role not in ROLES:
             raise ValueError(f"{role!r} is not a role.{did_you_mean(role, ROLES)}")
-    run = Measured(results, roles)
+    run = Measured(results, roles, one_text)
     return (
         *_rope(run),
         *_nope(run, arms or {}),

@@ -185,8 +185,14 @@ def with_observations(
                 rows.setdefault(key, outcomes.name((name, method)))
         if role in ROLES and arms:
             trained.setdefault(role, arms[name])
+    texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
     observations = observe(
-        outcomes.results(), rows, drop=drop, arms=trained, temperature=report.temperature
+        outcomes.results(),
+        rows,
+        drop=drop,
+        arms=trained,
+        temperature=report.temperature,
+        one_text=all(text == texts[0] for text in texts),
     )
     return replace(report, observations=observations)
 
