@@ -432,9 +432,9 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "GPUs 16, strategy fsdp2" in out
     assert "in all 1.0 GiB of 80 GiB, uncompiled" in out
-    assert out.index("GPU-hours") < out.index("Submit it with: sbatch")
+    assert out.index("Time at") < out.index("Submit it with: sbatch")
     run_command(COMMAND, ["slurm.gpus_per_node=0"])
-    assert "GPU-hours" not in capsys.readouterr().out
+    assert "Time at" not in capsys.readouterr().out
 
 
 def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
