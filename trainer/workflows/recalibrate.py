@@ -92,8 +92,7 @@ def asked_problems(asked: Asked) -> list[Problem]:
         found.append(
             Problem(
                 "",
-                f"recalibrate needs the {counted(len(missing), 'package')} "
-                f"{' and '.join(missing)}; pip install -c requirements.lock "
+                f"recalibrate needs {' and '.join(missing)}; pip install -c requirements.lock "
                 f"'unrope[{','.join(missing)}]'.",
             )
         )
