@@ -159,6 +159,20 @@ def test_the_evaluation_sets_the_model_beside_what_it_was(done):
     }
 
 
+@pytest.mark.parametrize("lengths", [(), ("evaluation.tokens=[16,32]",)])
+def test_sequences_shorter_than_the_context_are_compared_at_lengths_in_tokens(
+    place, llama, lengths
+):
+    """The model as it was counts from its context, and the run from its sequences."""
+    words = ["trainer.max_steps=2", "data.sequence_length=16", "drop.schedule.warmup_steps=1"]
+    main(words_for(llama, *words, *lengths))
+    report = json.loads((place / "runs/llama-drope/evaluation/report.json").read_text())
+    assert report["training_length"] == CONTEXT
+    measured = {cell["length"] for cell in report["cells"]}
+    assert measured == ({16, 32} if lengths else {16, 32, 64, 128})
+    assert {cell["model"] for cell in report["cells"]} == {"DroPE", "llama"}
+
+
 def test_a_finished_recalibration_is_shown_again(done, llama, capsys):
     with standing_in(done) as patch:
         for name in ("measure_step", "export_checkpoint"):

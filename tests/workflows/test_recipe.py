@@ -160,8 +160,8 @@ def test_sequences_fit_the_gpu():
 def test_lengths_and_windows_fit_the_time_that_is_left():
     model = facts("135M", 8192)
     values, recipe = chosen(model, cpu(model, 250), 10)
-    C = model.context
-    lengths = [round(C * n) for n in values["evaluation.lengths"]]
+    lengths = values["evaluation.tokens"]
+    assert values["evaluation.training_length"] == model.context
     assert lengths == [512, 1024, 2048, 4096][: len(lengths)]
     cost = sum(forward_flops(model.config, model.layout, n) for n in lengths)
     cost *= 2 * values["evaluation.windows"] / cpu(model, 250).operations
@@ -170,6 +170,17 @@ def test_lengths_and_windows_fit_the_time_that_is_left():
     # Up to C, YaRN and dynamic NTK are the identity.
     assert values["evaluation.methods"] == ["none"]
     values, _ = chosen(model, gpu(), 20)
-    assert values["evaluation.lengths"] == [1, 2, 4, 8]
+    assert values["evaluation.tokens"] == [8192 * n for n in (1, 2, 4, 8)]
     assert values["evaluation.windows"] == 32
     assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"evaluation__tokens": [256, 16384]}, {"evaluation__lengths": [0.03125, 2]}]
+)
+def test_lengths_that_are_given_are_kept_in_either_unit(given):
+    model = facts("135M", 8192)
+    values, _ = chosen(model, cpu(model, 250), 10, **given)
+    assert not {"evaluation.tokens", "evaluation.lengths"} & values.keys()
+    assert values["evaluation.training_length"] == 8192
+    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk"]  # beyond C

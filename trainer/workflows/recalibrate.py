@@ -318,22 +318,20 @@ def prepare(request: Recalibration) -> Corpus:
     return corpus
 
 
-def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[float]:
-    """Return the evaluated lengths, in multiples of the context, that the held-out text has.
+def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
+    """Return the evaluated lengths, in tokens, that the held-out text has.
 
     Raises:
         UserError: it has none of them.
     """
-    lengths = request.config.evaluation.lengths
-    start = starting_weights(request.config.model)
-    assert start is not None
-    C, held_out = start.layout.training_length, len(corpus.test)
-    fitting = [factor for factor in lengths if round(C * factor) <= held_out]
+    config, held_out = request.config, len(corpus.test)
+    lengths = config.evaluation.in_tokens(config.training_length)
+    fitting = [length for length in lengths if length <= held_out]
     if request.evaluates and not fitting:
         raise UserError.at(
             "text",
             f"{held_out:,} tokens of it are held out (data.test), fewer than the shortest "
-            f"evaluated length of {round(C * min(lengths)):,}; give more text, or "
+            f"evaluated length of {min(lengths):,}; give more text, or "
             "evaluation.enabled=false.",
         )
     return fitting
@@ -371,14 +369,14 @@ def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | No
     config, given = request.config, request.asked.model
     before = given if source_of(given) == "from_run" else str(find_pretrained(given))
     fitting = lengths_that_fit(request, corpus)
-    if left_out := len(config.evaluation.lengths) - len(fitting):
-        log.info("%s left out: the held-out text is shorter", counted(left_out, "length"))
+    if left_out := set(config.evaluation.in_tokens(config.training_length)) - {*fitting}:
+        log.info("%s left out: the held-out text is shorter", counted(len(left_out), "length"))
     return evaluate_lengths(
         EvaluationRequest(
             checkpoint=config.run_dir,
             compare=[before],
             threads=config.trainer.threads,
-            evaluation=replace(config.evaluation, lengths=fitting),
+            evaluation=replace(config.evaluation, tokens=fitting),
         )
     )
 

@@ -198,13 +198,11 @@ def _length(facts: Facts, speed: Speed, seconds: float) -> tuple[int, str]:
     """Return the longest sequences, at most C, of which the time allows enough."""
     C = facts.context
     length, why = C, f"the model's context C = {C:,}, as DroPE trains"
-    # Evaluated lengths are multiples of C, and those below C / 256 are too short for some checks.
-    shortest = max(SHORTEST, C // 256)
-    while length // 2 >= shortest:
+    while length // 2 >= SHORTEST:
         if speed.is_gpu and length > speed.pass_tokens:
             why = f"C = {C:,}, halved until a sequence fits the GPU"
         elif seconds / (length * seconds_a_token(facts, speed, length)) < SEQUENCES:
-            why = f"C = {C:,}, halved until {SEQUENCES:,} sequences fit the time, to {shortest}"
+            why = f"C = {C:,}, halved until {SEQUENCES:,} sequences fit the time, to {SHORTEST}"
         else:
             break
         length //= 2
@@ -234,19 +232,24 @@ def _evaluation(
     facts: Facts, speed: Speed, length: int, seconds: float, given: Mapping[str, Any], pick: Any
 ) -> float:
     """Choose lengths, windows and methods of the evaluation; return its expected seconds."""
-    C = facts.context
-    chosen = given.get("evaluation.lengths")
-    tokens = [round(C * n) for n in chosen] if chosen else [length * n for n in MULTIPLES]
+    C = given.get("evaluation.training_length", facts.context)
+    asked = given.get("evaluation.tokens")
+    if (factors := given.get("evaluation.lengths")) is not None:
+        asked = [round(C * factor) for factor in factors]
+    tokens = asked or [length * n for n in MULTIPLES]
     for windows in WINDOWS:
         costs = [_length_seconds(facts, speed, n, windows, max(tokens)) for n in tokens]
         fitting = [n for i, n in enumerate(tokens) if sum(costs[: i + 1]) <= seconds]
         if len(fitting) == len(tokens):
             break
-    fitting = fitting or tokens[:1]
-    left_out = [n for n in tokens if n not in fitting]
-    why = f"1 to {fitting[-1] // length} times {length:,} tokens"
-    why += f"; {', '.join(f'{n:,}' for n in left_out)} take more than the time" if left_out else ""
-    fitting = [round(C * n) for n in pick("evaluation.lengths", [n / C for n in fitting], why)]
+    fitting = asked or fitting or tokens[:1]
+    if asked is None:
+        left_out = [n for n in tokens if n not in fitting]
+        why = f"1 to {fitting[-1] // length} times {length:,} tokens"
+        if left_out:
+            why += f"; {', '.join(f'{n:,}' for n in left_out)} take more than the time"
+        pick("evaluation.tokens", fitting, why)
+    pick("evaluation.training_length", C, "the model's context, from which extensions count")
     pick("evaluation.tasks", ["perplexity"], "needs no questions")
     if max(fitting) > C:
         pick(
