@@ -113,7 +113,7 @@ def test_a_stopped_recalibration_is_resumed_with_its_choices_by_the_same_command
     stopped, resumed = said_of(done, 0), said_of(done, 1)
     assert "Drop after step 0" not in stopped
     assert "Drop after step 0" in resumed
-    assert "generate checkpoint=runs/llama-drope/export" in resumed
+    assert "generate runs/llama-drope/export" in resumed
     table = resumed.partition("Parameters")[0]
     assert table == stopped.partition("Parameters")[0].replace(" trainer.max_time=0:00:00", "")
     saved = yaml.safe_load((run / "config.yaml").read_text())
@@ -257,9 +257,10 @@ def test_missing_packages_are_named_with_their_extras(place, llama, capsys, monk
 
 
 def test_several_processes_are_refused(place, llama, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (said,) = refused(capsys, *words_for(llama))
-    assert "recalibrate runs in one process, and 2 were started" in said
+    assert "this command uses one process, and 2 were started" in said
 
 
 def test_what_has_no_rotation_is_refused(done, llama, capsys):

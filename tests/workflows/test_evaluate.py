@@ -356,6 +356,20 @@ def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_p
         kept.unlink()
 
 
+def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
+    runs, tmp_path, monkeypatch
+):
+    """And not from the one that the checkpoint has."""
+    monkeypatch.setattr("trainer.evaluation.head_scale.STEPS", 1)
+    given = {"methods": ["none", "temperature_per_head"], "training_length": 16}
+    evaluate_lengths(request(runs, tmp_path, **given))
+    found = find_candidate(str(runs))
+    layout, said = with_fitted_temperature(found.layout, found.path)
+    (found.path / FILE).unlink()
+    assert "ln(n / 16)" in said
+    assert {s.temperature.reference for s in layout.spectra} == {16}
+
+
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     """One that was given and not chosen out of several says nothing of the model."""
     found = find_candidate(str(runs))

@@ -84,10 +84,9 @@ OF_A_RUN = (LENGTHS,)
 def both_lengths(composed: Composed) -> list[Problem]:
     """Return the problem of ``evaluation.lengths`` beside ``evaluation.tokens``."""
     evaluation = composed.values.get("evaluation")
-    keys = {word.lstrip("+").partition("=")[0] for word in composed.words}
     if not isinstance(evaluation, dict) or evaluation.get("tokens") is None:
         return []
-    if "evaluation.lengths" not in keys:
+    if "evaluation.lengths" not in composed.given:
         return []
     tokens = evaluation["tokens"]
     return [

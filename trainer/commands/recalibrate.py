@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from dataclasses import replace
@@ -14,6 +13,7 @@ from trainer.commands.hydra.command import Command
 from trainer.commands.train import read as read_train
 from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.fields import OptionalText, Positive, configuration
+from trainer.common.words import override_value
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -61,8 +61,9 @@ def read(composed: Composed) -> Recalibration:
     to = Path(whole.values["to"] or Path(config.run_dir, "export"))
     alone = [word for word in words if word.partition("=")[0] not in OWN]
     alone = ["data=files", "drop=pretrained", "evaluation.enabled=false", *alone]
-    groups = {word.partition("=")[0] for word in composed.words}
-    alone = [word for word in alone if word in words or word.partition("=")[0] not in groups]
+    alone = [
+        word for word in alone if word in words or word.partition("=")[0] not in composed.given
+    ]
     return Recalibration(asked, config, recipe, evaluates, to, tuple(alone))
 
 
@@ -77,11 +78,11 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
 
     values = composed.values
     own, problems = validated(RecalibrateKeys, {key: values[key] for key in OWN})
-    given_keys = [word.lstrip("+~").partition("=")[0] for word in composed.words]
-    problems = [*composed.problems, *problems, *_word_problems(composed, own, given_keys)]
+    given_keys = composed.given
+    problems = [*composed.problems, *problems, *_word_problems(composed, own)]
     raise_all(problems)
     from trainer.commands.console import set_up_console
-    from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of, written
+    from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of
 
     (model,) = composed.verbatim
     listed = [own.text] if isinstance(own.text, str) else own.text or []
@@ -102,13 +103,12 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
     return (
         asked,
         recipe,
-        [*(f"{key}={written(value)}" for key, value in words.items()), *composed.words],
+        [*(f"{key}={override_value(value)}" for key, value in words.items()), *composed.words],
     )
 
 
-def _word_problems(composed: Composed, own: RecalibrateKeys, keys: list[str]) -> list[Problem]:
+def _word_problems(composed: Composed, own: RecalibrateKeys) -> list[Problem]:
     """Check the words before the model is read."""
-
     found = []
     if len(composed.verbatim) != 1:
         given = " and ".join(map(repr, composed.verbatim)) or "none"
@@ -120,7 +120,9 @@ def _word_problems(composed: Composed, own: RecalibrateKeys, keys: list[str]) ->
             )
         )
     found += [
-        Problem(key, "MODEL names the weights; leave it out.") for key in MODEL_KEYS if key in keys
+        Problem(key, "MODEL names the weights; leave it out.")
+        for key in MODEL_KEYS
+        if key in composed.given
     ]
     data = composed.values.get("data")
     files = data.get("files") if isinstance(data, dict) else None
@@ -133,15 +135,6 @@ def _word_problems(composed: Composed, own: RecalibrateKeys, keys: list[str]) ->
                 "text",
                 "give the text to recalibrate on, text=FILE or 'text=[texts/*.jsonl]'; "
                 "data=stdlib_docs takes the text that comes with Python.",
-            )
-        )
-    ranks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    if ranks != "1":
-        found.append(
-            Problem(
-                "",
-                f"recalibrate runs in one process, and {ranks} were started; in one it prints the "
-                "words of the run alone, which torchrun can train with strategy=ddp or fsdp2.",
             )
         )
     return found
@@ -177,7 +170,8 @@ def execute(request: Recalibration) -> None:
         print_report(measured[0], str(measured[1]), existing=False)
     recalibrate.export(request)
     print(f"For transformers: {request.to}. Try next:")
-    print(f'  python -m trainer generate checkpoint={request.to} prompt="Once upon a time"')
+    words = ["python", "-m", "trainer", "generate", str(request.to), "prompt=Once upon a time"]
+    print(f"  {shlex.join(words)}")
 
 
 HELP = """
@@ -198,4 +192,5 @@ COMMAND = Command(
     single="run it for each model.",
     bare=True,
     completed=words_of,
+    alone=True,
 )

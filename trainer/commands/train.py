@@ -124,16 +124,13 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
     model = composed.values.get("model")
     if not isinstance(model, dict) or model.get(source) is None:
         return []
-    keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in composed.words]
-    return ignored_keys(keys, source)
+    return ignored_keys(composed.given, source)
 
 
 def _dropped_all_the_same(composed: Composed) -> list[Problem]:
     """Return the problem of ``drop=never`` when an experiment's own keys override it."""
-    words = [word.lstrip("+") for word in composed.words]
-    given = {word.partition("=")[0] for word in words}
     drop = composed.values.get("drop")
-    if "drop=never" not in words or not isinstance(drop, dict) or not drop.get("enabled"):
+    if "drop=never" not in composed.words or not isinstance(drop, dict) or not drop.get("enabled"):
         return []
     controls = (composed.values.get("controls") or {}).values()
     branches = any(isinstance(own, dict) and own.get("branch") == "drop" for own in controls)
@@ -145,18 +142,17 @@ def _dropped_all_the_same(composed: Composed) -> list[Problem]:
             f"drop.enabled=false{without if branches else ''}.",
         )
         for key in ("at", "at_tokens")
-        if drop.get(key) is not None and f"drop.{key}" not in given
+        if drop.get(key) is not None and f"drop.{key}" not in composed.given
     ]
 
 
 def _two_budgets(composed: Composed) -> list[Problem]:
     """Return the problem of ``trainer.max_steps`` beside ``trainer.max_tokens``, which decides."""
     trainer = composed.values.get("trainer")
-    keys = {word.lstrip("+").partition("=")[0] for word in composed.words}
     tokens = trainer.get("max_tokens") if isinstance(trainer, dict) else None
-    if "trainer.max_steps" not in keys or tokens is None:
+    if "trainer.max_steps" not in composed.given or tokens is None:
         return []
-    if "trainer.max_tokens" in keys:
+    if "trainer.max_tokens" in composed.given:
         return [Problem("trainer.max_steps", "give steps or trainer.max_tokens, not both.")]
     return [
         Problem(

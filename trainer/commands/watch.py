@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command
+from trainer.common.words import counted, duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +80,6 @@ def view(runs: Sequence[WatchedRun], width: int) -> RenderableType:
 
 
 def _state(run: WatchedRun) -> str:
-    from trainer.common.words import counted
     from trainer.workflows.watch import seconds_since_beat
 
     if run.is_finished:
@@ -245,14 +245,6 @@ def _safe(text: str) -> str:
     from trainer.commands.console import CONTROLS
 
     return text.translate(CONTROLS)
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: ``42 s``, ``12 min``, ``5.5 hours``, ``3.2 days``."""
-    for size, unit, digits in ((86400, "days", 1), (3600, "hours", 1), (60, "min", 0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 HELP = """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 
 
@@ -18,3 +22,22 @@ def factor_label(factor: float) -> str:
 def percent(fraction: float) -> str:
     """Return ``97.3`` for 0.973."""
     return f"{100 * fraction:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: ``42 s``, ``12 min``, ``5.5 hours``, ``3.2 days``."""
+    for size, unit, digits in ((86400, "days", 1), (3600, "hours", 1), (60, "min", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+_PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/.][\w./+-]*", re.IGNORECASE)
+
+
+def override_value(value: Any) -> str:
+    """Return a value as Hydra reads it from a word, in quotes where needed, before the shell's."""
+    if isinstance(value, list):
+        return f"[{','.join(map(override_value, value))}]"
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
+    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)

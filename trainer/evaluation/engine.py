@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer.common.progress import Progress
-from trainer.common.words import counted
+from trainer.common.words import counted, duration
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Reading
 from trainer.evaluation.methods import Method, Recipe
@@ -112,9 +112,8 @@ class _Worker:
         left = self._in_order(jobs)
         if left and not self.claims.share.index:
             lengths = {plan.length for plan in left[0].plans}
-            # No name keeps the model: the next one is read once it is freed.
-            loaded = partial(self._loaded, left[0].method[0])
-            say_duration(loaded(), lengths, total, self.batch_tokens, self.shorter)
+            first = left[0].method[0]  # no name keeps its model, so that it is freed before others
+            say_duration(self._loaded(first), lengths, total, self.batch_tokens, self.shorter)
         while left:
             later = []
             for job in left:
@@ -338,11 +337,6 @@ def say_duration(
         model(ids, last=1)[0, 0, 0].item()
         seconds = time.perf_counter() - began
         per_operation = seconds / work
-    log.info("About %s in all", _duration(total * per_operation))
+    log.info("About %s in all", duration(total * per_operation))
     if shorter and device.type == "cpu" and total * per_operation > LONG_ON_A_CPU:
         log.info("Shorter, and without losing anything if this one is stopped: %s", shorter)
-
-
-def _duration(seconds: float) -> str:
-    """Return the duration in words, in seconds up to two minutes."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -101,10 +101,10 @@ def _scales(
 
 def _backward(model: Decoder, windows: Integers, end_of_text: int) -> float:
     """Accumulate the gradient of the mean loss of ``windows`` ``[N, T]``, and return the loss."""
-    total = 0.0
+    total = torch.zeros((), device=model.device)
     for window in torch.from_numpy(windows).to(model.device, torch.int64):
         ids = torch.cat([window.new_tensor([end_of_text]), window[:-1]])
         loss = model.loss(ids[None], window[None]) / len(windows)
         loss.backward()
-        total += loss.item()
-    return total
+        total += loss.detach()
+    return float(total)

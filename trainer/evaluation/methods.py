@@ -321,15 +321,24 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
     coefficient = fitting.kept("temperature", asked, fit)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
-    fitting.temperature = {
+    fitting.temperature = _record(fitting, windows, coefficient, per)
+    if some is not None:
+        fitting.temperature["layers"] = some
+    return tempered_with(coefficient)
+
+
+def _record(
+    fitting: Fitting, windows: Mapping[int, Integers], coefficient: float, per: str
+) -> dict[str, Any]:
+    """Return the fields of :class:`~trainer.runs.fitted_temperature.FittedTemperature`."""
+    return {
         "coefficient": coefficient,
         "per": per,
         "lengths": list(windows),
         "tokens": sum(of_length.size for of_length in windows.values()),
         "text": fitting.text.fingerprint,
-        "training_length": C,
-    } | ({} if some is None else {"layers": some})
-    return tempered_with(coefficient)
+        "training_length": fitting.model.layout.training_length,
+    }
 
 
 def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
@@ -345,8 +354,8 @@ def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsCon
     def alike(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, layers=config.layers)
 
-    layouts = [_told_apart(before(n / fitting.model.layout.training_length)) for n in windows]
-    asked = [layouts, list(windows), layers]
+    C = fitting.model.layout.training_length
+    asked = [[_told_apart(before(n / C)) for n in windows], list(windows), layers]
 
     def fit() -> list[list[float]]:
         start = fit_coefficient(fitting, alike, windows, settings.grid, ["sequence", *asked])
@@ -359,15 +368,8 @@ def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsCon
         f"logits of each head times 1 + c ln s, c from {min(flat):.3g} to {max(flat):.3g} (mean "
         f"{mean:.3g}), fitted on validation text"
     )
-    fitting.temperature = {
-        "coefficient": mean,
-        "per": "sequence",
-        "lengths": list(windows),
-        "tokens": sum(of_length.size for of_length in windows.values()),
-        "text": fitting.text.fingerprint,
-        "layers": layers,
-        "heads": coefficients,
-    }
+    record = _record(fitting, windows, mean, "sequence")
+    fitting.temperature = record | {"layers": layers, "heads": coefficients}
 
     def at(factor: float) -> Layout:
         # Within the training length all factors are 1: no query head needs keys of its own.

@@ -45,8 +45,10 @@ class Intervention:
 
 
 PLAIN_TEMPERATURE: dict[str, Any] = {
-    **{"exponent": 1.0, "per": "sequence"},
-    **{"reference": None, "steps": False},
+    "exponent": 1.0,
+    "per": "sequence",
+    "reference": None,
+    "steps": False,
 }
 """Fields of a temperature 1 + c ln s, by the length of the sequence."""
 Group = tuple[Spectrum, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import torch
 
 from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.files import write_atomically
-from trainer.common.words import counted
+from trainer.common.words import counted, override_value
 from trainer.cores import usual_threads
 from trainer.data.corpus import Corpus
 from trainer.data.files import find_files
@@ -270,25 +269,13 @@ def is_exported(request: Recalibration) -> bool:
     return done and (request.to / "config.json").is_file()
 
 
-PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./+-]*", re.IGNORECASE)
-"""Texts that Hydra reads as they are, without quotes."""
-
-
-def written(value: Any) -> str:
-    """Return a value as it is written on a command line, before the shell's quotes."""
-    if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
-    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
-    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
-
-
 def section(request: Recalibration) -> Section:
     """Return the choices with their reasons, the tokens and the expected time."""
     recipe = request.recipe
     rows = [
         (word, choice.why)
         for choice in recipe.choices
-        if (word := f"{choice.key}={written(choice.value)}") in request.words
+        if (word := f"{choice.key}={override_value(choice.value)}") in request.words
     ]
     minutes = recipe.seconds / 60
     rows.append(("tokens", f"{recipe.tokens:,} in {counted(recipe.steps, 'step')}"))

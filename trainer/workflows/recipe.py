@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.common.errors import UserError
+from trainer.common.words import duration
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
@@ -158,7 +159,7 @@ def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any])
         pick(
             "trainer.max_steps",
             steps,
-            f"{_duration(seconds)} at {1 / token:,.0f} tokens/s on {speed.device}",
+            f"{duration(seconds)} at {1 / token:,.0f} tokens/s on {speed.device}",
         )
     else:
         steps = given_steps
@@ -278,8 +279,3 @@ def _rounded_up(minutes: float) -> float:
     """Round up to two digits."""
     digits = 10 ** (math.floor(math.log10(minutes)) - 1)
     return math.ceil(minutes / digits) * digits
-
-
-def _duration(seconds: float) -> str:
-    """Format as minutes, or as seconds if there are few."""
-    return f"{seconds / 60:.3g} minutes" if seconds >= 90 else f"{seconds:.3g} seconds"

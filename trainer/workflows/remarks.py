@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 MANY_EPOCHS = 16
-"""Readings of a text after which another teaches little (Muennighoff et al. 2023, Sec. 6)."""
+"""Readings of a text after which another teaches little (Muennighoff et al. 2023, arXiv
+2305.16264)."""
 LARGE, FEW_TOKENS = 50_000_000, 8192
 """Weights of a model's blocks from which on a vocabulary of fewer tokens is small for it."""
 MUCH_SHORTER = 16

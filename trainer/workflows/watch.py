@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, nearest
+from trainer.common.errors import UserError, near_path
 from trainer.evaluation.results import is_known
 from trainer.formats import read_plain
 from trainer.report.claims import SAME_LOSS
@@ -167,14 +167,11 @@ def _runs_at(place: Path) -> list[WatchedRun]:
         return [_read_run(run, failure(place, str(run)) or "") for run in runs]
     if inside := _runs_in(place):
         return [_read_run(run) for run in inside]
-    beside = [path for parent in (place.parent, Path("runs")) for path in _runs_in(parent)]
-    names = {path.name: str(path) for path in reversed(beside)}
-    near = names.get(nearest(place.name, names) or "")
     raise UserError.at(
         "runs",
         f"{str(place)!r} is no run (it has no config.yaml), no sweep ({RECORD}), and has "
         "no runs in it.",
-        f"Did you mean {near!r}?" if near else "",
+        near_path(place, "*/") if not place.exists() else "",
     )
 
 

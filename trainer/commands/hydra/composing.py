@@ -64,6 +64,12 @@ class Composed:
     verbatim: tuple[str, ...] = ()
     """Values of the command's verbatim key."""
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Keys and groups that the words name, each once."""
+        keys = (word.lstrip("+~").partition("=")[0] for word in self.words)
+        return tuple(dict.fromkeys(key.partition("@")[0] for key in keys))
+
     def without_kind(self, group: str) -> tuple[Values, Any]:
         """Return the values without the key ``kind`` of a group, and the value of that key or
         None."""
@@ -129,10 +135,10 @@ def plugin_encodings(
     Runs the plugins if the words choose an option of ``positional``; ``problems`` gets what is
     wrong with them.
     """
+    if not any(word.lstrip("+").startswith("positional=") for word in words):
+        return ()
     overrides, _ = parse_words([word.lstrip("+") for word in words])
     paths = [o.value() for o in overrides if o.key_or_group == "plugins"]
-    if not any(o.key_or_group == "positional" for o in overrides):
-        return ()
     with collecting(problems):
         for listed in paths:
             load_plugins([str(path) for path in listed] if isinstance(listed, list) else ())

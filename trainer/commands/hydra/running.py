@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.help import help_text
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.words import override_value
 
 
 def run_command(command: Command[Any], words: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> lis
             said = f"expected KEY=VALUE, since {given} is given already."
             problems.append(Problem(repr(word), said))
         else:
-            given = f"{key}={_quoted(word)}"
+            given = f"{key}={override_value(word)}"
             found.append(given)
     return found
 
@@ -94,13 +94,6 @@ def _is_setting(word: str) -> bool:
     """Whether a word is KEY=VALUE, and no existing path with an equals sign in it, runs/lr=0.1."""
     key, equals, _ = word.partition("=")
     return bool(equals) and not ("/" in key and Path(word).exists())
-
-
-def _quoted(value: str) -> str:
-    """Return a path as Hydra reads it, in quotes if it has other characters than plain ones."""
-    if re.fullmatch(r"[\w./:@%+,-]+", value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
