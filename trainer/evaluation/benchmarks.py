@@ -49,7 +49,7 @@ class BenchmarkConfig(MethodsConfig):
         return [self.factor]
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         if not self.tasks:
             found.append(

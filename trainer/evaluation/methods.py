@@ -372,7 +372,7 @@ def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsCon
     fitting.temperature = record | {"layers": layers, "heads": coefficients}
 
     def at(factor: float) -> Layout:
-        # Within the training length all factors are 1: no query head needs keys of its own.
+        # All factors are 1 up to the training length, so query heads can share keys there.
         layout = before(factor)
         return layout.tempered_by_head(coefficients, layers) if factor > 1 else layout
 

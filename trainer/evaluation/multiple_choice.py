@@ -42,7 +42,7 @@ def benchmark_directory(config: MultipleChoiceConfig) -> Path:
 
 
 def missing_tasks(config: MultipleChoiceConfig) -> list[Problem]:
-    """One sentence for every task without a file, or one for all if there are no files."""
+    """Return a problem for every task without a file, or one if there are no files."""
     directory = benchmark_directory(config)
     there = [path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")]
     if not there:

@@ -6,7 +6,7 @@ The rules are those of docs/guide.md. docs/pretrained.md tells them with their n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,9 @@ EFFECT = 4, 64
 """Fewest and most held-out sequences that tell the loss before, after and at the end."""
 CPU_PASS = 2048
 """Tokens of a forward pass on a CPU, where more are no faster."""
+
+Pick = Callable[[str, Any, str], Any]
+"""Takes a key, a value and the reason; returns the user's value if there is one."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _batch(tokens: float, length: int) -> tuple[int, str]:
     return size, f"about {STEPS:,} steps, of {low:,} to {high:,} tokens"
 
 
-def _norm(facts: Facts, rate: float, pick: Any) -> None:
+def _norm(facts: Facts, rate: float, pick: Pick) -> None:
     """Choose QK-norm from the learning rate."""
     if facts.has_qk_norm:
         return
@@ -230,7 +233,7 @@ def _norm(facts: Facts, rate: float, pick: Any) -> None:
 
 
 def _evaluation(
-    facts: Facts, speed: Speed, length: int, seconds: float, given: Mapping[str, Any], pick: Any
+    facts: Facts, speed: Speed, length: int, seconds: float, given: Mapping[str, Any], pick: Pick
 ) -> float:
     """Choose lengths, windows and methods of the evaluation; return its expected seconds."""
     C = given.get("evaluation.training_length", facts.context)

@@ -1,5 +1,5 @@
-"""Configuration files: those of ``conf/`` and those of a user's directory (``--config-dir``). A
-mistake in one is one line that names the file."""
+"""Read configuration files of ``conf/`` and of a user's directory (``--config-dir``). A mistake in
+one is one line that names the file."""
 
 from __future__ import annotations
 
