@@ -40,7 +40,8 @@ def assert_equal(a, b):
         assert torch.equal(x, y), name
 
 
-def test_hybrid_equals_two_optimizers_side_by_side(tiny_decoder):
+def test_hybrid_equals_two_optimizers_side_by_side(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(optimizers, "CPU_DTYPE", torch.bfloat16)  # as torch's Muon
     ours = tiny_decoder(model={"tie_word_embeddings": False})
     reference = copy.deepcopy(ours)
     config = OptimizerConfig(name="muon", lr=1e-3, muon_lr=0.02)
@@ -212,9 +213,11 @@ def test_the_norm_is_of_all_gradients_together():
     assert global_norm(model.parameters(), of=lambda p: p.detach()).item() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(4, 4), (6, 3), (3, 6)])
-def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape):
+def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape, dtype, monkeypatch):
     """A matrix U S V^T becomes U S' V^T; the polynomial is iterated on the singular values."""
+    monkeypatch.setattr(optimizers, "CPU_DTYPE", dtype)
     torch.manual_seed(0)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1, 2, min(shape))

@@ -6,12 +6,14 @@ from collections import Counter
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from scripts.rehearse import sent
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.recalibration.drop import drop
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
+from trainer.training import optimizers
 from trainer.training.rehearsal import simulated_rank
 
 LAYERS, RANKS = 3, 8
@@ -98,8 +100,9 @@ def test_a_hybrid_adds_up_its_groups_once_a_step(module):
     assert step(*made) == calls
 
 
-def test_muon_exchanges_shards_twice_for_all_matrices_of_a_shape(module):
+def test_muon_exchanges_shards_twice_for_all_matrices_of_a_shape(module, monkeypatch):
     """A rank sends its shards in bfloat16, and gets its part of the matrices whole."""
+    monkeypatch.setattr(optimizers, "CPU_DTYPE", torch.bfloat16)  # as on a GPU
     made, optimizer = module(rank=0, optimizer="muon")
     exchanges = [size for name, size in step(made, optimizer) if name == "alltoall_base"]
     matrices = [p for n, p in made.model.named_parameters() if "layers" in n and p.ndim == 2]

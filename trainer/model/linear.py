@@ -23,6 +23,10 @@ None."""
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """The operator that torch's own compiler emits for a linear layer on a CPU."""
 
+HAS_FAST_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether this CPU multiplies bfloat16 with oneDNN. Without AVX-512, torch takes 12 to 20 times as
+long as for float32."""
+
 
 def _mkl_is_slow() -> bool:
     """Whether torch uses MKL, which has only slow kernels for processors of other vendors."""
@@ -68,9 +72,7 @@ def packed_product(weight: Tensor, compute: torch.dtype) -> Product:
     change meanwhile, and gets no gradient. If oneDNN does not support such weights, returns the
     usual product.
     """
-    kinds = {torch.float32}
-    if HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        kinds.add(torch.bfloat16)
+    kinds = {torch.float32, torch.bfloat16} if HAS_FAST_BF16 else {torch.float32}
     if not HAS_ONEDNN or weight.device.type != "cpu" or compute not in kinds:
         return product_for(weight.device.type, weight.dtype, compute)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(compute), _PACKED_FOR_ROWS)

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.model.linear import HAS_FAST_BF16
 from trainer.runs.training_config import OptimizerConfig
+
+CPU_DTYPE = torch.bfloat16 if HAS_FAST_BF16 else torch.float32
+"""Dtype of :func:`newton_schulz`'s products on a CPU; other devices use bfloat16."""
 
 BATCH = 2**26
 """Elements of a rank's matrices that are orthogonalized together; one matrix at least."""
@@ -150,7 +154,7 @@ def of_shards(
         bfloat16, shaped as ``updates``.
     """
     size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-    shards = updates.to(device_type, torch.bfloat16)
+    shards = updates.to(device_type, iteration_dtype(device_type))
     count, _, columns = shards.shape
     each, chunk = -(-count // size), -(-rows // size)
     counts = [len(range(count)[r * each : (r + 1) * each]) for r in range(size)]
@@ -161,27 +165,31 @@ def of_shards(
     dist.all_to_all_single(gathered, shards.view(-1), received, sent, group=ranks)
     parts = zip(gathered.split(received), heights, strict=True)
     whole = torch.cat([x.view(counts[rank], height, columns) for x, height in parts], dim=1)
-    if counts[rank]:
-        whole = newton_schulz(whole)
+    whole = newton_schulz(whole) if counts[rank] else whole.bfloat16()
     back = torch.cat([x.flatten() for x in whole.split(heights, dim=1)])
-    done = torch.empty_like(shards)
+    done = torch.empty_like(shards, dtype=torch.bfloat16)
     dist.all_to_all_single(done.view(-1), back, sent, received, group=ranks)
     return done.to(updates.device)
 
 
+def iteration_dtype(device_type: str) -> torch.dtype:
+    """Return the dtype of :func:`newton_schulz`'s products on a device."""
+    return CPU_DTYPE if device_type == "cpu" else torch.bfloat16
+
+
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Make all singular values of matrices ``[N, rows, columns]`` nearly 1, in bfloat16.
+    """Make all singular values of matrices ``[N, rows, columns]`` nearly 1; return bfloat16.
 
     The iteration of Jordan et al. 2024, with their coefficients.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = (matrices.mT if tall else matrices).to(iteration_dtype(matrices.device.type))
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).contiguous()
+    return (x.mT if tall else x).contiguous().bfloat16()
 
 
 def global_norm(

@@ -29,6 +29,7 @@ from trainer.positional.rotation import frequencies
 from trainer.recalibration.config import DropConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
+from trainer.training import optimizers
 from trainer.training import strategy as strategies
 from trainer.training.module import LanguageModule, make_decoder
 from trainer.training.optimizers import global_norm
@@ -38,10 +39,11 @@ from trainer.training.optimizers import global_norm
 def fake_tensors(weights: torch.dtype = torch.float32, device: str = "cuda") -> Iterator[None]:
     """Create only fake tensors within the block.
 
-    New weights have dtype ``weights``, and the loss is computed in the chunks of ``device``.
+    New weights have dtype ``weights``. The loss uses the chunks of ``device``, Muon its dtype.
     """
-    cpu_chunks = loss.CHUNKS["cpu"]
+    cpu_chunks, cpu_dtype = loss.CHUNKS["cpu"], optimizers.CPU_DTYPE
     loss.CHUNKS["cpu"] = loss.CHUNKS[device]
+    optimizers.CPU_DTYPE = torch.bfloat16 if device == "cuda" else cpu_dtype
     torch.set_default_dtype(weights)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -50,7 +52,7 @@ def fake_tensors(weights: torch.dtype = torch.float32, device: str = "cuda") -> 
         for cached in (frequencies, slopes_of):
             cached.cache_clear()  # it holds fake tensors, of no use with real ones
         torch.set_default_dtype(torch.float32)
-        loss.CHUNKS["cpu"] = cpu_chunks
+        loss.CHUNKS["cpu"], optimizers.CPU_DTYPE = cpu_chunks, cpu_dtype
 
 
 @contextmanager
