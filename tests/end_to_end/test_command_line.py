@@ -24,13 +24,13 @@ def trainer(*words, cwd):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_gives_a_clear_message_and_leaves_nothing(mistake, tmp_path):
-    words, said = MISTAKES[mistake]
+    words, message = MISTAKES[mistake]
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "manifest.json").write_text('{"file.bin": [3, "0"]}')
     before = sorted(tmp_path.rglob("*"))
     result = trainer(*words, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.count("error:") == 1
     assert sorted(tmp_path.rglob("*")) == before
@@ -53,10 +53,10 @@ def test_help_says_what_there_is_and_imports_nothing_that_takes_seconds(tmp_path
         text=True,
         check=True,
     )
-    *said, imported = result.stdout.splitlines()
+    *lines, imported = result.stdout.splitlines()
     assert imported == ""
     for word in ("drope_demo", "encoding_zoo_demo", "evaluate", "positional:", "rope_id"):
-        assert word in "\n".join(said)
+        assert word in "\n".join(lines)
     assert not list(tmp_path.iterdir())
 
 

@@ -109,8 +109,8 @@ def small(words: list[str]) -> list[str]:
     if budget is TRAIN and any(word.startswith("name=") for word in words):
         budget = [*TRAIN, *([] if "--multirun" in words else TRAINED)]
         budget += [w for w in ALONE if w not in words] if "+experiment=drope_demo" in words else []
-    given = {word.partition("=")[0] for word in budget if "=" in word}
-    return [*(word for word in words if word.partition("=")[0] not in given), *budget]
+    replaced = {word.partition("=")[0] for word in budget if "=" in word}
+    return [*(word for word in words if word.partition("=")[0] not in replaced), *budget]
 
 
 def test_every_page_shows_commands():

@@ -103,7 +103,7 @@ def test_an_analysis_has_a_page(command, place, capsys):
     assert "The longest keys are in layer" in capsys.readouterr().out
 
 
-def test_a_file_that_registers_nothing_of_that_name_is_told_so(command, place, capsys):
+def test_a_file_without_the_analysis_is_refused(command, place, capsys):
     (place / "empty.py").write_text("")
     with pytest.raises(SystemExit) as error:
         command("analyze", "plugins=[empty.py]")

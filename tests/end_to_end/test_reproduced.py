@@ -54,14 +54,16 @@ ITEMS = [item for paper in PAPERS for item in paper["items"]]
 COMMANDS = sorted({command for item in ITEMS for command in item.get("command", ())})
 
 
-def of(first, *besides):
+def commands_with(first, *besides):
     return [c for c in COMMANDS if c.startswith(first) and not any(word in c for word in besides)]
 
 
 def named_models():
     """What the commands call models: directories."""
-    given = re.findall(r"(?:checkpoint|compare)=(\S+?)'?(?= |$)", "\n".join(COMMANDS), re.MULTILINE)
-    names = {name.removeprefix("hf:") for one in given for name in one.strip("[]").split(",")}
+    values = re.findall(
+        r"(?:checkpoint|compare)=(\S+?)'?(?= |$)", "\n".join(COMMANDS), re.MULTILINE
+    )
+    names = {name.removeprefix("hf:") for value in values for name in value.strip("[]").split(",")}
     return sorted(names, key=len)  # a run before its controls
 
 
@@ -139,14 +141,14 @@ def smaller(word, ruler):
         case "analysis.length" if int(value) > 8 * C:
             return f"{key}={2 * C}"
         case "analysis.chosen":
-            found = sorted({(layer % 3, head % 4) for layer, head in json.loads(value)})
+            replacement = sorted({(layer % 3, head % 4) for layer, head in json.loads(value)})
         case "analysis.pairs":
-            found = sorted({pair % 4 for pair in json.loads(value)})
+            replacement = sorted({pair % 4 for pair in json.loads(value)})
         case "evaluation.lengths":  # RULER's prompts are longer than C
-            found = [2] if ruler or max(json.loads(value)) > 1 else [1]
+            replacement = [2] if ruler or max(json.loads(value)) > 1 else [1]
         case _:
             return word
-    return f"{key}={json.dumps(found, separators=(',', ':'))}"
+    return f"{key}={json.dumps(replacement, separators=(',', ':'))}"
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +171,7 @@ def asked(command, line, output):
 class TestAnalyses:
     """Three classes, so that processes share the commands."""
 
-    @pytest.mark.parametrize("line", of("analyze"))
+    @pytest.mark.parametrize("line", commands_with("analyze"))
     def test_every_section_finds_something(self, line, tmp_path):
         named = asked(analyze_command.COMMAND, line, tmp_path)
         report, _ = analyze.analyze(named.request, named.name)
@@ -178,13 +180,15 @@ class TestAnalyses:
 
 
 class TestEvaluations:
-    @pytest.mark.parametrize("line", of("evaluate", "multiple_choice", "harness"))
+    @pytest.mark.parametrize("line", commands_with("evaluate", "multiple_choice", "harness"))
     def test_every_method_is_measured(self, line, tmp_path):
         named = asked(evaluate_command.COMMAND, line, tmp_path)
         report, _ = evaluate.evaluate_lengths(named.request, named.name)
         assert {cell.method for cell in report.cells} == set(named.request.evaluation.names)
 
-    @pytest.mark.parametrize("line", [c for c in of("evaluate") if "multiple_choice" in c])
+    @pytest.mark.parametrize(
+        "line", [c for c in commands_with("evaluate") if "multiple_choice" in c]
+    )
     def test_questions_are_asked(self, line, tmp_path):
         named = asked(evaluate_command.COMMAND, line, tmp_path)
         assert run_benchmarks(named.request, named.name)
@@ -203,9 +207,9 @@ class TestTrainings:
         words = configuration.compose_words(shlex.split(line))
         whole = read_run(words, weights=False)
         controls = [control_config(plain(whole), name, weights=False) for name in whole.controls]
-        for number, one in enumerate((whole, *controls)):
-            copy = drill.shrink(one, tmp_path / str(number))
-            benchmarks = replace(one.monitor.benchmarks, directory="questions", limit=1)
+        for number, config in enumerate((whole, *controls)):
+            copy = drill.shrink(config, tmp_path / str(number))
+            benchmarks = replace(config.monitor.benchmarks, directory="questions", limit=1)
             if benchmarks.every_tokens:
                 benchmarks = replace(benchmarks, every_tokens=512)
             text = {"source": "files", "files": ["wikitext2.txt"], "cache_dir": "cache"}

@@ -125,17 +125,17 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
 
 def test_finished_run_does_not_answer_for_another_evaluation(uninterrupted):
     run_dir, _ = uninterrupted
-    said = refusal(run_dir, "evaluation.needles.trials=17")
-    assert "evaluation.needles.trials: the run in" in said
-    assert "trainer evaluate checkpoint=" in said
+    message = refusal(run_dir, "evaluation.needles.trials=17")
+    assert "evaluation.needles.trials: the run in" in message
+    assert "trainer evaluate checkpoint=" in message
 
 
 def test_another_run_does_not_take_the_directory(uninterrupted):
     run_dir, _ = uninterrupted
-    said = refusal(run_dir, "seed=5", "model.hidden_size=32")
-    assert "model.hidden_size: the run in" in said
-    assert "has 64, this command 32" in said
-    assert "overwrite=true" in said
+    message = refusal(run_dir, "seed=5", "model.hidden_size=32")
+    assert "model.hidden_size: the run in" in message
+    assert "has 64, this command 32" in message
+    assert "overwrite=true" in message
 
 
 def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
@@ -163,10 +163,10 @@ def evaluation(run_dir: Path, output: Path, *launcher: str) -> subprocess.Popen[
 
 def evaluated(process: subprocess.Popen[str], output: Path) -> tuple[list[dict], str]:
     """Its cells without times, and what it said."""
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output_text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output_text
     cells = json.loads((output / "report.json").read_text())["cells"]
-    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells], said
+    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells], output_text
 
 
 def test_an_evaluation_on_two_processes_killed_and_resumed_has_the_digits_of_one(
@@ -187,7 +187,7 @@ def test_an_evaluation_on_two_processes_killed_and_resumed_has_the_digits_of_one
     process.communicate(timeout=60)
     assert process.returncode == 1
     assert not (output / "report.json").exists()
-    cells, said = evaluated(evaluation(run_dir, output, *launcher), output)
+    cells, text = evaluated(evaluation(run_dir, output, *launcher), output)
     assert cells == alone
-    assert re.search(r"2 processes evaluated for .* s and were idle for \d+% of it", said)
+    assert re.search(r"2 processes evaluated for .* s and were idle for \d+% of it", text)
     assert {path.name[:5] for path in (output / "cells").glob("*.json")} == {"cell-"}

@@ -112,8 +112,8 @@ def submit(*words):
 def wait_for(condition, cluster):
     end = time.monotonic() + 90
     while not condition():
-        said = [path.read_text() for path in (cluster / "slurm_jobs").rglob("*.log")]
-        assert time.monotonic() < end, "\n".join([(cluster / "output").read_text(), *said])
+        logs = [path.read_text() for path in (cluster / "slurm_jobs").rglob("*.log")]
+        assert time.monotonic() < end, "\n".join([(cluster / "output").read_text(), *logs])
         time.sleep(0.1)
 
 
@@ -128,11 +128,11 @@ def test_two_nodes_stop_at_the_signal_and_go_on_after_the_requeue(cluster):
     assert (cluster / "codes").read_text().split() == ["85", "0"]
     assert (cluster / "requeued").read_text().split() == [str(os.getpid())]
     stopped_at = (cluster / "checkpoint").read_text()
-    said = "".join(log.read_text() for log in logs)
+    text = "".join(log.read_text() for log in logs)
     for start in ("0", stopped_at):
         for worker in (0, 1):
             words = "['strategy=ddp', \"label='a b'\"]"
-            assert f"words {words} worker {worker} of 2 from {start}\n" in said
+            assert f"words {words} worker {worker} of 2 from {start}\n" in text
     assert not (cluster / f"{name}.requeue").exists()
 
 
@@ -291,22 +291,24 @@ def test_tasks_of_an_array_differ_in_seed_or_by_a_line_of_a_file(cluster, words,
     (cluster / "show").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (cluster / "show").chmod(0o755)
     settings = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_JOB_NAME": "sweep", "SLURM_NNODES": "1"}
-    given = {**settings, "SLURM_JOB_NODELIST": "some", "UNROPE_PYTHON": "./show"}
+    variables = {**settings, "SLURM_JOB_NODELIST": "some", "UNROPE_PYTHON": "./show"}
     script = ["bash", "slurm/array.sbatch", *words]
-    result = subprocess.run(script, env={**os.environ, **given}, capture_output=True, check=False)
+    result = subprocess.run(
+        script, env={**os.environ, **variables}, capture_output=True, check=False
+    )
     assert result.returncode == 0, result.stderr
-    said = (cluster / f"logs/sweep-{os.getpid()}-node0.log").read_text().splitlines()
-    assert said[said.index("stub") + 1 :] == expected
+    lines = (cluster / f"logs/sweep-{os.getpid()}-node0.log").read_text().splitlines()
+    assert lines[lines.index("stub") + 1 :] == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("seed=1\n", "sweep.txt has no line for task 1"),
         ("seed=1\nseed=2 name='x\n", "sweep.txt: line 2 cannot be read; quote its words"),
     ],
 )
-def test_task_without_a_line_that_can_be_read_says_so(cluster, text, said):
+def test_task_without_a_line_that_can_be_read_says_so(cluster, text, message):
     (cluster / "sweep.txt").write_text(text)
     result = subprocess.run(
         ["bash", str(ROOT / "slurm/array.sbatch"), "sweep.txt"],
@@ -316,4 +318,4 @@ def test_task_without_a_line_that_can_be_read_says_so(cluster, text, said):
         check=False,
     )
     assert result.returncode == 2
-    assert said in result.stderr
+    assert message in result.stderr

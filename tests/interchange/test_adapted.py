@@ -286,7 +286,7 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
 def test_layouts_that_need_our_decoder_are_refused(both):
     layout = both[1].layout
     heads = (Spectrum(), *layout.layers[0].spectra[1:])
-    for layer in (LayerEncoding.of(heads), LayerEncoding(layout.layers[0].groups, window=4)):
+    for layer in (LayerEncoding.of_heads(heads), LayerEncoding(layout.layers[0].groups, window=4)):
         with pytest.raises(UserError, match="needs the decoder of this program"):
             both[1].layout = type(layout)(64, (layer, *layout.layers[1:]))
 

@@ -40,7 +40,7 @@ def planned(spectra=(ROPE, ROPE), windows=(None, None), norms=(False, False), **
     layers = [
         LayerEncoding(((s, 2),), window, norm)
         if isinstance(s, Spectrum)
-        else LayerEncoding.of(s, window, norm)
+        else LayerEncoding.of_heads(s, window, norm)
         for s, window, norm in zip(spectra, windows, norms, strict=True)
     ]
     return make_plan(shape(**changes), Layout(32, tuple(layers)))

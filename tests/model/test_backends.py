@@ -25,7 +25,7 @@ from trainer.model.backend_choice import Needs, choose_backend
 from trainer.model.backends import BACKENDS, eager, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask, bias, bounds_of
-from trainer.model.softmax import PLAIN, Softmax, probabilities, recomputed
+from trainer.model.softmax import PLAIN, Softmax, recomputed
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -62,9 +62,9 @@ def inputs(new=T, kv_heads=KV_HEADS):
 def test_alibis_bias_is_not_rounded_to_16_bits_on_the_cpu(kind):
     """In bfloat16 keys at a distance of 2,001 and 2,008 would have one bias."""
     q = torch.zeros(1, 1, 1, 4, dtype=kind)
-    found = bias(Mask(slopes=torch.tensor([2**-8])), range(3000, 3001), range(3001), q)
+    values = bias(Mask(slopes=torch.tensor([2**-8])), range(3000, 3001), range(3001), q)
     expected = [(j - 3000) / 256 for j in range(3001)]
-    assert found.flatten().tolist() == expected
+    assert values.flatten().tolist() == expected
 
 
 def loop(q, k, v, mask, softmax=PLAIN):
@@ -94,9 +94,9 @@ def loop(q, k, v, mask, softmax=PLAIN):
 
 def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS, softmax=PLAIN):
     q, k, v = inputs(new, kv_heads)
-    own = prepared(backend, mask, (B, q.shape[2]), T, q.device)
+    ready = prepared(backend, mask, (B, q.shape[2]), T, q.device)
     torch.testing.assert_close(
-        backend(q, k, v, own, softmax).double(), loop(q, k, v, mask, softmax), rtol=0, atol=1e-5
+        backend(q, k, v, ready, softmax).double(), loop(q, k, v, mask, softmax), rtol=0, atol=1e-5
     )
 
 
@@ -144,14 +144,6 @@ def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
     assert max(widths) == 3 + 4 - 1
 
 
-def test_probabilities_sum_to_one_over_what_a_query_sees():
-    q, k, _ = inputs()
-    rows = probabilities(q, k, MASKS["all"])
-    torch.testing.assert_close(rows.sum(-1), torch.ones(B, HEADS, T))
-    assert rows[0, :, 5, :5].eq(0).all()  # the document before
-    assert rows[0, :, 11, :8].eq(0).all()  # out of the window
-
-
 @pytest.fixture
 def slow_flex(monkeypatch):
     """Without compiling, which takes long; torch then runs the same definition slowly."""
@@ -197,11 +189,11 @@ def test_flex_is_compiled_for_more_masks_types_and_heads_than_eight():
     with torch.no_grad():
         for dtype, softmax in ((torch.float32, PLAIN), (torch.bfloat16, Softmax(softcap=2.0))):
             for mask in MASKS.values():
-                of = [x.to(dtype) for x in (q, k, v)]
+                rounded = [x.to(dtype) for x in (q, k, v)]
                 ready = prepared(BACKENDS["flex"], mask, (B, T), T, q.device)
-                found = BACKENDS["flex"](*of, ready, softmax)
-                wanted = eager(*of, prepared(eager, mask, (B, T), T, q.device), softmax)
-                torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
+                output = BACKENDS["flex"](*rounded, ready, softmax)
+                wanted = eager(*rounded, prepared(eager, mask, (B, T), T, q.device), softmax)
+                torch.testing.assert_close(output, wanted, atol=3e-2, rtol=3e-2)
 
 
 def test_written_out_scores_are_so_many_at_once(monkeypatch):
@@ -212,9 +204,9 @@ def test_written_out_scores_are_so_many_at_once(monkeypatch):
     monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 1000)
     sizes = []
 
-    def seen(q, *rest):
+    def seen(q, *others):
         sizes.append(q.shape[2])
-        return recomputed(q, *rest)
+        return recomputed(q, *others)
 
     monkeypatch.setattr(backends, "recomputed", seen)
     torch.testing.assert_close(BACKENDS["sdpa"](q, k, v, Mask(), softmax), whole)
@@ -234,7 +226,8 @@ def test_heads_that_change_in_a_run_are_compiled_as_one_graph():
     torch.compiler.reset()
 
 
-def one(q, k, v, causal, window_size, alibi_slopes, softcap=None):
+def documented(q, k, v, causal, window_size, alibi_slopes=None, softcap=None):
+    """Attention of one row by the documentation of the kernels, in plain torch."""
     tq, tk = q.shape[0], k.shape[0]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
@@ -251,6 +244,16 @@ def one(q, k, v, causal, window_size, alibi_slopes, softcap=None):
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+def packed_rows(q, k, v, starts, key_starts, longest, longest_keys, **options):
+    """Attention within each document of a packed row."""
+    assert starts.dtype == torch.int32
+    assert torch.equal(starts, key_starts)
+    assert (starts[0], starts[-1]) == (0, len(q))
+    assert longest == longest_keys >= starts.diff().max() >= starts.diff().min() >= 0
+    parts = zip(starts.tolist(), starts.tolist()[1:], strict=False)
+    return torch.cat([documented(q[a:b], k[a:b], v[a:b], **options) for a, b in parts])
+
+
 @pytest.fixture
 def fake_flash(monkeypatch):
     """A flash_attn package with the semantics of its documentation, in plain torch.
@@ -260,42 +263,15 @@ def fake_flash(monkeypatch):
     """
     calls = []
 
-    def flash_attn_func(q, k, v, *, causal, window_size, alibi_slopes, deterministic, **cap):
+    def flash_attn_func(q, k, v, *, deterministic, **options):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("dense")
-        rows = zip(q, k, v, strict=True)
-        return torch.stack([one(*row, causal, window_size, alibi_slopes, **cap) for row in rows])
+        return torch.stack([documented(*row, **options) for row in zip(q, k, v, strict=True)])
 
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
-        *,
-        causal,
-        window_size,
-        alibi_slopes,
-        deterministic,
-        softcap=None,
-    ):
+    def flash_attn_varlen_func(q, k, v, *bounds, deterministic, **options):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("packed")
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert cu_q[0] == 0
-        assert cu_q[-1] == len(q)
-        assert cu_q.diff().min() >= 0
-        assert longest_q >= cu_q.diff().max()
-        assert longest_k >= cu_k.diff().max()
-        parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
-        return torch.cat(
-            [
-                one(q[a:b], k[a:b], v[a:b], causal, window_size, alibi_slopes, softcap)
-                for a, b in parts
-            ]
-        )
+        return packed_rows(q, k, v, *bounds, **options)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_func = flash_attn_func
@@ -308,12 +284,9 @@ def fake_flash(monkeypatch):
 def fake_varlen(monkeypatch):
     """torch's varlen_attn with the semantics of its documentation, which runs on no CPU."""
 
-    def varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size, enable_gqa):
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert longest_q == longest_k >= cu_q.diff().max()
+    def varlen_attn(q, k, v, *bounds, window_size, enable_gqa):
         assert enable_gqa == (q.shape[1] != k.shape[1])
-        parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
-        return torch.cat([one(q[a:b], k[a:b], v[a:b], False, window_size, None) for a, b in parts])
+        return packed_rows(q, k, v, *bounds, causal=False, window_size=window_size)
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
 
@@ -351,12 +324,6 @@ def test_flash_keeps_documents_of_different_rows_apart_whatever_their_numbers():
     for last, first in [(7, 7), (7 + T, 7), (7 + T + 1, 7), (7, 7 + T + 1)]:
         documents = torch.tensor([[0] * 4 + [last] * 8, [first] * 6 + [99] * 6])
         assert_is_attention(BACKENDS["flash"], Mask(documents=documents))
-
-
-@pytest.mark.usefixtures("fake_flash")
-def test_flash_refuses_documents_with_a_cache():
-    with pytest.raises(UserError, match="attention_backend: document masks"):
-        BACKENDS["flash"](*inputs(new=5), Mask(documents=DOCUMENTS))
 
 
 @pytest.mark.parametrize("softmax", [PLAIN, *SOFTMAXES.values()], ids=["plain", *SOFTMAXES])
@@ -426,12 +393,12 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
     }
     BACKENDS["sdpa"](q, k, v, replace(mask, **of_gpu))
     assert sdpa_calls
-    for has_own_keys, given, options in sdpa_calls:
+    for has_own_keys, attn_mask, options in sdpa_calls:
         if not has_own_keys and new > 1:
             assert options["enable_gqa"]
-            assert (given, dtype) == (None, torch.bfloat16)
+            assert (attn_mask, dtype) == (None, torch.bfloat16)
         if mask.is_plain and 1 < new < T:
-            assert isinstance(given, CausalBias)  # and not a [Tq, Tk] tensor
+            assert isinstance(attn_mask, CausalBias)  # and not a [Tq, Tk] tensor
 
 
 TRAINING = Needs(length=2048)
@@ -475,7 +442,7 @@ def test_a_gpu_backend_on_the_cpu_is_an_error(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("packages", "message"),
     [
         ({}, "which is not installed"),
         (
@@ -485,9 +452,9 @@ def test_a_gpu_backend_on_the_cpu_is_an_error(monkeypatch, name):
         ({"flash_attn": "1.0.9"}, "is of version 1.0.9 instead of 2"),
     ],
 )
-def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, found, said):
-    installed(monkeypatch, **found)
-    with pytest.raises(UserError, match=rf"{said}.*pip install 'unrope\[flash\]'"):
+def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, packages, message):
+    installed(monkeypatch, **packages)
+    with pytest.raises(UserError, match=rf"{message}.*pip install 'unrope\[flash\]'"):
         choose_backend("flash", "cuda", Needs())
 
 
@@ -511,17 +478,17 @@ def test_soft_caps_came_to_flash_attn_with_a_version(monkeypatch):
         choose_backend("flash", "cuda", Needs(softmax=SoftmaxConfig(softcap=50.0)))
 
 
-@pytest.mark.parametrize(("name", "capability", "needs", "said"), CANNOT)
-def test_kernels_are_refused_what_they_cannot(monkeypatch, name, capability, needs, said):
+@pytest.mark.parametrize(("name", "capability", "needs", "message"), CANNOT)
+def test_kernels_refuse_unsupported_attention(monkeypatch, name, capability, needs, message):
     """And not chosen for it either."""
     installed(monkeypatch, capability, flash_attn="2.8.3")
-    with pytest.raises(UserError, match=f"attention_backend: '{name}' .*{said}"):
+    with pytest.raises(UserError, match=f"attention_backend: '{name}' .*{message}"):
         choose_backend(name, "cuda", needs)
     assert choose_backend("auto", "cuda", needs._replace(documents=True)).name != name
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_what_is_asked_for_is_what_runs(name):
+def test_a_configured_backend_is_chosen(name):
     choice = choose_backend(name, "cpu", Needs(documents=True))
     assert choice == (name, "as configured", False)
 
@@ -669,7 +636,7 @@ def test_later_flash_attention_where_it_loads(
 
 @switches
 @pytest.mark.parametrize("wrong", ["raises", "is off", "has a gradient of NaN"])
-def test_later_flash_attention_that_fails_its_trial_is_given_up(
+def test_later_flash_attention_that_fails_its_trial_is_not_used(
     monkeypatch, tmp_path, caplog, wrong
 ):
     installed(monkeypatch, (9, 0))
@@ -716,7 +683,7 @@ def test_flex_attention_by_flash_attention_4(
     assert ("are not used: cannot be loaded" in caplog.text) == (tried and not loads)
 
 
-def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):
+def test_a_decoder_runs_on_the_chosen_backend(tiny_decoder):
     model, ids = tiny_decoder(windows=[8]), torch.arange(20)[None]
     assert model.use_backend("auto", "cpu") == ("sdpa", "on the CPU", False)
     expected = model(ids)

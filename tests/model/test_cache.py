@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.reference import softmax, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig, SoftmaxConfig
@@ -34,7 +33,7 @@ def cache_for(model, batch, capacity):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 99))
-def test_what_is_appended_comes_back_in_order(sizes, seed):
+def test_appended_keys_and_values_come_back_in_order(sizes, seed):
     generator = torch.Generator().manual_seed(seed)
     pieces = [torch.randn(2, 2, n, 4, generator=generator) for n in sizes]
     cache = LayerCache(*torch.zeros(2, 2, 2, sum(sizes), 4))
@@ -52,15 +51,6 @@ def test_more_than_there_is_room_for_is_an_error():
     cache.append(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
     with pytest.raises(ValueError, match="for 4 tokens cannot hold 5"):
         cache.append(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
-
-
-def test_memory_is_linear_in_the_tokens(tiny_decoder):
-    config = tiny_decoder().config
-    sizes = [
-        sum(x.keys.nbytes + x.values.nbytes for x in KVCache.empty(config, 3, n).layers)
-        for n in (100, 200)
-    ]
-    assert sizes == [2 * 2 * 3 * 2 * n * 8 * 4 for n in (100, 200)]
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=6), st.data())
@@ -162,56 +152,6 @@ def test_temperature_and_noise_go_with_frequencies_that_change(tiny_decoder, per
     )
     expected = reading_every_prefix(model, IDS[:, :20], 3)
     torch.testing.assert_close(token_by_token(model, IDS[:, :20], 3), expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def with_states_as_they_were(model, ids):
-    """Logits of one sequence in float64: states of earlier tokens stay as they were computed, and
-    their keys turn with the frequencies of the length now."""
-    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    seen = [[] for _ in model.layers]
-    logits = []
-    for n in range(1, len(ids) + 1):
-        x = model.embed_tokens(ids[n - 1])
-        layers = model.layout.at(n).layers
-        for block, encoding, past in zip(model.layers, layers, seen, strict=True):
-            spectrum = encoding.spectra[0]
-
-            def placed(vector, position, spectrum=spectrum):
-                turning = spectrum.rotary_dim
-                vector = [spectrum.rotary_scale * c for c in vector[:turning]] + vector[turning:]
-                return turned(vector, position, spectrum.inv_freq)
-
-            h = block.input_layernorm(x)
-            attention = block.self_attn
-            past.append(
-                [
-                    (project.weight @ h).view(kv_heads, -1).tolist()
-                    for project in (attention.k_proj, attention.v_proj)
-                ]
-            )
-            mixed = []
-            queries = (attention.q_proj.weight @ h).view(heads, -1).tolist()
-            for head, query in enumerate(queries):
-                shared = head * kv_heads // heads
-                q = torch.tensor(placed(query, n - 1))
-                keys = torch.tensor([placed(k[shared], j) for j, (k, _) in enumerate(past)])
-                weights = softmax((keys @ q / len(q) ** 0.5).tolist())
-                mixed.append(torch.tensor(weights) @ torch.tensor([v[shared] for _, v in past]))
-            x = x + attention.o_proj.weight @ torch.cat(mixed).double()
-            x = x + block.mlp(block.post_attention_layernorm(x)[None])[0]
-        logits.append(model.head @ model.norm(x))
-    return torch.stack(logits)
-
-
-@changing
-def test_deeper_layers_turn_keys_of_states_that_stay_as_they_were(tiny_decoder, change):
-    """States of earlier tokens have seen the frequencies of their time; no cache undoes that."""
-    model = stretching(tiny_decoder, change, depth=2)
-    ids = IDS[:1, :18]
-    got = token_by_token(model, ids, 1)[0]
-    expected = with_states_as_they_were(model.double(), ids[0])
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
 @changing

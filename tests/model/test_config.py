@@ -14,7 +14,7 @@ def test_a_good_shape_has_no_problems():
     assert ModelConfig().problems() == []
 
 
-def test_head_size_is_a_share_of_the_width_unless_given():
+def test_head_size_is_a_share_of_the_width_unless_set():
     assert GOOD.head_size == 8
     assert replace(GOOD, head_dim=32).head_size == 32
 
@@ -38,5 +38,5 @@ def test_all_problems_come_at_once():
     assert len(replace(GOOD, num_key_value_heads=3, head_dim=7).problems()) == 2
 
 
-def test_heads_need_not_divide_the_width_when_their_size_is_given():
+def test_heads_need_not_divide_the_width_if_head_dim_is_set():
     assert replace(GOOD, num_attention_heads=12, head_dim=16).problems() == []

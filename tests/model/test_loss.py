@@ -36,9 +36,9 @@ def plain(hidden, weight, targets, weights, z_loss=0.0, softcap=None):
     return value.detach(), *torch.autograd.grad(value, (hidden, weight))
 
 
-def ours(hidden, weight, *rest, **options):
+def ours(hidden, weight, *others, **options):
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    value = linear_cross_entropy(hidden, weight, *rest, **options)
+    value = linear_cross_entropy(hidden, weight, *others, **options)
     return value.detach(), *torch.autograd.grad(value, (hidden, weight))
 
 
@@ -85,12 +85,6 @@ def test_a_token_of_weight_0_is_left_out():
     assert not by_hidden[5:].any()
 
 
-def test_weights_matter_by_their_ratio_alone():
-    hidden, weight, targets, weights = problem(20)
-    value = linear_cross_entropy(hidden, weight, targets, weights)
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, 7 * weights), value)
-
-
 def test_leading_dimensions_are_tokens():
     hidden, weight, targets, weights = problem(24)
     shaped = (hidden.view(2, 3, 4, -1), weight, targets.view(2, 3, 4), weights.view(2, 3, 4))
@@ -128,7 +122,7 @@ def test_large_logits_do_not_overflow():
     )
 
 
-def test_of_bfloat16_states_the_products_are_bfloat16_and_the_sums_float32():
+def test_bfloat16_states_have_bfloat16_products_and_float32_sums():
     hidden, weight, targets, weights = problem(20)
     actual = ours(hidden.bfloat16(), weight, targets, weights)
     assert [x.dtype for x in actual] == [torch.float32, torch.bfloat16, torch.float32]
@@ -173,8 +167,8 @@ def test_the_gradient_over_the_logits_is_the_one_by_hand(monkeypatch, z_loss, so
     targets = torch.randint(70, (300,), generator=generator)
     weights = torch.rand(300, generator=generator)
     gradient, log_z, picked = by_hand(logits, targets, weights, z_loss, softcap)
-    found = loss.replace_by_gradient(logits, targets, weights, z_loss, softcap)
-    torch.testing.assert_close(found, (log_z, picked), rtol=1e-5, atol=1e-5)
+    returned = loss.replace_by_gradient(logits, targets, weights, z_loss, softcap)
+    torch.testing.assert_close(returned, (log_z, picked), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), gradient, rtol=2**-8, atol=1e-6)
     assert len(loss.COMPILED_ON) == compiled  # it has not failed
 

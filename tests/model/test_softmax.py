@@ -53,13 +53,13 @@ def in_plain_lines(model, options):
     """The loss of the same model in float64, and its gradients by the names of parameters."""
     plain = Decoder(model.config.__class__(**vars(model.config) | {"softmax": SoftmaxConfig()}),
                     model.layout).double()  # fmt: skip
-    own = {name: p.detach().double() for name, p in model.named_parameters()}
-    plain.load_state_dict({name: own[name] for name in plain.state_dict()})
+    values = {name: p.detach().double() for name, p in model.named_parameters()}
+    plain.load_state_dict({name: values[name] for name in plain.state_dict()})
     leaves = dict(plain.named_parameters())
     for index, block in enumerate(plain.layers):
-        at = f"layers.{index}.self_attn"
-        more = {n: own[f"{at}.{n}"].requires_grad_() for n in ("softmax_scale", "sinks")}
-        leaves |= {f"{at}.{n}": value for n, value in more.items()}
+        name = f"layers.{index}.self_attn"
+        more = {n: values[f"{name}.{n}"].requires_grad_() for n in ("softmax_scale", "sinks")}
+        leaves |= {f"{name}.{n}": value for n, value in more.items()}
         scale, sinks = more.values()
         block.self_attn.attend = partial(ten_lines, scale=scale, sinks=sinks, softcap=0.8)
     logits = plain.hidden_states(IDS[:, :-1], **options) @ plain.head.T
@@ -79,11 +79,11 @@ def test_loss_and_gradients_of_all_parameters(tiny_decoder, monkeypatch, name, p
     loss.backward()
     expected, gradients = in_plain_lines(model, options)
     assert loss.item() == pytest.approx(expected, abs=1e-6)
-    for parameter, own in model.named_parameters():
+    for parameter, value in model.named_parameters():
         wanted = gradients[parameter]
-        torch.testing.assert_close(own.grad.double(), wanted, rtol=1e-4, atol=1e-6, msg=parameter)
-    found = model.token_losses(IDS[:, :-1], IDS[:, 1:]) if not packed else None
-    assert packed or found.mean().item() == pytest.approx(expected, abs=1e-6)
+        torch.testing.assert_close(value.grad.double(), wanted, rtol=1e-4, atol=1e-6, msg=parameter)
+    losses = model.token_losses(IDS[:, :-1], IDS[:, 1:]) if not packed else None
+    assert packed or losses.mean().item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_they_begin_as_no_scale_and_a_key_that_weighs_as_a_score_of_0(tiny_decoder):
@@ -107,8 +107,8 @@ def test_sinks_are_those_of_gpt_oss_and_soft_caps_those_of_gemma_2(window):
         layer, q, k, v, later, scaling=scaling, softcap=0.7
     )
     for expected, softmax in ((gpt_oss, Softmax(sinks)), (gemma, Softmax(softcap=0.7))):
-        found = backends.sdpa(q, k, v, Mask(window), softmax)
-        torch.testing.assert_close(found.transpose(1, 2), expected, rtol=0, atol=1e-6)
+        output = backends.sdpa(q, k, v, Mask(window), softmax)
+        torch.testing.assert_close(output.transpose(1, 2), expected, rtol=0, atol=1e-6)
 
 
 def test_backward_keeps_no_probabilities(tiny_decoder):
@@ -116,15 +116,15 @@ def test_backward_keeps_no_probabilities(tiny_decoder):
     model = tiny_decoder(model={"softmax": ALL, "num_hidden_layers": 1})
     sizes = []
     for length in (256, 512):
-        kept = {}
+        saved = {}
 
-        def keep(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        def keep(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.loss(*torch.zeros(2, 1, length, dtype=torch.long))
-        sizes.append(sum(kept.values()))
+        sizes.append(sum(saved.values()))
     assert sizes[1] < 2.1 * sizes[0]
     assert sizes[1] < 4 * 512 * 512 * 4
 
@@ -134,7 +134,7 @@ def test_in_16_bits_scores_and_their_softmax_are_float32():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 30, 8, generator=generator).bfloat16() for _ in range(3))
     softmax = Softmax(torch.tensor([0.5, 1.0]).bfloat16(), 2.0)
-    found = backends.sdpa(q, k, v, Mask(), softmax)
-    assert found.dtype == torch.bfloat16
+    output = backends.sdpa(q, k, v, Mask(), softmax)
+    assert output.dtype == torch.bfloat16
     exact = backends.sdpa(*(x.float() for x in (q, k, v)), Mask(), softmax)
-    assert torch.equal(found, exact.bfloat16())
+    assert torch.equal(output, exact.bfloat16())

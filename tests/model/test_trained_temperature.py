@@ -48,8 +48,8 @@ def test_attention_is_llama_4_s_of_a_layer_without_rotation(tiny_decoder):
     expected, _ = theirs(x, position_embeddings=torch.zeros(()), attention_mask=later)
     (groups, _) = head_groups(model.layout, positions, 50)
     encoding = Encoding(groups, positions)
-    found = ours(x, LayerPass(encoding, encoding, Mask()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    output = ours(x, LayerPass(encoding, encoding, Mask()))
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
 
 
-def test_it_is_trained_with_and_kept_in_checkpoints(tiny_decoder):
+def test_a_trained_temperature_has_gradients_and_survives_checkpoints(tiny_decoder):
     model = tiny_decoder(layers=["rope", "nope"], temperature=LLAMA_4)
     model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -21,8 +21,8 @@ def layout(*, depth=4, kv_heads=4, qk_norm=False, **config):
     )
 
 
-def spectrum(name, **given):
-    return make_spectrum(name, 8, 512, given)
+def spectrum(name, **parameters):
+    return make_spectrum(name, 8, 512, parameters)
 
 
 ROPE, NOPE = spectrum("rope"), spectrum("nope")
@@ -40,12 +40,14 @@ def test_rnope_swa_has_windows_on_its_rope_layers_only():
 
 
 def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
-    given = {"coefficient": 0.1, "reference": 64, "steps": True}
+    tempered = {"coefficient": 0.1, "reference": 64, "steps": True}
     expected = Temperature(0.1, 1.0, 1.0, "query", 64, True)
     for heads, rotating in (("all", expected), ("free", Temperature())):
-        built = layout(layers=["rope", "nope"], temperature=TemperatureConfig(**given, heads=heads))
-        found = [layer.spectra[0].temperature for layer in built.layers]
-        assert found == [rotating, expected] * 2
+        built = layout(
+            layers=["rope", "nope"], temperature=TemperatureConfig(**tempered, heads=heads)
+        )
+        temperatures = [layer.spectra[0].temperature for layer in built.layers]
+        assert temperatures == [rotating, expected] * 2
     assert layout(temperature=TemperatureConfig()) == layout()
 
 
@@ -66,15 +68,9 @@ def test_a_temperature_beside_one_of_an_encoding_is_refused():
 def test_a_temperature_takes_the_place_of_one_that_is_off():
     """RoPE-ID's with coefficient 0 changes nothing at any length."""
     off = {"rope_id": {"temperature": 0}}
-    own = TemperatureConfig(coefficient=0.1)
-    found = layout(layers=["rope_id"], encodings=off, temperature=own)
-    assert {s.temperature.coefficient for s in found.spectra} == {0.1}
-
-
-def test_patterns_of_different_lengths_repeat_independently():
-    built = layout(depth=6, layers=["rope", "nope"], windows=[16, 32, None])
-    assert [layer.window for layer in built.layers] == [16, 32, None] * 2
-    assert [layer.spectra[0] for layer in built.layers] == [ROPE, NOPE] * 3
+    temperature = TemperatureConfig(coefficient=0.1)
+    built = layout(layers=["rope_id"], encodings=off, temperature=temperature)
+    assert {s.temperature.coefficient for s in built.spectra} == {0.1}
 
 
 @pytest.mark.parametrize(
@@ -87,12 +83,12 @@ def test_a_share_of_heads_is_the_last_ones(kv_heads, share, count):
     assert {layer.spectra for layer in built.layers} == {expected}
 
 
-def test_shares_stand_in_the_order_they_are_given():
+def test_shares_of_heads_follow_the_configured_order():
     built = layout(heads={"nope": 0.25, "alibi": 0.25})
     assert built.layers[0].spectra == (ROPE, ROPE, NOPE, spectrum("alibi"))
 
 
-def test_a_variant_has_parameters_of_its_own():
+def test_a_variant_has_separate_parameters():
     built = layout(
         layers=["local", "global"],
         encodings={"local": {"type": "rope", "base": 1e2}, "global": {"type": "rope", "base": 1e6}},

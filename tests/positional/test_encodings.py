@@ -16,10 +16,11 @@ from tests.reference import attention_layer, turned, watch_attention
 from trainer.common.errors import UserError
 from trainer.plugins import load_plugins
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, make_spectrum
+from trainer.positional.spectrum import Spectrum
 
 
-def spectrum(name, head_dim=64, training_length=4096, **given):
-    return make_spectrum(name, head_dim, training_length, given)
+def spectrum(name, head_dim=64, training_length=4096, **parameters):
+    return make_spectrum(name, head_dim, training_length, parameters)
 
 
 def hf_config(head_dim, **rope):
@@ -40,8 +41,18 @@ def test_rope_has_the_frequencies_of_transformers(head_dim, base):
     torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
 
 
-def test_partial_rope_is_rope_of_a_smaller_head():
-    assert spectrum("rope", 64, rotary_fraction=0.25) == spectrum("rope", 16)
+@pytest.mark.parametrize(
+    ("name", "parameters", "same"),
+    [
+        ("rope", {"rotary_fraction": 0.25}, spectrum("rope", 16)),
+        ("half_rope", {}, spectrum("rope", 32)),
+        ("high_frequency", {"base": 100.0}, spectrum("rope", base=100.0)),
+        ("nope", {}, Spectrum()),
+        ("alibi", {}, Spectrum(alibi=True)),
+    ],
+)
+def test_an_encoding_that_is_another_of_other_size(name, parameters, same):
+    assert spectrum(name, **parameters) == same
 
 
 def test_scaled_angles_are_those_of_positions_that_lie_closer():
@@ -51,18 +62,10 @@ def test_scaled_angles_are_those_of_positions_that_lie_closer():
     assert [8 * f for f in scaled.inv_freq] == pytest.approx([2 * f for f in plain.inv_freq])
 
 
-def test_half_rope_rotates_the_first_half_of_the_channels():
-    assert spectrum("half_rope", 64) == spectrum("rope", 32)
-
-
 def test_high_frequency_base_is_652_at_4096():
     slowest = spectrum("high_frequency", 64).inv_freq[-1]
     base = slowest ** (-32 / 31)
     assert round(base) == 652
-
-
-def test_high_frequency_takes_a_base_of_its_own():
-    assert spectrum("high_frequency", base=100.0) == spectrum("rope", base=100.0)
 
 
 def test_rope_id_is_the_code_of_appendix_a4():
@@ -72,13 +75,6 @@ def test_rope_id_is_the_code_of_appendix_a4():
     published = (pos * (logend - logstart) + logstart).exp()
     ours = torch.tensor(spectrum("rope_id").inv_freq, dtype=torch.float64)
     torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
-
-
-@given(st.sampled_from([128, 512, 4096]), st.sampled_from([8, 32, 64]))
-def test_rope_id_turns_twice_at_least_in_the_training_length(length, head_dim):
-    turns = [length / w for w in spectrum("rope_id", head_dim, length).wavelengths]
-    assert turns[-1] == pytest.approx(2)
-    assert turns == sorted(turns, reverse=True)
 
 
 @pytest.mark.parametrize(("name", "length"), [("half_rope", 128), ("rope_id", 128)])
@@ -141,14 +137,8 @@ def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
     assert ratios == pytest.approx([ratios[0]] * 15)
 
 
-@pytest.mark.parametrize("name", ["nope", "alibi"])
-def test_nothing_rotates_without_rotation(name):
-    assert spectrum(name).inv_freq == ()
-    assert spectrum(name).alibi == (name == "alibi")
-
-
 @pytest.mark.parametrize(
-    ("name", "given", "head_dim", "message"),
+    ("name", "parameters", "head_dim", "message"),
     [
         ("rop", {}, 64, "unknown encoding 'rop'. Did you mean 'rope'?"),
         (
@@ -178,9 +168,9 @@ def test_nothing_rotates_without_rotation(name):
         ("rope_id", {"fastest_wavelength": 4096}, 64, "encodings.rope_id: the fastest wavelength"),
     ],
 )
-def test_a_wrong_setting_is_named(name, given, head_dim, message):
+def test_a_wrong_setting_is_named(name, parameters, head_dim, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        make_spectrum(name, head_dim, 4096, given)
+        make_spectrum(name, head_dim, 4096, parameters)
 
 
 def test_all_wrong_parameters_are_listed_at_once():
@@ -195,16 +185,8 @@ def test_a_decimal_fraction_is_not_refused_for_its_rounding(fraction):
     assert spectrum("rope", 100, rotary_fraction=fraction).rotary_dim == round(100 * fraction)
 
 
-@pytest.fixture
-def registry():
-    before = dict(ENCODINGS)
-    yield ENCODINGS
-    ENCODINGS.clear()
-    ENCODINGS.update(before)
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_plugin_adds_an_encoding(tmp_path):
+def test_a_plugin_adds_an_encoding_within_the_channels_of_a_head(tmp_path, monkeypatch):
+    """Its file may postpone annotations and hold dataclasses."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from __future__ import annotations\n"
@@ -215,25 +197,14 @@ def test_a_plugin_adds_an_encoding(tmp_path):
         "class Anything:\n"
         "    number: int = 1\n"
         "@encoding\n"
-        "def constant(head_dim, training_length, *, frequency=0.5):\n"
-        "    return Spectrum((frequency,) * (head_dim // 2))\n"
+        "def constant(head_dim, training_length, *, pairs=1):\n"
+        "    return Spectrum((0.25,) * pairs)\n"
     )
+    monkeypatch.setitem(ENCODINGS, "constant", None)  # forgotten after the test
     load_plugins([str(plugin)])
-    assert spectrum("constant", 8, frequency=0.25).inv_freq == (0.25,) * 4
-
-
-@pytest.mark.usefixtures("registry")
-def test_an_encoding_that_rotates_more_channels_than_there_are_is_refused(tmp_path):
-    plugin = tmp_path / "wide.py"
-    plugin.write_text(
-        "from trainer.positional.encodings import encoding, rope\n"
-        "@encoding\n"
-        "def wide(head_dim, training_length):\n"
-        "    return rope(2 * head_dim, training_length)\n"
-    )
-    load_plugins([str(plugin)])
-    with pytest.raises(UserError, match="wide: rotates 128 channels, but a head has 64"):
-        spectrum("wide")
+    assert spectrum("constant", 8, pairs=4).inv_freq == (0.25,) * 4
+    with pytest.raises(UserError, match="constant: rotates 10 channels, but a head has 8"):
+        spectrum("constant", 8, pairs=5)
 
 
 @pytest.mark.parametrize(
@@ -248,23 +219,23 @@ def test_a_plugin_that_cannot_be_loaded_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "parameters"),
     [
         ("rope_id", {"temperature": 100, "exponent": 10}),
         ("nope", {"temperature": 100.0}),
         ("rope", {"angle_scale": 1e6}),
     ],
 )
-def test_the_largest_temperature_and_frequency_are_numbers_in_a_kernel(name, given):
-    spectrum = make_spectrum(name, 8, 256, given)
+def test_the_largest_temperature_and_frequency_are_numbers_in_a_kernel(name, parameters):
+    spectrum = make_spectrum(name, 8, 256, parameters)
     longest = 1 << 31
     factor = spectrum.with_temperature(per="sequence").at(longest, 256).temperature.scale
     angles = torch.tensor(spectrum.inv_freq) * longest
     assert (torch.tensor(factor) * 1e6).isfinite()
     assert angles.isfinite().all()
-    for key, value in given.items():
+    for key, value in parameters.items():
         with pytest.raises(UserError, match=r"^positional\.encodings\."):
-            make_spectrum(name, 8, 256, {**given, key: value * 1.01})
+            make_spectrum(name, 8, 256, {**parameters, key: value * 1.01})
 
 
 def test_eight_heads_have_the_slopes_of_the_paper():
@@ -285,20 +256,17 @@ def test_slopes_are_those_of_the_published_code(heads):
     assert alibi_slopes(heads) == pytest.approx(published(heads), rel=1e-12)
 
 
-def test_biased_attention_equals_a_float64_loop(tiny_decoder):
-    model = tiny_decoder(layers=["alibi"], model={"num_hidden_layers": 1})
+@pytest.mark.parametrize(
+    ("positional", "slopes"),
+    [
+        ({"layers": ["alibi"]}, [2**-2, 2**-4, 2**-6, 2**-8]),
+        ({"layers": ["nope"], "heads": {"alibi": 0.5}}, [0, 0, 2**-6, 2**-8]),
+    ],
+    ids=["all heads", "half of the heads"],
+)
+def test_biased_attention_equals_a_float64_loop(tiny_decoder, positional, slopes):
+    model = tiny_decoder(**positional, model={"num_hidden_layers": 1})
     x, y = watch_attention(model, torch.arange(40))
-    slopes = [2**-2, 2**-4, 2**-6, 2**-8]
-    expected = attention_layer(
-        x, model.layers[0].self_attn, 4, 2, bias=lambda head, i, j: -slopes[head] * (i - j)
-    )
-    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
-
-
-def test_only_the_heads_with_alibi_are_biased(tiny_decoder):
-    model = tiny_decoder(layers=["nope"], heads={"alibi": 0.5}, model={"num_hidden_layers": 1})
-    x, y = watch_attention(model, torch.arange(40))
-    slopes = [0, 0, 2**-6, 2**-8]
     expected = attention_layer(
         x, model.layers[0].self_attn, 4, 2, bias=lambda head, i, j: -slopes[head] * (i - j)
     )

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import encoded, one_layer
-from tests.reference import attend, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
 from trainer.positional.encodings import make_spectrum
@@ -74,25 +73,21 @@ def head_outputs(model, layer=0):
     return seen[0].unflatten(-1, (-1, D))
 
 
-def changed_heads(model, intervention):
+@pytest.mark.parametrize(
+    ("intervention", "changed"),
+    [
+        (Intervention(query=(ONES, ONES, row(c1=0.5, c5=0.5), ONES)), [2]),
+        (Intervention(key=(ONES, row(c0=0.5, c4=0.5))), [2, 3]),
+        (Intervention(query=(ONES,) * 4, query_noise=(0.0, 0.5, 0.0, 0.0)), [1]),
+    ],
+    ids=["a query head", "a key head", "noise"],
+)
+def test_only_the_heads_that_read_a_change_differ(tiny_decoder, intervention, changed):
+    model = tiny_decoder()
     before = head_outputs(model)
     model.layout = with_intervention(model.layout, intervention)
     after = head_outputs(model)
-    return [h for h in range(4) if not torch.equal(before[:, h], after[:, h])]
-
-
-def test_a_query_head_changes_alone(tiny_decoder):
-    intervention = Intervention(query=(ONES, ONES, row(c1=0.5, c5=0.5), ONES))
-    assert changed_heads(tiny_decoder(), intervention) == [2]
-
-
-def test_a_key_head_changes_all_queries_that_read_it(tiny_decoder):
-    assert changed_heads(tiny_decoder(), Intervention(key=(ONES, row(c0=0.5, c4=0.5)))) == [2, 3]
-
-
-def test_noise_changes_its_head_alone(tiny_decoder):
-    intervention = Intervention(query=(ONES,) * 4, query_noise=(0.0, 0.5, 0.0, 0.0))
-    assert changed_heads(tiny_decoder(), intervention) == [1]
+    assert [h for h in range(4) if not torch.equal(before[:, h], after[:, h])] == changed
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
@@ -109,36 +104,6 @@ def test_a_head_of_zeros_attends_evenly(tiny_decoder, side):
     value = values[0][:, :D]
     mean = value.cumsum(0) / torch.arange(1, len(value) + 1)[:, None]
     torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-6)
-
-
-@torch.no_grad()
-def test_an_attention_layer_is_that_of_scaled_queries_and_keys(tiny_decoder):
-    """Against float64 attention, one query and one key at a time."""
-    model = tiny_decoder()
-    intervention = replace(EVERYTHING, query_noise=(), key_noise=())
-    model.layout = with_intervention(model.layout, intervention)
-    attention = model.layers[0].self_attn
-    x = model.layers[0].input_layernorm(model.embed_tokens(IDS[0])).double()
-    inv_freq = model.layout.layers[0].spectra[0].inv_freq
-
-    def heads(linear, rows=None):
-        out = (x @ linear.weight.double().T).unflatten(-1, (-1, D)).transpose(0, 1).tolist()
-        if rows is None:
-            return out
-        return [
-            [
-                [a * g for a, g in zip(turned(v, i, inv_freq), gain, strict=True)]
-                for i, v in enumerate(head)
-            ]
-            for head, gain in zip(out, rows, strict=True)
-        ]
-
-    q, k = heads(attention.q_proj, intervention.query), heads(attention.k_proj, intervention.key)
-    v = heads(attention.v_proj)
-    expected = torch.tensor([attend(q[h], k[h // 2], v[h // 2]) for h in range(4)])
-    torch.testing.assert_close(
-        head_outputs(model).transpose(0, 1).double(), expected.double(), rtol=1e-4, atol=1e-5
-    )
 
 
 @given(st.lists(st.floats(-2, 2), min_size=4, max_size=4), st.integers(0, 10**6))
@@ -179,25 +144,23 @@ def test_noise_is_a_fixed_function_of_the_position(positions):
     rows = noise_at(torch.tensor([positions[::-1], positions]))
     for i, position in enumerate(positions):
         alone = noise_at(torch.tensor([position]))
-        for all_at_once, of_rows, one in zip(together, rows, alone, strict=True):
-            assert torch.equal(all_at_once[:, i], one[:, 0])
-            assert torch.equal(of_rows[1, :, i], one[:, 0])
-            assert torch.equal(of_rows[0, :, -1 - i], one[:, 0])
+        for all_at_once, of_rows, single in zip(together, rows, alone, strict=True):
+            assert torch.equal(all_at_once[:, i], single[:, 0])
+            assert torch.equal(of_rows[1, :, i], single[:, 0])
+            assert torch.equal(of_rows[0, :, -1 - i], single[:, 0])
 
 
-def test_noise_of_a_position_is_that_of_no_other():
-    """Also of those a power of two away."""
-    here = noise_at(torch.arange(5))[0]
-    for away in (5, 2048, 4096, 2**20, 2**31 - 5):
-        assert not torch.equal(here, noise_at(torch.arange(5) + away)[0])
+def test_noise_does_not_repeat_between_positions_heads_and_channels():
+    """Nor between positions that are a power of two apart."""
+    first = noise_at(torch.arange(5))[0]
+    for distance in (5, 2048, 4096, 2**20, 2**31 - 5):
+        assert not torch.equal(first, noise_at(torch.arange(5) + distance)[0])
+    every = Intervention(query=(ONES,) * 4, query_noise=(1.0,) * 4)
+    numbers = noise_at(torch.arange(20_000), every)[0]
+    assert len(numbers.unique()) > 0.98 * numbers.numel()
 
 
-def test_every_number_of_the_noise_is_drawn_for_itself():
-    drawn = noise_at(torch.arange(20_000), Intervention(query=(ONES,) * 4, query_noise=(1.0,) * 4))
-    assert len(drawn[0].unique()) > 0.98 * drawn[0].numel()
-
-
-def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and_seed():
+def test_noise_is_gaussian_and_independent_between_heads_sides_and_seeds():
     positions = torch.arange(4096)
     intervention = Intervention((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
     q, k = noise_at(positions, intervention)

@@ -22,7 +22,7 @@ from trainer.positional.spectrum import Spectrum, Temperature
 
 C = 64
 layers = st.builds(
-    LayerEncoding.of,
+    LayerEncoding.of_heads,
     st.lists(spectra, min_size=1, max_size=4),
     st.none() | st.integers(1, 4096),
     st.booleans(),
@@ -41,32 +41,26 @@ def test_a_layout_survives_json(layout):
 
 
 def test_a_spectrum_that_many_heads_share_is_written_once():
-    layout = Layout(C, (LayerEncoding.of((A, B, A)),) * 5)
+    layout = Layout(C, (LayerEncoding.of_heads((A, B, A)),) * 5)
     assert len(layout.to_dict()["spectra"]) == 2
     assert layout.spectra == (A, B)
 
 
 def test_neighbouring_heads_with_one_spectrum_are_one_group():
-    assert LayerEncoding.of((A, A, B, A)).groups == ((A, 2), (B, 1), (A, 1))
-    assert LayerEncoding(((A, 1), (A, 2))) == LayerEncoding.of((A, A, A))
-
-
-@given(layouts)
-def test_groups_spell_out_the_heads(layout):
-    for layer in layout.layers:
-        assert tuple(s for s, count in layer.groups for _ in range(count)) == layer.spectra
+    assert LayerEncoding.of_heads((A, A, B, A)).groups == ((A, 2), (B, 1), (A, 1))
+    assert LayerEncoding(((A, 1), (A, 2))) == LayerEncoding.of_heads((A, A, A))
 
 
 def test_a_change_reaches_every_head_and_leaves_windows_and_norms():
-    layout = Layout(C, (LayerEncoding.of((A, B), 16, True), LayerEncoding.of((B, B))))
+    layout = Layout(C, (LayerEncoding.of_heads((A, B), 16, True), LayerEncoding.of_heads((B, B))))
     changed = layout.map(lambda spectrum: A if spectrum == B else B)
-    expected = LayerEncoding.of((B, A), 16, True), LayerEncoding.of((A, A))
+    expected = LayerEncoding.of_heads((B, A), 16, True), LayerEncoding.of_heads((A, A))
     assert changed == Layout(C, expected)
 
 
 def test_equal_layouts_are_equal_keys_and_equal_layers_one_object():
     assert len({one_layer(C, Spectrum((0.5,))) for _ in range(3)}) == 1
-    layout = Layout(C, tuple(LayerEncoding.of((Spectrum((0.5,)),)) for _ in range(4)))
+    layout = Layout(C, tuple(LayerEncoding.of_heads((Spectrum((0.5,)),)) for _ in range(4)))
     assert len({id(layer) for layer in layout.layers}) == 1
 
 
@@ -81,14 +75,14 @@ some = st.sampled_from([A, B, *(spectrum for spectrum, _ in FOLLOWING.values())]
 @given(st.lists(some, min_size=1, max_size=4), st.integers(1, 10**6))
 def test_at_a_length_nothing_follows_the_length_any_more(spectra, length):
     layout = one_layer(C, *spectra)
-    here = layout.at(length)
-    assert not here.follows_length
-    assert here.at(length + 1) is here
-    assert (here is layout) == (not layout.follows_length)
+    fixed = layout.at(length)
+    assert not fixed.follows_length
+    assert fixed.at(length + 1) is fixed
+    assert (fixed is layout) == (not layout.follows_length)
 
 
 @pytest.mark.parametrize("kind", FOLLOWING)
-def test_what_follows_the_length_is_the_same_within_the_training_length(kind):
+def test_spectra_that_follow_the_length_are_constant_within_the_training_length(kind):
     spectrum, moves_keys = FOLLOWING[kind]
     layout = one_layer(C, spectrum, B)
     assert layout.follows_length
@@ -135,39 +129,28 @@ def test_frequencies_that_follow_the_length_are_read_from_the_first_format(name,
 
 
 def test_a_layer_of_spectra_for_query_heads_keeps_what_is_done_to_each_key():
-    own = Intervention(key=((0.5, 1.0), (1.0, 2.0)), key_noise=(0.1, 0.0))
-    layer = replace(LayerEncoding.of((A, B)), intervention=own).expanded(2)
+    intervention = Intervention(key=((0.5, 1.0), (1.0, 2.0)), key_noise=(0.1, 0.0))
+    layer = replace(LayerEncoding.of_heads((A, B)), intervention=intervention).expanded(2)
     assert layer.spectra == (A, A, B, B)
     assert layer.intervention.key == ((0.5, 1.0),) * 2 + ((1.0, 2.0),) * 2
     assert layer.intervention.key_noise == (0.1, 0.1, 0.0, 0.0)
 
 
-def olmo_core_full_attention(pattern, layers):
-    """Layers that OLMo-core's ``with_rope_scaling`` changes by default (full_attn_layers_only):
-    those for which the repeated pattern of its sliding windows has -1."""
-    changed = []
-    for index in range(layers):
-        if pattern[index % len(pattern)] == -1:
-            changed.append(index)
-    return changed
-
-
 @pytest.mark.parametrize("pattern", [[4096, 4096, 4096, -1], [-1, 1024], [-1]])
 def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
-    """OLMo 3: C = 8,192, YaRN with a factor of 8 on the layers without a window."""
+    """OLMo 3: C = 8,192, YaRN with a factor of 8 on the layers without a window (-1), as its
+    ``with_rope_scaling`` does by default (full_attn_layers_only)."""
     trained = Spectrum(tuple(500_000.0 ** (-m / 64) for m in range(64)))
     windows = [pattern[i % len(pattern)] for i in range(8)]
     layout = Layout(
-        8192, tuple(LayerEncoding.of((trained,), None if w < 0 else w) for w in windows)
+        8192, tuple(LayerEncoding.of_heads((trained,), None if w < 0 else w) for w in windows)
     )
     slowed = rescaled(trained, yarn, 8192, 8.0)
     assert slowed.inv_freq[-1] == pytest.approx(trained.inv_freq[-1] / 8)
-    expected = [trained] * 8
-    for index in olmo_core_full_attention(pattern, 8):
-        expected[index] = slowed
-    found = layout.rescaled(yarn, 8.0)
-    assert [layer.spectra[0] for layer in found.layers] == expected
-    assert [layer.window for layer in found.layers] == [layer.window for layer in layout.layers]
+    expected = [slowed if window == -1 else trained for window in windows]
+    extended = layout.rescaled(yarn, 8.0)
+    assert [layer.spectra[0] for layer in extended.layers] == expected
+    assert [layer.window for layer in extended.layers] == [layer.window for layer in layout.layers]
     followed = layout.dynamically_rescaled(yarn)
     assert [layer.spectra[0] for layer in followed.at(8 * 8192).layers] == expected
     assert followed.at(8192) == layout
@@ -183,8 +166,8 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     ],
 )
 def test_a_choice_of_layers(choice, layers):
-    still = LayerEncoding.of((B,))
-    layout = Layout(C, tuple(LayerEncoding.of((A,), w) for w in (16, C, C + 1, None)))
+    still = LayerEncoding.of_heads((B,))
+    layout = Layout(C, tuple(LayerEncoding.of_heads((A,), w) for w in (16, C, C + 1, None)))
     assert layout.chosen(choice) == layout.rotating(choice) == layers
     assert layout.of_layers(choice).layers == tuple(layout.layers[i] for i in layers)
     assert Layout(C, (*layout.layers[:3], still)).rotating(choice) == [i for i in layers if i < 3]
@@ -196,12 +179,12 @@ def test_a_choice_that_is_none_names_key_and_nearest_layer():
         f"the nearest is {near}."
         for wrong, near in ((-5, -4), (9, 3))
     ]
-    (said,) = map(str, layer_problems("a.layers", "full_atention"))
-    assert said.endswith("got 'full_atention'. Did you mean 'full_attention'?")
-    (said,) = map(str, layer_problems("a.layers", []))
-    assert said == "a.layers: expected one layer or more, got none; null leaves it to windows."
+    (problem,) = map(str, layer_problems("a.layers", "full_atention"))
+    assert problem.endswith("got 'full_atention'. Did you mean 'full_attention'?")
+    (problem,) = map(str, layer_problems("a.layers", []))
+    assert problem == "a.layers: expected one layer or more, got none; null leaves it to windows."
     assert not layer_problems("a.layers", None, 1) + layer_problems("a.layers", [7])
-    layout = Layout(C, (LayerEncoding.of((A,)),))
+    layout = Layout(C, (LayerEncoding.of_heads((A,)),))
     with pytest.raises(ValueError, match="layer 1 does not exist in a model of 1 layers"):
         layout.chosen([1])
 
@@ -224,7 +207,7 @@ def test_another_training_length_changes_no_spectrum_at_any_length(other, length
     ("changed", "lengths"),
     [
         (one_layer(C, FAST).dynamically_rescaled(ntk_aware), {C: True, C + 1: False}),
-        (Layout(C, (LayerEncoding.of((FAST,), C + 8),)), {C + 8: True, C + 9: False}),
+        (Layout(C, (LayerEncoding.of_heads((FAST,), C + 8),)), {C + 8: True, C + 9: False}),
         (
             one_layer(C, FAST.with_temperature(coefficient=0.1, per="query")),
             {C: True, C + 1: False},

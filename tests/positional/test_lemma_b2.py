@@ -45,8 +45,8 @@ def logits(q, k, frequencies, row):
 
 def is_even(q, k, frequencies, row):
     """Whether every weight of attention is 1 / i."""
-    found = torch.tensor(logits(q, k, frequencies, row)).softmax(-1).numpy()
-    return np.abs(found - 1 / row).max() < 1e-9
+    weights = torch.tensor(logits(q, k, frequencies, row)).softmax(-1).numpy()
+    return np.abs(weights - 1 / row).max() < 1e-9
 
 
 def head_of(cosines, sines):
@@ -111,6 +111,6 @@ def test_a_head_may_attend_evenly_in_every_row(cosines, sines, frequencies):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("base", [1e4, 5e5])
 def test_frequencies_of_rope_are_distinct_and_below_pi(head_dim, base):
-    found = make_spectrum("rope", head_dim, 4096, {"base": base}).inv_freq
-    assert len(set(found)) == head_dim // 2
-    assert 0 < min(found) <= max(found) < math.pi
+    frequencies = make_spectrum("rope", head_dim, 4096, {"base": base}).inv_freq
+    assert len(set(frequencies)) == head_dim // 2
+    assert 0 < min(frequencies) <= max(frequencies) < math.pi

@@ -92,8 +92,8 @@ def test_ntk_aware_scaling_twice_is_one_larger_base(base):
     """bloc97: the base is multiplied by s^(d / (d - 2)), here with s = 32."""
     larger = base * 32 ** (64 / 62)
     expected = [larger ** (-2 * m / 64) for m in range(32)]
-    found = tuned(spectrum_of(base=base), LATER, LAST, method="ntk").inv_freq
-    assert found == pytest.approx(expected, rel=1e-12)
+    rescaled = tuned(spectrum_of(base=base), LATER, LAST, method="ntk").inv_freq
+    assert rescaled == pytest.approx(expected, rel=1e-12)
 
 
 @scaled
@@ -101,8 +101,8 @@ def test_ntk_aware_scaling_reads_the_index_of_a_pair_alone(spectrum):
     """DroPE, Eq. 10 from the fastest pair on: s^(-2 m / (d - 2)), whatever the frequencies are."""
     d = 2 * len(spectrum.inv_freq)
     expected = [f * SECOND ** (-2 * m / (d - 2)) for m, f in enumerate(spectrum.inv_freq)]
-    found = slowed(ntk_aware, spectrum, SECOND, LATER).inv_freq
-    assert found == pytest.approx(expected, rel=1e-12)
+    rescaled = slowed(ntk_aware, spectrum, SECOND, LATER).inv_freq
+    assert rescaled == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_ntk_aware_scaling_reads_the_index_of_a_pair_alone(spectrum):
 @scaled
 def test_published_ramps_count_turns_in_the_longest_sequences(spectrum, method, slow, fast):
     """Peng et al.: gamma(r) = (r - alpha) / (beta - alpha), r = C theta / 2 pi."""
-    kept = np.clip((turns(spectrum.inv_freq, LATER) - slow) / (fast - slow), 0, 1)
-    expected = np.array(spectrum.inv_freq) * (kept + (1 - kept) / SECOND)
-    found = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
-    assert found == pytest.approx(expected, rel=1e-12)
+    share = np.clip((turns(spectrum.inv_freq, LATER) - slow) / (fast - slow), 0, 1)
+    expected = np.array(spectrum.inv_freq) * (share + (1 - share) / SECOND)
+    rescaled = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
+    assert rescaled == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("method", ["ntk_by_parts", "yarn"])
@@ -123,9 +123,9 @@ def test_published_ramps_count_turns_in_the_longest_sequences(spectrum, method, 
 def test_the_usual_ramp_leaves_fast_pairs_and_interpolates_slow_ones(spectrum, method):
     """Peng et al.: pairs that turn less than once in C are divided by s, those that turn more than
     32 times are not. A truncated ramp of geometric frequencies is up to a pair wider."""
-    found = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
+    rescaled = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
     for f, slower, often in zip(
-        spectrum.inv_freq, found, turns(spectrum.inv_freq, LATER), strict=True
+        spectrum.inv_freq, rescaled, turns(spectrum.inv_freq, LATER), strict=True
     ):
         if often <= 0.7:
             assert slower == pytest.approx(f / SECOND, rel=1e-12)
@@ -138,10 +138,10 @@ def test_yarns_attention_factor_is_that_of_the_whole_extension(method):
     """Peng et al.: sqrt(1 / t) = 0.1 ln s + 1 with s = L' / L, L the length of pretraining."""
     spectrum = spectrum_of()
     for length, lengths in ((LATER, [LATER]), (LAST, [LATER, LAST])):
-        found = tuned(spectrum, *lengths, method=method)
-        assert found.rotary_scale == pytest.approx(0.1 * math.log(length / C) + 1, rel=1e-12)
+        extended = tuned(spectrum, *lengths, method=method)
+        assert extended.rotary_scale == pytest.approx(0.1 * math.log(length / C) + 1, rel=1e-12)
     # A schedule that follows the length sets out from the factor that the model has.
-    following = dynamic(found, RESCALINGS[method], LAST)
+    following = dynamic(extended, RESCALINGS[method], LAST)
     for n in (C, LAST, 2 * LAST, 5 * LAST):
         scale = following.at(n, LAST).rotary_scale
         assert scale == pytest.approx(0.1 * math.log(max(n, LAST) / C) + 1, rel=1e-12)
@@ -150,16 +150,16 @@ def test_yarns_attention_factor_is_that_of_the_whole_extension(method):
 def test_the_full_range_goes_from_the_fastest_to_the_slowest_frequency_in_every_stage():
     """RoPE-ID, App. A.9: "the highest frequency is unchanged, and the lowest frequency scales up by
     L'/L"; between them the share that is kept is linear in the logarithm of the frequency."""
-    expected, found = np.array(spectrum_of("rope_id").inv_freq), spectrum_of("rope_id")
+    expected, extended = np.array(spectrum_of("rope_id").inv_freq), spectrum_of("rope_id")
     for factor, length in ((FIRST, C), (SECOND, LATER)):
         low, high = math.log(expected[-1]), math.log(expected[0])
-        kept = (np.log(expected) - low) / (high - low)
-        expected = expected * (kept + (1 - kept) / factor)
-        found = slowed(RESCALINGS["yarn_full_range"], found, factor, length)
-        assert found.inv_freq == pytest.approx(expected, rel=1e-9)
-    assert found.inv_freq[0] == spectrum_of("rope_id").inv_freq[0]
-    assert found.inv_freq[-1] == pytest.approx(spectrum_of("rope_id").inv_freq[-1] / 32)
-    assert found.rotary_scale == 1
+        share = (np.log(expected) - low) / (high - low)
+        expected = expected * (share + (1 - share) / factor)
+        extended = slowed(RESCALINGS["yarn_full_range"], extended, factor, length)
+        assert extended.inv_freq == pytest.approx(expected, rel=1e-9)
+    assert extended.inv_freq[0] == spectrum_of("rope_id").inv_freq[0]
+    assert extended.inv_freq[-1] == pytest.approx(spectrum_of("rope_id").inv_freq[-1] / 32)
+    assert extended.rotary_scale == 1
 
 
 def dynamic_ntk(before, n, length, alpha):
@@ -194,7 +194,7 @@ def test_a_schedule_of_an_evaluation_begins_at_the_longest_length_of_training():
             assert layout.at(n).spectra[0].inv_freq == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_comes_after_dynamic_ntk_sets_out_from_its_frequencies_at_the_end_of_training():
+def test_rescalings_after_dynamic_ntk_start_from_its_frequencies_at_the_end_of_training():
     plain = spectrum_of()
     trained = tuned(dynamic(plain, ntk_aware, C), LATER)
     reached = dynamic_ntk(plain.inv_freq, LATER, C, 1.0)
@@ -216,10 +216,10 @@ PHI = longrope(spectrum_of(), (1.0,) * 32, LONG, C)
 def test_a_longrope_model_is_rescaled_by_the_frequencies_it_has_in_long_sequences(method):
     slow = tuple(f / factor for f, factor in zip(spectrum_of().inv_freq, LONG, strict=True))
     expected = slowed(RESCALINGS[method], replace(PHI, inv_freq=slow, long=None), SECOND, LATER)
-    found = slowed(RESCALINGS[method], PHI, SECOND, LATER)
-    assert found.at(LAST, LAST).inv_freq == pytest.approx(expected.inv_freq, rel=1e-12)
+    rescaled = slowed(RESCALINGS[method], PHI, SECOND, LATER)
+    assert rescaled.at(LAST, LAST).inv_freq == pytest.approx(expected.inv_freq, rel=1e-12)
     short = slowed(RESCALINGS[method], spectrum_of(), SECOND, LATER)
-    assert found.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
+    assert rescaled.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
 
 
 @pytest.mark.parametrize("space", [EveryPair, FromCriticalPair])
@@ -229,13 +229,13 @@ def test_searched_factors_divide_the_frequencies_of_long_sequences(space):
     search = space(layout, SECOND)
     for individual in search.starts():
         factors = search.factors(individual)
-        (found,) = with_factors(layout, factors).at(LAST).spectra
+        (spectrum,) = with_factors(layout, factors).at(LAST).spectra
         expected = [f / factor for f, factor in zip(slow, factors[0], strict=True)]
-        assert found.inv_freq == pytest.approx(expected, rel=1e-12)
+        assert spectrum.inv_freq == pytest.approx(expected, rel=1e-12)
         assert with_factors(layout, factors).at(C) == layout.at(C)
     rates = [f / SECOND for f in slow]
-    starts = [with_factors(layout, search.factors(one)).at(LAST) for one in search.starts()]
-    is_pi = [one.spectra[0].inv_freq == pytest.approx(rates, rel=1e-12) for one in starts]
+    starts = [with_factors(layout, search.factors(start)).at(LAST) for start in search.starts()]
+    is_pi = [start.spectra[0].inv_freq == pytest.approx(rates, rel=1e-12) for start in starts]
     assert any(is_pi) == (space is EveryPair)
 
 
@@ -254,11 +254,11 @@ def test_published_factors_divide_what_the_model_has():
     for length, s in ((C, FIRST), (LATER, SECOND)):
         layout = with_published(replace(layout, training_length=length), published, s)
         factor *= math.sqrt(1 + math.log(s) / math.log(length))
-    (found,) = layout.spectra
-    assert found.rotary_scale == pytest.approx(factor, rel=1e-12)
+    (spectrum,) = layout.spectra
+    assert spectrum.rotary_scale == pytest.approx(factor, rel=1e-12)
     assert factor == pytest.approx(math.sqrt(math.log(LAST) / math.log(C)), rel=1e-12)
     twice = [f / w**2 for f, w in zip(spectrum_of().inv_freq, LONG, strict=True)]
-    assert found.at(LAST, LATER).inv_freq == pytest.approx(twice, rel=1e-12)
+    assert spectrum.at(LAST, LATER).inv_freq == pytest.approx(twice, rel=1e-12)
 
 
 NULL = TemperatureConfig(coefficient=0.4, per="sequence")
@@ -269,8 +269,8 @@ NULL = TemperatureConfig(coefficient=0.4, per="sequence")
     [
         (spectrum_of("rope_id"), C),  # App. A.9: stored
         (spectrum_of("nope", temperature=0.4), LATER),  # DroPE, App. C.2: fitted after training
-        (NULL.on(spectrum_of()), LATER),
-        (replace(NULL, reference=2048).on(spectrum_of()), 2048),
+        (NULL.tempered(spectrum_of()), LATER),
+        (replace(NULL, reference=2048).tempered(spectrum_of()), 2048),
     ],
 )
 def test_a_temperature_refers_to_its_own_length_or_to_the_longest_of_training(spectrum, length):
@@ -283,15 +283,15 @@ def test_a_temperature_refers_to_its_own_length_or_to_the_longest_of_training(sp
 
 def test_a_fitted_temperature_takes_the_place_of_one_that_began_later(tmp_path):
     """c of 1 + c ln(n / C) is fitted for C, the training length."""
-    far = replace(NULL, reference=2 * C).on(spectrum_of("nope"))
+    far = replace(NULL, reference=2 * C).tempered(spectrum_of("nope"))
     layout = one_layer(C, far)
     fitted = '{"coefficient": 0.5, "per": "sequence", "lengths": [8192], "text": "", "tokens": 1}'
     (tmp_path / FILE).write_text(fitted)
-    kept, words = with_fitted_temperature(layout, tmp_path)
+    loaded, words = with_fitted_temperature(layout, tmp_path)
     assert "ln(n / 4096)" in words
-    for found in (kept, tempered(layout, 0.5)):
+    for layout_with_fit in (loaded, tempered(layout, 0.5)):
         for n in (C, 2 * C, 8 * C):
-            scale = found.at(n).spectra[0].temperature.scale
+            scale = layout_with_fit.at(n).spectra[0].temperature.scale
             assert scale == pytest.approx(1 + 0.5 * math.log(n / C), rel=1e-12)
 
 
@@ -333,12 +333,12 @@ def test_offset_features_are_bounded_by_the_longest_length_and_its_frequencies(e
     """Rotary Offset Features, Eq. 15 and 16: theta < 2 pi / p_max, phi >= pi + theta p_max / 2."""
     model, search = extended(change), OffsetFeatureSearch()
     capture(model, IDS, search.update)
-    found = search.result()
-    theta = np.array(model.layout.at(40).spectra[0].inv_freq)[found.pair]
-    assert found.context_length == 40
-    np.testing.assert_allclose(found.inv_freq, theta, rtol=1e-12)
-    assert found.possible.tolist() == (theta < 2 * math.pi / 40).tolist()
-    np.testing.assert_allclose(found.lower_bound, math.pi + theta * 20, rtol=1e-12)
+    features = search.result()
+    theta = np.array(model.layout.at(40).spectra[0].inv_freq)[features.pair]
+    assert features.context_length == 40
+    np.testing.assert_allclose(features.inv_freq, theta, rtol=1e-12)
+    assert features.possible.tolist() == (theta < 2 * math.pi / 40).tolist()
+    np.testing.assert_allclose(features.lower_bound, math.pi + theta * 20, rtol=1e-12)
 
 
 @by_both
@@ -356,9 +356,9 @@ def test_weighted_rope_reads_no_length(extended, change):
 def test_factors_of_figure_6_are_those_of_the_longest_sequences():
     """DroPE, Eq. 11 of frequencies at C = 32k."""
     slow = np.array(PHI.at(LATER, LATER).inv_freq)
-    kept = np.clip((turns(slow, LATER) - 1) / 31, 0, 1)
-    found = scaling_factors(PHI, LATER, 2.0)
-    assert found["yarn"] == pytest.approx(kept + (1 - kept) / 2, rel=1e-12)
+    share = np.clip((turns(slow, LATER) - 1) / 31, 0, 1)
+    factors = scaling_factors(PHI, LATER, 2.0)
+    assert factors["yarn"] == pytest.approx(share + (1 - share) / 2, rel=1e-12)
 
 
 def test_an_encoding_that_a_longer_phase_begins_with_is_written_for_its_length(tiny_decoder):

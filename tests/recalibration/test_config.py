@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -35,20 +34,6 @@ def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step
 
 
 @pytest.mark.parametrize(
-    "drop",
-    [
-        DropConfig(),
-        DropConfig(at=1),
-        DropConfig(at=999),
-        DropConfig(at=0.5),
-        DropConfig(effect_sequences=1),
-    ],
-)
-def test_possible_drops(drop):
-    assert drop.problems(1000, 128, 4, 2, 64) == []
-
-
-@pytest.mark.parametrize(
     ("drop", "start"),
     [
         (DropConfig(at=0), "drop.at: 0 is step 0,"),
@@ -77,19 +62,22 @@ def test_an_impossible_drop_is_named(drop, start):
     assert problem.startswith(start)
 
 
-def test_of_two_times_the_one_that_counts_is_named():
+def test_a_problem_names_the_key_that_decides_the_step():
     """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
     problems = [*map(str, DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2, 64))]
     assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
 
 
-def test_layers_may_count_from_the_last():
-    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4, 2, 64) == []
-
-
 @pytest.mark.parametrize(
     "drop",
     [
+        DropConfig(),
+        DropConfig(at=1),
+        DropConfig(at=999),
+        DropConfig(at=0.5),
+        DropConfig(effect_sequences=1),
+        DropConfig(layers=[-4, -1, 3]),
+        DropConfig(at=5, windows=[64, None]),
         DropConfig(anneal_steps=1000),
         DropConfig(at=990, anneal_steps=10, slower_than=0.1),
         DropConfig(to="alibi"),
@@ -100,7 +88,7 @@ def test_layers_may_count_from_the_last():
         DropConfig(at=10**9, enabled=False),
     ],
 )
-def test_what_lies_just_within_the_bounds_is_possible(drop):
+def test_possible_drops(drop):
     assert drop.problems(1000, 128, 4, 2, 64) == []
 
 
@@ -111,7 +99,7 @@ def test_trained_weights_may_drop_at_once():
     assert DropConfig(at=85, enabled=False).step(1000, 128) is None
 
 
-def test_a_run_of_one_step_is_told_to_take_more():
+def test_a_drop_in_a_run_of_one_step_asks_for_more_steps():
     (problem,) = map(str, DropConfig(at=0.85).problems(1, 128, 4, 2, 64))
     assert problem.startswith("drop.at: the run has a single step, and a drop needs one before it")
 
@@ -140,10 +128,6 @@ def test_cosine_in_closed_form():
     assert curve(name="cosine", warmup_steps=10)[10:] == pytest.approx(expected)
 
 
-def test_cosine_is_half_way_down_in_the_middle():
-    assert ScheduleConfig(final=0.0).factor(50, 100) == pytest.approx(0.5)
-
-
 def test_wsd_stays_and_falls_linearly_over_its_last_fifth():
     rates = curve(name="wsd", warmup_steps=10, final=0.0)
     assert rates[10:80] == [1.0] * 70
@@ -168,25 +152,6 @@ def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule
         assert schedule.factor(length, length) == pytest.approx(schedule.peak * schedule.final)
 
 
-@given(schedules, st.integers(60, 200))
-def test_after_the_warmup_the_rate_never_rises(schedule, length):
-    rates = [schedule.factor(step, length) for step in range(schedule.warmup_steps, length + 10)]
-    assert all(b <= a + 1e-12 for a, b in pairwise(rates))
-
-
-@given(schedules, st.integers(60, 200))
-def test_neighbouring_steps_have_neighbouring_rates(schedule, length):
-    """No jump beyond the steepest slope: of the warm-up, the linear fall or the cosine."""
-    steepest = max(
-        1 / max(schedule.warmup_steps, 1) if schedule.warmup_steps else 0,
-        math.pi / 2 / (length - schedule.warmup_steps),
-        1 / max(round(length * schedule.decay_fraction) - 1, 1),
-    )
-    rates = [schedule.factor(step, length) for step in range(length)]
-    jumps = [abs(b - a) for a, b in pairwise(rates)]
-    assert max(jumps) <= schedule.peak * steepest * (1 + 1e-9)
-
-
 @given(schedules, st.integers(0, 200), st.floats(0.1, 5))
 def test_the_peak_multiplies_everything(schedule, step, by):
     louder = replace(schedule, peak=schedule.peak * by)
@@ -194,13 +159,12 @@ def test_the_peak_multiplies_everything(schedule, step, by):
 
 
 @pytest.mark.parametrize(
-    ("windows", "said"),
+    ("windows", "message"),
     [
         ([], "drop.windows: expected at least one entry, or null."),
         ([16, 65], "drop.windows: a window of 65 tokens does not fit sequences of 64; expected 1"),
     ],
 )
-def test_windows_after_a_drop_fit_its_sequences(windows, said):
+def test_windows_after_a_drop_fit_its_sequences(windows, message):
     (problem,) = map(str, DropConfig(at=5, windows=windows).problems(1000, 128, 4, 2, 64))
-    assert problem.startswith(said)
-    assert DropConfig(at=5, windows=[64, None]).problems(1000, 128, 4, 2, 64) == []
+    assert problem.startswith(message)

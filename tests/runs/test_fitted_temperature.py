@@ -16,7 +16,7 @@ FITTED = {
     "coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128,
     "training_length": 32,
 }  # fmt: skip
-LAYOUT = Layout(32, (LayerEncoding.of((Spectrum(),)),))
+LAYOUT = Layout(32, (LayerEncoding.of_heads((Spectrum(),)),))
 
 
 def test_one_that_was_fitted_on_more_text_stays_and_another_is_read_as_it_was_kept(tmp_path):
@@ -72,7 +72,7 @@ def test_a_coefficient_that_no_grid_holds_is_refused(tmp_path, coefficient):
 
 def test_a_temperature_of_every_head_is_read_as_it_was_kept(tmp_path):
     """Two query heads share each key-value head: every query head gets a spectrum."""
-    layer = LayerEncoding.of((Spectrum(), Spectrum()))
+    layer = LayerEncoding.of_heads((Spectrum(), Spectrum()))
     layout = Layout(32, (layer,) * 2)
     rows = [[0.1, 0.2, 0.3, 0.4]]
     keep_temperature(tmp_path, FITTED | {"layers": [1], "heads": rows})
@@ -86,7 +86,7 @@ def test_a_temperature_of_every_head_is_read_as_it_was_kept(tmp_path):
 
 @pytest.mark.parametrize("rows", [[[0.1, 0.2, 0.3]], [[0.1, 0.2]] * 2, [[]]])
 def test_heads_that_the_model_does_not_have_are_refused(tmp_path, rows):
-    layout = Layout(32, (LayerEncoding.of((Spectrum(), Spectrum())),))
+    layout = Layout(32, (LayerEncoding.of_heads((Spectrum(), Spectrum())),))
     keep_temperature(tmp_path, FITTED | {"layers": [0], "heads": rows})
     with pytest.raises(UserError, match=r"^checkpoint: .*heads are not those of the model"):
         with_fitted_temperature(layout, tmp_path)

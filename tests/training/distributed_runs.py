@@ -27,11 +27,11 @@ from trainer.training.run import train
 
 
 class TellRank1(L.Callback):
-    def __init__(self, rank, at):
-        self.rank, self.at = rank, at
+    def __init__(self, rank, step):
+        self.rank, self.step = rank, step
 
     def on_train_batch_start(self, trainer, *_):
-        if self.rank == 1 and trainer.global_step == self.at:
+        if self.rank == 1 and trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -39,16 +39,16 @@ def orthogonal_alike(sharded):
     """Whether the ranks, each with a part of the work, get what one alone does, bitwise: without
     momentum, decay and size, a step takes the orthogonalized gradient from the weights."""
     gradients = [torch.randn(4 + 2 * (i // 3), 4 + 3 * (i // 3)) for i in range(9)]
-    own = gradients
+    local = gradients
     if sharded:
         mesh = init_device_mesh("cpu", (ranks.world_size,))
-        own = [distribute_tensor(x, mesh, [Shard(0)]) for x in gradients]
-    weights = [nn.Parameter(torch.zeros_like(x)) for x in own]
-    for weight, gradient in zip(weights, own, strict=True):
+        local = [distribute_tensor(x, mesh, [Shard(0)]) for x in gradients]
+    weights = [nn.Parameter(torch.zeros_like(x)) for x in local]
+    for weight, gradient in zip(weights, local, strict=True):
         weight.grad = gradient
     group = {"params": weights, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
-    rest = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    MuonWithAdamW(group, rest).step()
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    MuonWithAdamW(group, adamw).step()
     whole = [w.full_tensor() if sharded else w for w in weights]
     expected = [-newton_schulz(x[None])[0].float() for x in gradients]
     return all(map(torch.equal, whole, expected))

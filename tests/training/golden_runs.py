@@ -51,7 +51,7 @@ BASE = {
 BF16 = {"trainer": {"precision": "bf16"}}
 
 
-def of(name, **more):
+def strategy(name, **more):
     return merged({"strategy": {"name": name}}, more)
 
 
@@ -64,18 +64,18 @@ ALONE = {
     "compiled": {"trainer": {"compile": True}},
 }
 TOGETHER = {
-    "ddp": of("ddp"),
-    "ddp bf16": of("ddp", **BF16),
-    "fsdp2": of("fsdp2"),
-    "fsdp2 bf16": of("fsdp2", **BF16),
-    "hsdp": of("hsdp", strategy={"shard_size": 1}),
+    "ddp": strategy("ddp"),
+    "ddp bf16": strategy("ddp", **BF16),
+    "fsdp2": strategy("fsdp2"),
+    "fsdp2 bf16": strategy("fsdp2", **BF16),
+    "hsdp": strategy("hsdp", strategy={"shard_size": 1}),
 }
 
 
 def configs(directory, runs):
     """The configuration of each run, which lies in ``directory`` under its name."""
-    own = {"data": {"files": [str(directory / "a.jsonl")], "cache_dir": str(directory / "cache")}}
-    base = merged(BASE, own)
+    files = {"data": {"files": [str(directory / "a.jsonl")], "cache_dir": str(directory / "cache")}}
+    base = merged(BASE, files)
     return {
         name: parse(RunConfig, merged(base | {"run_dir": str(directory / name)}, changes))
         for name, changes in runs.items()

@@ -30,11 +30,11 @@ for shape in ((7, 5), (2, 4), (9, 3), (8, 8)):  # rows that ranks share unequall
     for count in (9, 4, 2, 1):  # more matrices than ranks, as many, and fewer
         whole = torch.randn(count, *shape)
         expected = torch.cat([newton_schulz(matrix[None]) for matrix in whole])
-        for found in (
+        for result in (
             of_copies(whole, ranks_of(whole)),
             torch.stack(sharded(whole, mesh, [Shard(0)])),
             # Each node has all shards, and exchanges them within itself.
             torch.stack(sharded(whole, nodes, [Replicate(), Shard(0)])),
         ):
-            print(found.dtype == torch.bfloat16 and torch.equal(found, expected))
+            print(result.dtype == torch.bfloat16 and torch.equal(result, expected))
 shutdown_distributed()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 from tests.training.test_distributed import launch, variant
 from tests.training.test_run import (
-    assert_same_state,
+    assert_resumes,
     assert_same_tensors,
     checkpoint_of,
     rows_of,
@@ -28,7 +27,7 @@ from trainer.evaluation import multiple_choice
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
-from trainer.runs.checkpoints import load_decoder, read_state, step_name
+from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
@@ -72,7 +71,8 @@ def asked(tmp_path_factory):
 
 def milestones(config, step=None):
     return [
-        Milestone.from_dict(one) for one in read_state(checkpoint_of(config, step))["benchmarks"]
+        Milestone.from_dict(values)
+        for values in read_state(checkpoint_of(config, step))["benchmarks"]
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(watched))
     assert without_benchmarks(rows_of(watched)) == rows_of(plain)
     history = milestones(watched)
-    assert [(one.step, one.tokens, one.dropped) for one in history] == [
+    assert [(milestone.step, milestone.tokens, milestone.dropped) for milestone in history] == [
         (4, 4 * 128, False),
         (6, 6 * 128, False),
         (6, 6 * 128, True),
@@ -140,19 +140,12 @@ def expected_perplexity(model, corpus):
 
 def test_a_resumed_run_has_the_same_history_and_rows(run, asked, tmp_path):
     whole, _ = run("whole", **asked)
-    for step in (3, 6, 9):  # before, at and after the drop
-        target = tmp_path / f"from{step}" / "checkpoints"
-        target.mkdir(parents=True)
-        shutil.copytree(checkpoint_of(whole, step), target / step_name(step))
-        shutil.copy(Path(whole.run_dir) / "metrics.csv", target.parent)
-        resumed, _ = run(f"from{step}", **asked)
-        assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
-        assert rows_of(resumed) == rows_of(whole)
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **asked)  # before, at and after the drop
 
 
 def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, asked, run):
     """Also where weights are sharded, and ranks answer in other numbers of passes."""
-    one = milestones(run("one", **asked)[0])
+    alone = milestones(run("one", **asked)[0])
     jobs = {
         name: (merged(variant(name, "fp32", trainer={"micro_batch_size": 1}), asked), None, None)
         for name in ("ddp", "fsdp2")
@@ -161,10 +154,10 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
     runs = launch(base, tmp_path, 2, jobs)
     assert_same_tensors(checkpoint_of(runs["plain"]), checkpoint_of(runs["fsdp2"]))
     for name in ("ddp", "fsdp2"):
-        found = milestones(runs[name])
-        assert [m.step for m in found] == [m.step for m in one]
-        for key, value in one[0].scores.items():
-            assert found[0].scores[key] == pytest.approx(value, rel=1e-3), key
+        shared = milestones(runs[name])
+        assert [m.step for m in shared] == [m.step for m in alone]
+        for key, value in alone[0].scores.items():
+            assert shared[0].scores[key] == pytest.approx(value, rel=1e-3), key
 
 
 def test_every_so_many_tokens(run, asked):
@@ -174,11 +167,11 @@ def test_every_so_many_tokens(run, asked):
         "tasks": [],
     }
     config, _ = run(monitor={"benchmarks": benchmarks})
-    assert [one.step for one in milestones(config)] == [4, 6, 6, 7, 10, 12]
+    assert [milestone.step for milestone in milestones(config)] == [4, 6, 6, 7, 10, 12]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"every": 0}, "monitor.benchmarks.every: expected 1 or more"),
         ({"every_tokens": 5}, "monitor.benchmarks.every_tokens: give steps (every) or tokens"),
@@ -189,18 +182,18 @@ def test_every_so_many_tokens(run, asked):
         ({"limit": 0}, "monitor.benchmarks.limit: expected 1 or more"),
     ],
 )
-def test_impossible_values_are_named(base, asked, changes, said):
-    given = merged(asked, {"monitor": {"benchmarks": changes}})
+def test_impossible_values_are_named(base, asked, changes, message):
+    values = merged(asked, {"monitor": {"benchmarks": changes}})
     with pytest.raises(UserError) as caught:
-        parse(RunConfig, merged(base, given | {"run_dir": "x"}))
+        parse(RunConfig, merged(base, values | {"run_dir": "x"}))
     (problem,) = map(str, caught.value.problems)
-    assert said in problem
+    assert message in problem
 
 
 def test_files_that_are_not_there_are_named_before_anything_starts(base, asked, tmp_path):
     def problems(**changes):
-        given = merged(asked, {"monitor": {"benchmarks": changes}})
-        config = parse(RunConfig, merged(base, given | {"run_dir": "x"}))
+        values = merged(asked, {"monitor": {"benchmarks": changes}})
+        config = parse(RunConfig, merged(base, values | {"run_dir": "x"}))
         return [*map(str, benchmark_problems(config))]
 
     assert problems() == []
@@ -233,23 +226,25 @@ def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
     config, _ = run("watched", monitor={"benchmarks": asked})
     assert benchmark_problems(config) == []
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(config))
-    assert all(one.scores.keys() == {"harness/squares/acc"} for one in milestones(config))
+    assert all(
+        milestone.scores.keys() == {"harness/squares/acc"} for milestone in milestones(config)
+    )
 
 
 def test_no_task_makes_more_than_is_asked():
     """Nor more than the evaluation would."""
-    given = EvaluationConfig(
+    evaluation = EvaluationConfig(
         last=7,
         needles=replace(EvaluationConfig().needles, trials=50),
         ruler=replace(EvaluationConfig().ruler, trials=3),
         longbench=replace(EvaluationConfig().longbench, limit=None),
         many_shot=replace(EvaluationConfig().many_shot, trials=50),
     )
-    found = monitors._within(given, BenchmarksConfig(tasks=("statements",), limit=9))
-    assert (found.tasks, found.windows, found.last) == (("statements",), 9, None)
-    counts = (found.needles.trials, found.ruler.trials, found.longbench.limit)
-    assert (*counts, found.many_shot.trials) == (9, 3, 9, 9)
-    fewer = replace(given, longbench=replace(given.longbench, limit=2))
+    limited = monitors._within(evaluation, BenchmarksConfig(tasks=("statements",), limit=9))
+    assert (limited.tasks, limited.windows, limited.last) == (("statements",), 9, None)
+    counts = (limited.needles.trials, limited.ruler.trials, limited.longbench.limit)
+    assert (*counts, limited.many_shot.trials) == (9, 3, 9, 9)
+    fewer = replace(evaluation, longbench=replace(evaluation.longbench, limit=2))
     assert monitors._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
 
 
@@ -260,7 +255,7 @@ def test_ranks_share_the_questions_of_lm_eval_and_have_all_answers_in_order(monk
 
     items = list(range(7))
     parts = [answers(items[rank::ranks]) for rank in range(ranks)]
-    monkeypatch.setattr(monitors, "all_gather", lambda own: parts if own in parts else None)
+    monkeypatch.setattr(monitors, "all_gather", lambda part: parts if part in parts else None)
     for rank in range(ranks):
         stub = SimpleNamespace(ranks=Ranks(rank, ranks, rank, ranks))
         assert monitors.Benchmarks._spread(stub, items, answers) == answers(items)

@@ -83,13 +83,13 @@ def test_a_gpu_run_sets_the_allocator_and_records_its_collectives(gpu, tmp_path,
     }
     with caplog.at_level(logging.INFO):
         open_gpus(config, Ranks(0, 32, 0, 8))
-    (said,) = caplog.messages
+    (message,) = caplog.messages
     for part in ("32 x NVIDIA A100", "TF32 on", "expandable_segments:True", "flight_recorder"):
-        assert part in said
+        assert part in message
     assert (tmp_path / "flight_recorder").is_dir()
 
 
-def test_what_the_user_has_set_stays(gpu, monkeypatch, tmp_path):
+def test_variables_that_the_user_has_set_stay(gpu, monkeypatch, tmp_path):
     mine = {
         "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",  # the older names count too
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
@@ -110,16 +110,16 @@ def test_a_run_on_the_cpu_sets_nothing():
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, 7), ("3", 3)])
-def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, given, expected):
+@pytest.mark.parametrize(("variable", "expected"), [(None, 7), ("3", 3)])
+def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, variable, expected):
     from torch._inductor import config as inductor
     from torch._inductor.async_compile import get_compile_threads
 
     threads = torch.get_num_threads()
-    if given is None:
+    if variable is None:
         monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     else:
-        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given)
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", variable)
     with inductor.patch(compile_threads=3):
         set_threads(with_trainer(threads=7, compile=True), Ranks())
         assert get_compile_threads() == expected
@@ -127,22 +127,22 @@ def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, given, e
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "expected"),
+    ("threads", "ranks", "expected"),
     [(None, Ranks(), 6), (2, Ranks(), 2), (None, Ranks(1, 2), 3), (2, Ranks(1, 2), 2)],
 )
-def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, given, ranks, expected):
+def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, threads, ranks, expected):
     """What torchrun puts into the environment of a rank is not what its user has asked for."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setattr(devices, "share_of_cores", lambda: 3)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     from torch._inductor import config as inductor
 
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     with inductor.patch(compile_threads=9):
-        set_threads(with_trainer(threads=given, compile=True), ranks)
-        assert inductor.compile_threads == (given or 3)
+        set_threads(with_trainer(threads=threads, compile=True), ranks)
+        assert inductor.compile_threads == (threads or 3)
     assert torch.get_num_threads() == expected
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("tf32", "expected"), [(True, "high"), (False, "highest")])
@@ -173,7 +173,7 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "words"),
     [
         (1, "1 second"),
         (119, "119 seconds"),
@@ -186,8 +186,8 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
         (3.4e8, "11 years"),
     ],
 )
-def test_durations_in_words(seconds, said):
-    assert in_words(seconds) == said
+def test_durations_in_words(seconds, words):
+    assert in_words(seconds) == words
 
 
 def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
@@ -210,7 +210,7 @@ def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
     assert device_problems(asked) == device_problems(RunConfig()) == []
 
 
-def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
+def test_a_precision_or_accelerator_that_the_machine_lacks_is_refused(gpu, monkeypatch):
     """A GPU without bfloat16; no GPU where one is asked for."""
     half = RunConfig(trainer=TrainerConfig(precision="bf16"))
     asked = []
@@ -227,7 +227,7 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     assert device_problems(replace(half, trainer=TrainerConfig(precision="fp32"))) == []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
     assert device_problems(half) == []
-    monkeypatch.setattr(devices, "backend_problem", lambda *what: f"{what}")
+    monkeypatch.setattr(devices, "backend_problem", lambda *arguments: f"{arguments}")
     assert device_problems(half) == [str((half.model.attention_backend, "cuda"))]
     monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -235,19 +235,19 @@ def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
     assert str(problem).startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(3600.0, False), (3 * 3600.0, True)])
-def test_a_long_run_on_a_cpu_is_said_to_be_one(monkeypatch, caplog, seconds, said):
+@pytest.mark.parametrize(("seconds", "is_logged"), [(3600.0, False), (3 * 3600.0, True)])
+def test_the_duration_of_a_long_run_on_a_cpu_is_logged(monkeypatch, caplog, seconds, is_logged):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(devices, "cpu_seconds", lambda _: seconds)
     open_gpus(with_trainer(accelerator="cpu"), Ranks())
     assert [r.getMessage() for r in caplog.records] == [
         "On this machine's CPU about 3 hours"
-    ] * said
+    ] * is_logged
 
 
 def test_more_threads_take_less_time():
-    one, four = (RunConfig(trainer=TrainerConfig(threads=threads)) for threads in (1, 4))
-    assert cpu_seconds(one) == pytest.approx(4 * cpu_seconds(four))
+    single, four = (RunConfig(trainer=TrainerConfig(threads=threads)) for threads in (1, 4))
+    assert cpu_seconds(single) == pytest.approx(4 * cpu_seconds(four))
 
 
 # Name, multiprocessors or compute units, boost clock (GHz), and a unit's operations a clock in

@@ -127,21 +127,21 @@ def test_ranks_share_the_work_on_muons_matrices_and_agree_with_one(resumed):
 
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""
-    own = {
+    changes = {
         "callbacks": {"own": {"_target_": "tests.training.counting.Counting"}},
         "drop": {"qk_norm_gain": "matched"},  # which a sharded model must not lose
         "model": {"softmax": SOFTMAX},
     }
-    alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1}, **own)
-    strategies = {name: variant(name, **own) for name in ("ddp", "fsdp2")}
+    alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1}, **changes)
+    strategies = {name: variant(name, **changes) for name in ("ddp", "fsdp2")}
     grown = {
-        f"{name}-{part}": (changes, begin, None)
-        for name, changes in strategies.items()
+        f"{name}-{part}": (of_strategy, begin, None)
+        for name, of_strategy in strategies.items()
         for part, begin in (("whole", None), ("grown", checkpoint_of(alone, 4)))
     }
     shrunk = {
         f"{name}-shrunk": (
-            variant("fsdp2", **own),
+            variant("fsdp2", **changes),
             tmp_path / f"{name}-whole" / "checkpoints" / "step-000008",
             None,
         )
@@ -163,19 +163,19 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     counted = read_state(checkpoint_of(alone))["user_callbacks"]["Counting"]
     assert counted["steps"] == 12
     for config in others:
-        found = read_state(checkpoint_of(config))["user_callbacks"]["Counting"]
-        assert found["steps"] == 12
-        assert found["sum"] == pytest.approx(counted["sum"], rel=1e-4)
-        assert found["norm"]["_tensor_"] == pytest.approx(counted["norm"]["_tensor_"], rel=1e-4)
+        saved = read_state(checkpoint_of(config))["user_callbacks"]["Counting"]
+        assert saved["steps"] == 12
+        assert saved["sum"] == pytest.approx(counted["sum"], rel=1e-4)
+        assert saved["norm"]["_tensor_"] == pytest.approx(counted["norm"]["_tensor_"], rel=1e-4)
     weights = contents_of(checkpoint_of(alone))
     for config in others:
-        found = contents_of(checkpoint_of(config))
+        saved = contents_of(checkpoint_of(config))
         for name, value in weights.items():
             if name.startswith("model."):
-                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-4)
+                torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-4)
 
 
-def test_what_processes_and_strategy_do_not_fit_is_said_by_each(base, tmp_path):
+def test_each_process_reports_what_does_not_fit_its_strategy(base, tmp_path):
     """Two processes on one device, a batch that two ranks cannot share, text that is not there."""
     words = [
         "+experiment=drope_demo",

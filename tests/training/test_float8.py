@@ -53,14 +53,14 @@ def spread(ranks=None, strategy=None, **trainer):
 
 def gradients(model):
     model.loss(IDS, IDS).backward()
-    found = [p.grad for p in model.parameters()]
-    return [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+    grads = [p.grad for p in model.parameters()]
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
 
 
-def distance(found, expected):
+def distance(grads, expected):
     """Relative distance of two lists of tensors."""
-    one, other = (torch.cat([x.flatten() for x in tensors]) for tensors in (found, expected))
-    return ((one - other).norm() / other.norm()).item()
+    first, second = (torch.cat([x.flatten() for x in tensors]) for tensors in (grads, expected))
+    return ((first - second).norm() / second.norm()).item()
 
 
 def test_blocks_multiply_in_float8_and_the_rest_does_not(torchao):
@@ -70,9 +70,9 @@ def test_blocks_multiply_in_float8_and_the_rest_does_not(torchao):
     assert swapped == {n for n, m in plain.named_modules() if type(m) is Linear} - {"lm_head"}
     assert [*model.state_dict()] == [*plain.state_dict()]
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    found = gradients(model)
-    assert {x.dtype for x in found} == {torch.float32}
-    assert 0.02 < distance(found, gradients(plain)) < 0.2
+    grads = gradients(model)
+    assert {x.dtype for x in grads} == {torch.float32}
+    assert 0.02 < distance(grads, gradients(plain)) < 0.2
 
 
 def test_float8_is_the_same_computation_under_every_strategy(torchao, alone):  # noqa: F811
@@ -163,7 +163,7 @@ def test_runs_in_float8_drop_resume_and_are_read_without_torchao(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "model", "said"),
+    ("trainer", "model", "message"),
     [
         ({"fp8": True}, {}, "needs trainer.precision=bf16"),
         (
@@ -174,12 +174,12 @@ def test_runs_in_float8_drop_resume_and_are_read_without_torchao(
         ),
     ],
 )
-def test_what_float8_cannot_multiply_is_refused(trainer, model, said):
+def test_shapes_that_float8_cannot_multiply_are_refused(trainer, model, message):
     with pytest.raises(UserError) as error:
         parse(RunConfig, {"run_dir": "x", "trainer": trainer, "model": model})
     (problem,) = error.value.problems
     assert problem.key == "trainer.fp8"
-    assert said in problem.message
+    assert message in problem.message
 
 
 def test_a_micro_batch_has_a_multiple_of_16_tokens():
@@ -190,7 +190,7 @@ def test_a_micro_batch_has_a_multiple_of_16_tokens():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "installed", "said"),
+    ("gpu", "installed", "message"),
     [
         (None, True, "need a GPU, and this run is on the CPU."),
         ((8, 0), True, "compute capability 8.9 or later (Ada, Hopper, Blackwell), and this one is"),
@@ -198,15 +198,15 @@ def test_a_micro_batch_has_a_multiple_of_16_tokens():
         ((9, 0), True, None),
     ],
 )
-def test_a_machine_that_cannot_multiply_in_float8_is_told_so(monkeypatch, gpu, installed, said):
+def test_a_machine_that_cannot_multiply_in_float8_is_refused(monkeypatch, gpu, installed, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
     monkeypatch.setattr(devices, "find_spec", lambda _: object() if installed else None)
-    found = device_problems(RunConfig(trainer=TrainerConfig(max_steps=1, **FP8)))
-    assert [problem.key for problem in found] == ["trainer.fp8"] * (said is not None)
-    assert said is None or said in found[0].message
+    problems = device_problems(RunConfig(trainer=TrainerConfig(max_steps=1, **FP8)))
+    assert [problem.key for problem in problems] == ["trainer.fp8"] * (message is not None)
+    assert message is None or message in problems[0].message
 
 
 def test_a_plan_needs_no_torchao(monkeypatch):
@@ -215,5 +215,5 @@ def test_a_plan_needs_no_torchao(monkeypatch):
         model=ModelConfig(32, 48, 2, 2, 1, None, 50), trainer=TrainerConfig(batch_size=2, **FP8)
     )
     plain = replace(config, trainer=replace(config.trainer, fp8=False))
-    found, expected = (sum(step_memory(one, Ranks()).values()) for one in (config, plain))
-    assert found == pytest.approx(expected, rel=1e-3)
+    memory, expected = (sum(step_memory(planned, Ranks()).values()) for planned in (config, plain))
+    assert memory == pytest.approx(expected, rel=1e-3)

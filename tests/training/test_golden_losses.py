@@ -26,8 +26,8 @@ def in_16_bits(name):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """The curves of this program now."""
+def present(tmp_path_factory):
+    """Curves of this program now."""
     return golden_runs.curves(tmp_path_factory.mktemp("golden"))
 
 
@@ -37,23 +37,23 @@ def furthest(a, b, key):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_are_where_they_were(found, name):
+def test_losses_are_where_they_were(present, name):
     tolerance = BFLOAT16 if in_16_bits(name) else FLOAT32
-    assert len(found[name]["loss"]) == golden_runs.STEPS
+    assert len(present[name]["loss"]) == golden_runs.STEPS
     for key in golden_runs.KEYS:
-        moved = furthest(found[name], EXPECTED[name], key)
+        moved = furthest(present[name], EXPECTED[name], key)
         assert moved < tolerance[key], f"{key} moved by {moved:.1e}"
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not in_16_bits(name)])
-def test_every_strategy_and_backend_trains_alike_in_float32(found, name):
+def test_every_strategy_and_backend_trains_alike_in_float32(present, name):
     for key in golden_runs.KEYS:
-        assert furthest(found[name], found["sdpa"], key) < FLOAT32[key]
+        assert furthest(present[name], present["sdpa"], key) < FLOAT32[key]
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if in_16_bits(name)])
-def test_16_bits_and_muon_train_otherwise(found, name):
-    assert furthest(found[name], found["sdpa"], "loss") > 1e-4
+def test_16_bits_and_muon_train_otherwise(present, name):
+    assert furthest(present[name], present["sdpa"], "loss") > 1e-4
 
 
 def test_the_file_holds_these_runs_and_no_others():

@@ -1,8 +1,9 @@
-"""Guards: samples that diverge are left out, and stuck processes say where."""
+"""Guards: skip diverging samples, end stuck processes, collect garbage at fixed steps."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.program import run as run_process
 from tests.training.test_run import checkpoint_of, rows_of
@@ -17,9 +19,17 @@ from trainer.common.errors import UserError
 from trainer.data.dataset import TrainingSamples
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.runs.ranks import Ranks
+from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
+from trainer.training import run as training
 from trainer.training.callbacks import guards
-from trainer.training.callbacks.guards import CollectiveTimeouts, Guards, Rewind, Watchdog
+from trainer.training.callbacks.guards import (
+    CollectiveTimeouts,
+    GarbageCollection,
+    Guard,
+    Guards,
+    Rewind,
+    Watchdog,
+)
 
 
 def poison(monkeypatch, bad):
@@ -55,11 +65,11 @@ def test_a_broken_stretch_is_rewound_and_its_samples_left_out(run, monkeypatch):
 
 
 def unused(config):
-    found = (Path(config.run_dir) / "checkpoints").glob("unused-*")
-    return sorted(path.name for path in found)
+    paths = (Path(config.run_dir) / "checkpoints").glob("unused-*")
+    return sorted(path.name for path in paths)
 
 
-def test_the_last_sound_step_is_kept_and_the_first_broken_one_is_not(run, monkeypatch):
+def test_a_rewind_resumes_from_the_last_sound_step(run, monkeypatch):
     """With a checkpoint after every step: updates 8 and 9 (samples 28 to 35) break."""
     poison(monkeypatch, range(28, 36).__contains__)
     config, _ = run(trainer={"rewind_after": 2, "log_every": 1, "checkpoint_every": 1})
@@ -106,13 +116,6 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "waiting_for_a_rank" in done.stderr
-
-
-def test_a_heartbeat_says_how_far_the_run_is(finished):
-    config, _ = finished
-    beat = json.loads((Path(config.run_dir) / "heartbeat.json").read_text())
-    assert beat["step"] == 12
-    assert beat["pid"] == os.getpid()
 
 
 def steps_of(guard, module=None, steps=6, micro_batches=2):
@@ -198,7 +201,7 @@ def test_a_heart_beats_every_logged_step_and_at_the_end(monkeypatch, tmp_path, r
     assert beats == ([beat | {"step": 4}, beat | {"step": 6}] if rank_zero else [])
 
 
-def test_a_full_disk_is_said_again_only_after_it_was_not(monkeypatch, tmp_path, caplog):
+def test_a_full_disk_is_logged_once_until_a_write_succeeds(monkeypatch, tmp_path, caplog):
     full = iter([True, True, False, True, False, False])
 
     def write(*_):
@@ -213,36 +216,96 @@ def test_a_full_disk_is_said_again_only_after_it_was_not(monkeypatch, tmp_path, 
 
 
 def test_ranks_wait_longer_before_the_first_step_is_done_and_after_the_last(monkeypatch):
-    said = []
-    monkeypatch.setattr(guards, "limit_collectives", said.append)
+    events = []
+    monkeypatch.setattr(guards, "limit_collectives", events.append)
     config = RunConfig()
     guard = CollectiveTimeouts(config)
     for _, index in steps_of(guard, steps=3):
-        said.append(index)
+        events.append(index)
     guard.fail()  # an error may be that of one rank alone, which must not wait for the others
     guard.finish()
     times = config.strategy.timeouts
     assert times.collective != times.start
-    assert said == [0, 1, times.collective, 2, 3, 4, 5, times.start]
+    assert events == [0, 1, times.collective, 2, 3, 4, 5, times.start]
 
 
-def test_guards_are_started_and_finished_in_order(monkeypatch):
-    called = []
+class Watching(Guard):
+    """Stands in for the watchdog, just before the collection: what a collection would find."""
 
-    class Noting(guards.Guard):
-        def __init__(self, name):
-            self.name = name
+    def __init__(self, *_):
+        pass
 
-        def start(self):
-            called.append((self.name, "start"))
+    def start(self):
+        self.collected = []
+        gc.callbacks.append(self.note)
 
-        def finish(self):
-            called.append((self.name, "finish"))
+    def note(self, phase, _):
+        if phase == "start" and hasattr(self, "trainer"):
+            self.collected.append(self.trainer.global_step)
 
-    callback = Guards(RunConfig(), Ranks())
-    callback.guards = [Noting("a"), Noting("b")]
-    callback.on_train_start()
-    callback.on_train_end()
-    callback.on_exception()
-    moments = ["start", "finish", "finish"]
-    assert called == [(name, moment) for moment in moments for name in "ab"]
+    def end_step(self, trainer, module):
+        self.trainer = trainer
+        assert not gc.isenabled()
+
+    def finish(self):
+        gc.callbacks.remove(self.note)
+
+
+@pytest.fixture
+def watching(monkeypatch):
+    guard = Watching()
+    monkeypatch.setattr(guards, "Watchdog", lambda *_: guard)
+    return guard
+
+
+def test_garbage_is_collected_every_so_many_steps_and_never_in_between(run, watching):
+    run(trainer={"gc_every": 5})
+    assert watching.collected == [5, 10]
+    assert gc.isenabled()
+
+
+def test_a_collection_looks_at_what_training_has_made_only(run, watching, monkeypatch):
+    looked_at = []
+    note = lambda *_: looked_at.append(len(gc.get_objects()))  # noqa: E731
+    monkeypatch.setattr(watching, "end_step", note)
+    run()
+    assert looked_at[-1] < gc.get_freeze_count() / 10
+
+
+def test_a_run_may_leave_it_to_python(run, monkeypatch):
+    monkeypatch.setattr(gc, "disable", pytest.fail)
+    run(trainer={"gc_every": None})
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_no_step_leaves_a_tensor_in_a_reference_cycle(run, monkeypatch, strategy):
+    """It would stay in the GPU's memory until the next collection."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+    tensors = []
+
+    class Look(GarbageCollection):
+        def end_step(self, trainer, module):
+            if trainer.global_step in (4, 12):  # before and after drop and checkpoints
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                gc.set_debug(0)
+                tensors.extend(x for x in gc.garbage if isinstance(x, torch.Tensor))
+                gc.garbage.clear()
+
+    monkeypatch.setattr(guards, "GarbageCollection", Look)
+    if strategy != "single":
+        monkeypatch.setattr(training, "starting_point", with_group(training.starting_point))
+    try:
+        run(strategy={"name": strategy})
+    finally:
+        shutdown_distributed()
+    assert not tensors
+
+
+def with_group(original):
+    def begin(config, branch):
+        init_distributed(config)
+        return original(config, branch)
+
+    return begin

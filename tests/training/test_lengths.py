@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,21 +12,20 @@ import torch.nn.functional as F
 
 from tests.training.test_distributed import launch, variant
 from tests.training.test_run import (
-    assert_same_state,
+    assert_resumes,
     assert_same_tensors,
     checkpoint_of,
     rows_of,
+    start_from,
 )
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.results import Reach
 from trainer.model.backends import BACKENDS, cudnn_attention
-from trainer.runs.checkpoints import load_decoder, read_state, step_name
+from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks import metrics
-from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.monitors import measurements
 from trainer.training.module import evaluating
 from trainer.training.tally import StepTimer
@@ -50,15 +47,6 @@ def history_of(config, step=None):
 
 def reaches(config):
     return [Reach.from_dict(reach) for reach in history_of(config)]
-
-
-def resume(run, tmp_path, whole, step):
-    """A run with both monitors that goes on from a checkpoint of another."""
-    target = tmp_path / f"from{step}" / "checkpoints"
-    target.mkdir(parents=True)
-    shutil.copytree(checkpoint_of(whole, step), target / step_name(step))
-    shutil.copy(Path(whole.run_dir) / "metrics.csv", target.parent)
-    return run(f"from{step}", **BOTH)[0]
 
 
 def captured_graphs():
@@ -101,15 +89,13 @@ def test_a_monitored_sharded_run_is_bitwise_the_run_without(base, tmp_path):
 
 def test_a_resumed_run_has_the_same_history_and_rows(run, tmp_path):
     whole, _ = run("whole", **BOTH)
-    for step in (3, 6, 9):  # before, at and after the drop
-        resumed = resume(run, tmp_path, whole, step)
-        assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
-        assert rows_of(resumed) == rows_of(whole)
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **BOTH)  # before, at and after the drop
 
 
 def test_monitors_may_come_with_a_resume(run, tmp_path):
     plain, _ = run("plain")
-    resumed = resume(run, tmp_path, plain, 9)
+    start_from(plain, 9, tmp_path / "monitored")
+    resumed, _ = run("monitored", **BOTH)
     assert [reach["step"] for reach in history_of(resumed)] == [12]
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(resumed))
 
@@ -181,22 +167,12 @@ def test_without_needles_there_is_loss_alone(run):
     assert not any(key.startswith("length/retrieval") for row in rows_of(config) for key in row)
 
 
-def test_too_little_text_is_said_before_there_is_a_run(base, tmp_path):
+def test_too_little_text_is_refused_before_the_run_directory_exists(base, tmp_path):
     run_dir = tmp_path / "run"
     changes = {"run_dir": str(run_dir), "monitor": {**LENGTHS, "lengths": [1, 1000]}}
     with pytest.raises(UserError, match=r"monitor\.lengths: the validation text has \d+ tokens"):
         run_experiment(parse(RunConfig, merged(base, changes)))
     assert not run_dir.exists()
-
-
-def test_impossible_values_are_named(base):
-    monitor = {"lengths_every": 0, "lengths": [0], "trials": -1}
-    with pytest.raises(UserError) as caught:
-        parse(RunConfig, merged(base, {"monitor": monitor}))
-    text = str(caught.value)
-    assert [problem.key.partition("[")[0] for problem in caught.value.problems] == [
-        f"monitor.{key}" for key in monitor
-    ], text
 
 
 @pytest.fixture
@@ -246,16 +222,3 @@ def test_other_shapes_compile_nothing(module):
             model(ids[:1, :1].expand(1, length))
     module.model(ids)
     assert counts["unique_graphs"] == compiled > 0
-
-
-def test_speed_is_that_of_training(monkeypatch, base):
-    """Ten steps since the last row, in 8 seconds of training and 2 of measuring."""
-    config = parse(RunConfig, merged(base, {"run_dir": "x"}))
-    callback = Metrics(config, Ranks(0, 1, 0, 1), None, lambda step: {})
-    times = {"compute": 8.0, "monitor": 2.0}
-    stub = SimpleNamespace(timer=SimpleNamespace(read=lambda: times), device=torch.device("cpu"))
-    callback.last_time, callback.last_step = 5.0, 4
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 15.0)
-    found = callback._speed(stub, 14, None)
-    assert found["tokens_per_second"] == pytest.approx(10 * config.tokens_per_step / 8, abs=0.1)
-    assert found["time/monitor"] == pytest.approx(0.2)

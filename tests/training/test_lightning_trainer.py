@@ -56,13 +56,14 @@ def test_a_run_of_one_process(quiet, tmp_path, monkeypatch):
     assert trainer.num_sanity_val_steps == 0
     assert trainer.log_every_n_steps == 0
     assert not trainer._accelerator_connector.use_distributed_sampler
-    own = (Checkpoint, ModelSummary, ProgressBar)
-    assert not [callback for callback in trainer.callbacks if isinstance(callback, own)]
+    replaced = (Checkpoint, ModelSummary, ProgressBar)
+    assert not [callback for callback in trainer.callbacks if isinstance(callback, replaced)]
     environment = trainer._accelerator_connector.cluster_environment
     assert isinstance(environment, LightningEnvironment)
     assert {logging.getLogger(name).level for name in quiet} == {logging.WARNING}
     assert any(
-        kind == "ignore" and "lightning" in str(of) for kind, _, _, of, _ in warnings.filters
+        kind == "ignore" and "lightning" in str(module)
+        for kind, _, _, module, _ in warnings.filters
     )
 
 
@@ -100,11 +101,11 @@ def loader(workers=0, rank=1):
 
 
 def test_a_rank_reads_its_part_of_every_step_that_is_left():
-    found, other = (
+    mine, other = (
         torch.stack([batch["input_ids"] for batch in made]) for made in (loader(), loader(rank=0))
     )
-    assert found.shape == other.shape == (2 * 2, 2)  # micro-batches of two, two a step
-    steps = torch.cat([found.view(2, 4), other.view(2, 4)], dim=1).sort(dim=1).values
+    assert mine.shape == other.shape == (2 * 2, 2)  # micro-batches of two, two a step
+    steps = torch.cat([mine.view(2, 4), other.view(2, 4)], dim=1).sort(dim=1).values
     assert steps.tolist() == [[*range(100, 108)], [*range(200, 208)]]
 
 
@@ -125,11 +126,11 @@ def test_workers_stay_and_pin_memory_for_a_gpu(monkeypatch, workers):
 
 
 def test_a_worker_hears_no_signal(monkeypatch):
-    said = {}
-    monkeypatch.setattr(lightning_trainer.signal, "signal", said.__setitem__)
+    handlers = {}
+    monkeypatch.setattr(lightning_trainer.signal, "signal", handlers.__setitem__)
     loader().worker_init_fn(0)
     ignored = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    assert said == dict.fromkeys(ignored, signal.SIG_IGN)
+    assert handlers == dict.fromkeys(ignored, signal.SIG_IGN)
 
 
 class Line(L.LightningModule):

@@ -40,7 +40,7 @@ class WandbLogger:
     reachable = True
 
     def __init__(self, **options):
-        self.options, self.said, self._wandb_init = options, [], {"anonymous": None, "id": 1}
+        self.options, self.calls, self._wandb_init = options, [], {"anonymous": None, "id": 1}
         self._experiment = options["experiment"]
         self.made.append(self)
 
@@ -53,20 +53,20 @@ class WandbLogger:
             place = Path("place", "offline-run", "files")
             self._experiment = SimpleNamespace(
                 id=self.options["id"], dir=str(place), offline=offline, url="its page",
-                name="run", finish=lambda: self.said.append("finished"),
+                name="run", finish=lambda: self.calls.append("finished"),
             )  # fmt: skip
         return self._experiment
 
     def log_metrics(self, metrics, step):
-        self.said.append((step, metrics))
+        self.calls.append((step, metrics))
 
-    def log_table(self, *what):
-        self.said.append(what)
+    def log_table(self, *arguments):
+        self.calls.append(arguments)
 
     log_image = log_table
 
     def finalize(self, status):
-        self.said.append(status)
+        self.calls.append(status)
 
 
 @pytest.fixture
@@ -82,12 +82,12 @@ def test_a_run_has_no_dashboard_by_itself(made, tmp_path):
     assert other_loggers(configured(tmp_path)) == made == []
 
 
-def test_wandb_is_told_what_the_run_is(made, tmp_path):
+def test_wandb_gets_the_names_of_the_run(made, tmp_path):
     settings = {"project": "needles", "entity": "team"}
     (logger,) = other_loggers(configured(tmp_path, wandb=True, **settings))
     options = dict(logger.options)
-    told = options.pop("settings")
-    assert (told.silent, told.init_timeout) == (True, 30)
+    wandb_settings = options.pop("settings")
+    assert (wandb_settings.silent, wandb_settings.init_timeout) == (True, 30)
     assert options == {
         **{"name": "demo", "group": "demo", "id": wandb_id(tmp_path), "save_dir": str(tmp_path)},
         **{"resume": "allow", "mode": None, "experiment": None, "reinit": "create_new"},
@@ -108,7 +108,7 @@ def test_wandb_is_offline_where_that_is_asked_for_or_no_key_is_there(
     assert logger.options["id"] == wandb_id(tmp_path)
 
 
-def test_what_cannot_be_reached_is_logged_offline_under_an_id_of_its_own(
+def test_an_unreachable_server_means_offline_logs_under_another_id(
     made, tmp_path, monkeypatch, caplog
 ):
     """And within one job stays so, without another attempt."""
@@ -126,7 +126,7 @@ def test_what_cannot_be_reached_is_logged_offline_under_an_id_of_its_own(
         (again,) = other_loggers(config)
         assert len(made) == 3
         assert again.experiment is run
-        assert logger.said == ["success"]
+        assert logger.calls == ["success"]
     other_loggers(config)
     assert len(made) == 5  # it tries again
 
@@ -140,8 +140,8 @@ def test_one_attempt_is_made_for_a_run_and_its_controls(made, tmp_path, monkeypa
             (logger,) = other_loggers(configured(place, wandb=True))
             assert logger.options["id"] == f"{wandb_id(place)}-offline"
         assert [logger.options["mode"] for logger in made] == [None, "offline", "offline"]
-    (said,) = caplog.messages
-    assert f"`wandb sync {places[0]}/wandb/offline-run-*` sends it" in said
+    (message,) = caplog.messages
+    assert f"`wandb sync {places[0]}/wandb/offline-run-*` sends it" in message
     monkeypatch.setattr(WandbLogger, "reachable", True)
     with kept_dashboards():  # another command
         (logger,) = other_loggers(configured(places[0], wandb=True))
@@ -161,23 +161,23 @@ def test_a_run_is_finished_when_it_is_closed_or_with_the_last_that_follows(made,
     config = configured(tmp_path, wandb=True)
     (logger,) = other_loggers(config)
     close([logger])
-    assert logger.said == ["success", "finished"]
+    assert logger.calls == ["success", "finished"]
     assert "Weights & Biases, run: its page" in caplog.text
     with kept_dashboards():
         (first,) = other_loggers(config)
         close([first])
-        assert first.said == ["success"]
+        assert first.calls == ["success"]
         (second,) = other_loggers(config)
         assert second.experiment is first.experiment
         close([second])
-    assert first.said == ["success", "finished"]
+    assert first.calls == ["success", "finished"]
     offline = made[0].__class__(**{**logger.options, "mode": "offline", "experiment": None})
     _ = offline.experiment
     close([offline])
     assert "Weights & Biases, run: offline; wandb sync place/offline-run" in caplog.text
     begun_by_nobody = made[0].__class__(**{**logger.options, "experiment": None})
     close([begun_by_nobody])
-    assert begun_by_nobody.said == ["success"]
+    assert begun_by_nobody.calls == ["success"]
 
 
 def test_results_are_logged_by_length(made, tmp_path):
@@ -190,7 +190,7 @@ def test_results_are_logged_by_length(made, tmp_path):
     config = configured(tmp_path, wandb=True)
     log_table(config, results, reach, {"success": Path("success.png")})
     (logger,) = made
-    assert logger.said[:-2] == [
+    assert logger.calls[:-2] == [
         (64, {"evaluation/length": 64, "evaluation/loss/RoPE": 4.0}),
         (
             128,
@@ -209,7 +209,7 @@ def test_results_are_logged_by_length(made, tmp_path):
         ("length/success", ["success.png"]),
     ]
     log_table(config, results)
-    assert len(made[1].said) == 2 + 2
+    assert len(made[1].calls) == 2 + 2
     log_table(replace(config, logger=replace(config.logger, wandb=False)), results, reach)
     assert len(made) == 2
 

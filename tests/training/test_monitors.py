@@ -1,12 +1,18 @@
-"""When a run is measured, on hand-made steps."""
+"""When a run is measured, on hand-made steps; and the probe's numbers in the metrics."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from tests.training.test_run import checkpoint_of, rows_of
+from trainer.analysis.attention import MEASURES, probe
+from trainer.data.corpus import prepare_corpus
+from trainer.data.dataset import held_out_windows
 from trainer.evaluation.results import Milestone, Reach
+from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.monitors import Monitors
@@ -49,7 +55,9 @@ def monitors(*measures, changes=(), ends=(), add_metrics=None):
         (100, (), (8,), 5, [5]),  # at which its phase has ended early
     ],
 )
-def test_a_run_is_measured_when_due_around_changes_and_at_ends(every, crossed, ends, ended, noted):
+def test_measures_are_taken_when_due_before_and_after_changes_and_at_ends(
+    every, crossed, ends, ended, noted
+):
     """Eight steps of two micro-batches."""
     added = []
     measure = Noting(every)
@@ -95,9 +103,25 @@ def test_trained_weights_are_measured_before_the_first_step(step, trained, miles
     assert done == ([{"measured": 0}, "clock"] if measured else [])
 
 
-def test_measurements_are_kept_by_a_run_that_measures_no_more():
+def test_a_run_without_measures_still_saves_earlier_measurements():
     reach = Reach(3, False, 32, (32,), (2.0,), (), (0, 32), (2.0,))
     milestone = Milestone(1, 64, False, {"a": 0.5})
     callback, _ = monitors()
     callback.restore(SimpleNamespace(lengths=[reach], benchmarks=[milestone]))
     assert (callback.reaches, callback.milestones) == ([reach], [milestone])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("graphs_as_they_are")
+def test_the_last_row_is_the_probe_of_the_saved_model(run, compiled):
+    config, _ = run(monitor={"probe_every": 4}, trainer={"compile": compiled})
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    ids = held_out_windows(corpus.validation, 2, 32)
+    ids[:, 0] = corpus.end_of_text
+    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config)))
+    expected, row = probe(model, torch.from_numpy(ids)), rows_of(config)[-1]
+    for name in MEASURES:
+        for layer, value in enumerate(expected[name]):
+            assert row[f"probe/{name}/layer_{layer:02}"] == pytest.approx(value, rel=1e-5)
+        whole = max if name == "largest_logit" else lambda values: sum(values) / len(values)
+        assert row[f"probe/{name}"] == pytest.approx(whole(expected[name]), rel=1e-5)

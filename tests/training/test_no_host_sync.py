@@ -99,7 +99,7 @@ def test_document_masks_in_kernels_of_variable_length(base, tmp_path, monkeypatc
     steps(base, tmp_path, monkeypatch, changes)
 
 
-def test_what_reads_a_value_fails(base, tmp_path):
+def test_reading_a_value_fails(base, tmp_path):
     """The check itself: a logged row reads the loss."""
     config = parse(
         RunConfig,

@@ -16,6 +16,7 @@ from trainer.runs.config import OptimizerConfig
 from trainer.training import optimizers
 from trainer.training.optimizers import (
     global_norm,
+    gradients_of,
     make_optimizer,
     newton_schulz,
     scale_or_skip_next_step,
@@ -47,28 +48,14 @@ def test_hybrid_equals_two_optimizers_side_by_side(tiny_decoder, monkeypatch):
     config = OptimizerConfig(name="muon", lr=1e-3, muon_lr=0.02)
     matrices = [p for n, p in reference.named_parameters() if "layers" in n and p.ndim == 2]
     ids = {id(p) for p in matrices}
-    rest = [p for p in reference.parameters() if id(p) not in ids]
+    others = [p for p in reference.parameters() if id(p) not in ids]
     pair = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95),
-        torch.optim.AdamW(rest, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     steps(ours, [make_optimizer(ours, config)], 3)
     steps(reference, pair, 3)
     assert_equal(ours, reference)
-
-
-def test_saved_and_loaded_state_goes_on_bitwise(tiny_decoder):
-    for name in ("adamw", "muon"):
-        config = OptimizerConfig(name=name, lr=1e-3)
-        whole = tiny_decoder()
-        optimizer = make_optimizer(whole, config)
-        steps(whole, [optimizer], 2)
-        other = copy.deepcopy(whole)
-        loaded = make_optimizer(other, config)
-        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        steps(whole, [optimizer], 2)
-        steps(other, [loaded], 2)
-        assert_equal(whole, other)
 
 
 def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
@@ -155,14 +142,14 @@ def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
     assert_equal(fresh, tiny_decoder())
 
 
-def test_what_has_no_gradient_stays(tiny_decoder):
+def test_parameters_without_gradient_stay(tiny_decoder):
     model = tiny_decoder()
     frozen = model.layers[0].mlp
     frozen.requires_grad_(False)
     before = copy.deepcopy(model)
     steps(model, [make_optimizer(model, OptimizerConfig(name="muon"))], 1)
     assert_equal(frozen, before.layers[0].mlp)
-    moved, was = (one.layers[1].mlp.down_proj.weight for one in (model, before))
+    moved, was = (version.layers[1].mlp.down_proj.weight for version in (model, before))
     assert not torch.equal(moved, was)
 
 
@@ -195,22 +182,18 @@ def test_groups_have_what_is_configured():
         return [{k: g[k] for k in keys if k in g} for g in made.param_groups]
 
     adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "fused": True}
-    rest = [adamw | {"weight_decay": 0.0}] * 2
-    assert groups() == [adamw | {"weight_decay": 0.2}, *rest]
+    others = [adamw | {"weight_decay": 0.0}] * 2
+    assert groups() == [adamw | {"weight_decay": 0.2}, *others]
     muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.75}
-    assert groups(name="muon", muon_lr=0.5, muon_momentum=0.75) == [muon, *rest]
+    assert groups(name="muon", muon_lr=0.5, muon_momentum=0.75) == [muon, *others]
 
 
 def test_the_norm_is_of_all_gradients_together():
     model = nn.Linear(2, 1)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert global_norm(model.parameters()).item() == 5
+    assert global_norm(gradients_of(model)).item() == 5  # the bias has none yet
     model.bias.grad = torch.tensor([12.0])
-    assert global_norm(model.parameters()).item() == 13
-    with torch.no_grad():
-        model.weight.fill_(2.0)
-        model.bias.fill_(1.0)
-    assert global_norm(model.parameters(), of=lambda p: p.detach()).item() == 3
+    assert global_norm(gradients_of(model)).item() == 13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -219,19 +202,19 @@ def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape, dtyp
     """A matrix U S V^T becomes U S' V^T; the polynomial is iterated on the singular values."""
     monkeypatch.setattr(optimizers, "CPU_DTYPE", dtype)
     torch.manual_seed(0)
-    left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1, 2, min(shape))
     values = sizes / sizes.norm()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    wanted = left @ torch.diag(values) @ right
-    matrix = left @ torch.diag(sizes) @ right
-    found = newton_schulz(torch.stack([matrix, -3 * matrix, torch.zeros(shape)]))
-    assert found.dtype == torch.bfloat16
-    assert found.is_contiguous()
-    torch.testing.assert_close(found[0].float(), wanted, atol=0.03, rtol=0)
-    torch.testing.assert_close(found[1].float(), -wanted, atol=0.03, rtol=0)
-    assert not found[2].any()
+    wanted = u @ torch.diag(values) @ v
+    matrix = u @ torch.diag(sizes) @ v
+    result = newton_schulz(torch.stack([matrix, -3 * matrix, torch.zeros(shape)]))
+    assert result.dtype == torch.bfloat16
+    assert result.is_contiguous()
+    torch.testing.assert_close(result[0].float(), wanted, atol=0.03, rtol=0)
+    torch.testing.assert_close(result[1].float(), -wanted, atol=0.03, rtol=0)
+    assert not result[2].any()
 
 
 def test_a_tall_matrix_moves_by_more():
@@ -247,5 +230,5 @@ def test_a_tall_matrix_moves_by_more():
         make_optimizer(model, config).step()
         moved[rows] = (before - model.weight.detach(), direction)
     for rows, factor in ((8, math.sqrt(2)), (2, 1.0)):
-        found, direction = moved[rows]
-        torch.testing.assert_close(found, factor * direction, atol=1e-2, rtol=1e-2)
+        step, direction = moved[rows]
+        torch.testing.assert_close(step, factor * direction, atol=1e-2, rtol=1e-2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.small_runs import trained_in
-from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from tests.training.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
 from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
@@ -59,15 +59,15 @@ def whole(base, tmp_path_factory):
     return trained_in(tmp_path_factory.mktemp("whole") / "run", base, **CHANGES)
 
 
-def test_every_phase_reads_samples_of_its_own_length_in_an_order_of_its_own(whole):
+def test_every_phase_reads_samples_of_its_length_in_another_order(whole):
     config, trained = whole
     corpus, total = open_corpus(config), 0
     for order, (length, numbers) in enumerate(ORDERS):
         data = config.data.__class__(**{**vars(config.data), "sequence_length": length})
         samples = TrainingSamples(corpus, data, config.seed + 1_000_003 * order)
         total += int(samples.hashes(numbers).sum(dtype="uint64"))
-    found = read_state(trained.checkpoint)["certificate"]["samples"]
-    assert found == as_text(total % 2**64)
+    certificate = read_state(trained.checkpoint)["certificate"]["samples"]
+    assert certificate == as_text(total % 2**64)
 
 
 def test_the_effect_of_a_change_is_measured_on_sequences_of_its_phase(whole):
@@ -107,13 +107,13 @@ def test_angles_shrink_to_nothing_over_the_steps_of_a_drop(whole):
         assert layout["training_length"] == (32 if step < 5 else 64)
     whole_turn = torch.tensor(frequencies[4], dtype=torch.float64)
     for step, share in ((5, 0.5), (7, 0.5), (8, 0.25)):
-        found = torch.tensor(frequencies[step], dtype=torch.float64)
-        torch.testing.assert_close(found, share * whole_turn)
+        present = torch.tensor(frequencies[step], dtype=torch.float64)
+        torch.testing.assert_close(present, share * whole_turn)
     assert frequencies[9] == []
 
 
 @torch.no_grad()
-def test_what_a_phase_changed_is_computed_again_at_its_own_length(whole):
+def test_effect_of_a_phase_is_measured_at_its_length(whole):
     config, trained = whole
     corpus = prepare_corpus(config.data, config.tokenizer)
     starts = torch.linspace(0, len(corpus.validation) - 64, 4, dtype=torch.float64).long()
@@ -139,17 +139,10 @@ def test_what_a_phase_changed_is_computed_again_at_its_own_length(whole):
 
 @pytest.mark.parametrize("step", [2, 4, 5, 7, 8, 9, 11])
 def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path, step):
-    config, _ = whole
-    target = tmp_path / "again" / "checkpoints"
-    target.mkdir(parents=True)
-    shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
-    shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
-    resumed, _ = run("again", **CHANGES)
-    assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
-    assert rows_of(resumed) == rows_of(config)
+    assert_resumes(run, whole[0], [step], tmp_path, **CHANGES)
 
 
-def test_who_asks_in_the_last_step_of_a_stretch_is_heard_before_the_next(run, monkeypatch):
+def test_a_signal_in_the_last_step_of_a_stretch_stops_before_the_next(run, monkeypatch):
     """It ends before a vote could be held."""
     usual = Stopping.on_train_batch_end
 
@@ -167,8 +160,8 @@ def test_who_asks_in_the_last_step_of_a_stretch_is_heard_before_the_next(run, mo
 def test_checkpoints_between_phases_stay(run):
     changes = {"trainer": {"checkpoint_every": 3, "keep_checkpoints": 1}}
     config, _ = run(**{**CHANGES, **changes})
-    kept = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
-    assert kept == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
+    names = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
+    assert names == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
 
 
 EARLY = {
@@ -195,18 +188,10 @@ def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
     assert state["config"]["trainer"]["max_steps"] == state["step"] == 9
     assert trained.effects["dropped"].step == 6
     assert trained.effects["dropped"].loss_end == pytest.approx(state["held_out_losses"][-1])
-    for step in (3, 4, 6, 8):
-        target = tmp_path / f"from{step}" / "checkpoints"
-        target.mkdir(parents=True)
-        path = checkpoint_of(config, step)
-        shutil.copytree(path, target / path.name)
-        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
-        resumed, again = run(f"from{step}", **changes)
-        assert_same_state(again.checkpoint, trained.checkpoint)
-        assert rows_of(resumed) == rows_of(config)
+    assert_resumes(run, config, (3, 4, 6, 8), tmp_path, **changes)
 
 
-def test_what_shrinks_is_gone_before_its_phase_may_end(run):
+def test_a_phase_ends_early_only_after_its_gradual_drop(run):
     phases = {
         "first": {"steps": 2},
         "dropped": {
@@ -247,8 +232,8 @@ def test_text_is_packed_for_the_lengths_of_all_phases(run, base, tmp_path):
     config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
     with pytest.raises(UserError, match="prepared"):
         open_corpus(config, alone=False)
-    said = list(prepare(PrepareRequest(config)))
-    assert len(said) == 3
+    lines = list(prepare(PrepareRequest(config)))
+    assert len(lines) == 3
     _, trained = run(**changes)
     assert read_state(trained.checkpoint)["step"] == 12
     open_corpus(config, alone=False)
@@ -263,11 +248,11 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
         "begun", model=model, optimizer=still, drop={"at": None}, trainer={"max_steps": 2}
     )
     assert begun.model.hidden_size == config.model.hidden_size
-    weights = [contents_of(checkpoint_of(of)) for of in (config, begun)]
+    weights = [contents_of(checkpoint_of(each)) for each in (config, begun)]
     for name in weights[0]:
         if name.startswith("model."):
             torch.testing.assert_close(weights[0][name], weights[1][name])
-    states = [read_state(checkpoint_of(of)) for of in (config, begun)]
+    states = [read_state(checkpoint_of(each)) for each in (config, begun)]
     assert states[0]["layout"] == states[1]["layout"]
     assert states[0]["tokenizer"] == states[1]["tokenizer"]
     assert trained.effects == {}
@@ -291,13 +276,7 @@ def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run
     config, _ = run("windows", **changes)
     windowed, whole = frequencies(config)
     assert whole == pytest.approx([f / 2 for f in windowed])
-    for step in (2, 3):
-        target = tmp_path / f"again-{step}" / "checkpoints"
-        target.mkdir(parents=True)
-        shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
-        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
-        resumed, _ = run(f"again-{step}", **changes)
-        assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
+    assert_resumes(run, config, (2, 3), tmp_path, **changes)
     for layers, by in ((None, (1, 2)), ("all", (2, 2)), ([0], (2, 1))):
         rescale = {"method": "pi", "layers": layers}
         phase = {"steps": 1, "sequence_length": 128, "batch_size": 1, "rescale": rescale}
@@ -307,8 +286,8 @@ def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run
             phases={"longer": phase},
             drop={"at": None},
         )
-        for found, before, times in zip(frequencies(further), (windowed, whole), by, strict=True):
-            assert found == pytest.approx([f / times for f in before])
+        for after, before, times in zip(frequencies(further), (windowed, whole), by, strict=True):
+            assert after == pytest.approx([f / times for f in before])
 
 
 def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
@@ -333,13 +312,7 @@ def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
     assert not free.spectra[0].rotates
     wanted = make_spectrum("rope", 2 * len(local.spectra[0].inv_freq), 64, {"base": 2e6})
     assert local.spectra[0] == wanted
-    for step in (3, 5):
-        target = tmp_path / f"swan-{step}" / "checkpoints"
-        target.mkdir(parents=True)
-        shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
-        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
-        resumed, _ = run(f"swan-{step}", **changes)
-        assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
+    assert_resumes(run, config, (3, 5), tmp_path, **changes)
 
 
 def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(

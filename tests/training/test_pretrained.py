@@ -108,19 +108,6 @@ def test_without_a_drop_it_goes_on_as_it_was(begin, published):
         assert 0 < (value - published[name]).abs().max() < 5e-3, name
 
 
-@pytest.mark.parametrize("kind", ["per_head", "full"])
-@pytest.mark.parametrize("targets", ["both", "q", "k"])
-def test_every_kind_of_norm_comes_on(begin, kind, targets):
-    config, run = begin(model={"qk_norm": {"kind": kind, "targets": targets}})
-    attention = decoder_of(run).layers[0].self_attn
-    sizes = {"q": 32, "k": 16} if kind == "full" else {"q": 8, "k": 8}
-    for side in ("q", "k"):
-        norm = getattr(attention, f"{side}_norm")
-        assert (norm is None) == (targets not in ("both", side))
-        assert norm is None or norm.weight.shape == (sizes[side],)
-    assert config.model.qk_norm.kind == kind
-
-
 def test_it_resumes_bitwise(begin):
     whole, _ = begin("whole")
     with pytest.raises(PreemptedError):
@@ -130,15 +117,15 @@ def test_it_resumes_bitwise(begin):
     assert rows_of(resumed) == rows_of(whole)
 
 
-def test_what_pretrained_weights_cannot_have_is_refused(begin):
+def test_qk_norm_from_the_start_of_pretrained_weights_is_refused(begin):
     with pytest.raises(UserError, match=r"qk_norm\.when: 'always'.*trained without"):
         begin(model={"qk_norm": {"when": "always"}})
 
 
 def test_a_control_changes_no_more_of_the_weights_than_the_run(begin):
     """It would be left out without a word."""
-    said = r"^controls\.sinks\.model\.softmax: the model that model\.from_pretrained names has its"
-    with pytest.raises(UserError, match=said):
+    expected = r"^controls\.sinks\.model\.softmax: the model that model\.from_pretrained names has"
+    with pytest.raises(UserError, match=expected):
         begin(controls={"sinks": {"model": {"softmax": {"sinks": True}}}})
 
 
@@ -153,14 +140,14 @@ def test_benchmarks_measure_published_weights_before_the_drop(begin):
     asked = {"every": 5, "tasks": ["perplexity"], "lengths": [1], "limit": 4}
     config, _ = begin(monitor={"benchmarks": asked})
     history = read_state(checkpoint_of(config))["benchmarks"]
-    assert [(one["step"], one["dropped"]) for one in history] == [
+    assert [(milestone["step"], milestone["dropped"]) for milestone in history] == [
         (0, False),
         (0, True),
         (5, True),
         (10, True),
         (12, True),
     ]
-    before, after, *_ = (one["scores"]["perplexity/1x"] for one in history)
+    before, after, *_ = (milestone["scores"]["perplexity/1x"] for milestone in history)
     assert after != before
     rows = rows_of(config)
     assert all(row.get("tokens_per_second", 1) > 0 for row in rows)

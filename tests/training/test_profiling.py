@@ -58,26 +58,26 @@ def profiled(monkeypatch, tmp_path):
     as (step, what), with the step that is under way."""
 
     def go(first, last, *, start=0, end=6, device="cpu"):
-        said, now = [], [start + 1]
+        calls, now = [], [start + 1]
         trainer = SimpleNamespace(global_step=start, accumulate_grad_batches=2)
 
         class Profile:
             def __init__(self, **options):
                 self.options, self.done = options, 0
-                said.append((now[0], options))
+                calls.append((now[0], options))
 
             def start(self):
-                said.append((now[0], "start"))
+                calls.append((now[0], "start"))
 
             def step(self):
                 self.done += 1
-                said.append((now[0], "step"))
+                calls.append((now[0], "step"))
 
             def stop(self):
-                said.append((now[0], "stop"))
+                calls.append((now[0], "stop"))
 
         monkeypatch.setattr(guards, "profile", Profile)
-        timer = SimpleNamespace(enter=lambda part: said.append((now[0], part)))
+        timer = SimpleNamespace(enter=lambda part: calls.append((now[0], part)))
         module = SimpleNamespace(device=torch.device(device), timer=timer)
         guard = Profiling(first, last, tmp_path, 3)
         for index in range(2 * (end - start)):
@@ -90,16 +90,16 @@ def profiled(monkeypatch, tmp_path):
         now[0] = "end"
         guard.finish()
         guard.fail()
-        return said
+        return calls
 
     return go
 
 
-def made(said):
+def made(calls):
     """The options of the only profiler, its name, the step it was made in, and what followed."""
-    ((step, options), *rest) = said
+    ((step, options), *following) = calls
     actions = [options["schedule"](number) for number in range(5)]
-    return step, actions, options["on_trace_ready"].args, rest
+    return step, actions, options["on_trace_ready"].args, following
 
 
 NONE, WARMUP, RECORD, SAVE = (
@@ -124,18 +124,18 @@ NONE, WARMUP, RECORD, SAVE = (
 def test_the_profiler_records_the_chosen_steps_alone(
     profiled, first, last, start, begun, actions, name
 ):
-    step, planned, (stem,), rest = made(profiled(first, last, start=start))
+    step, planned, (stem,), calls = made(profiled(first, last, start=start))
     assert (step, planned, stem) == (begun, actions, name)
     steps = [(number, "step") for number in range(begun, last)]
-    assert rest == [
+    assert calls == [
         *((begun, "start"), *steps),
-        *((last, said) for said in ("monitor", "step", "stop", "data")),
+        *((last, call) for call in ("monitor", "step", "stop", "data")),
     ]
 
 
 def test_a_run_that_ends_among_the_steps_writes_what_there_is(profiled):
-    *_, rest = made(profiled(3, 9, end=4))
-    assert rest == [(2, "start"), (2, "step"), (3, "step"), (4, "step"), ("end", "stop")]
+    *_, calls = made(profiled(3, 9, end=4))
+    assert calls == [(2, "start"), (2, "step"), (3, "step"), (4, "step"), ("end", "stop")]
 
 
 @pytest.mark.parametrize("start", [4, 5])

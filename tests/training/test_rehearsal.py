@@ -47,11 +47,11 @@ def test_memory_of_a_rank(monkeypatch, precision, softmax):
     config = configured(precision, softmax)
     with simulated_rank(config, Ranks(0, 2, 0, 2)) as module, fake_tensors(device="cpu"):
         module.configure_model()
-        found = memory_peaks(module, module.configure_optimizers(), SHAPE)
+        peaks = memory_peaks(module, module.configure_optimizers(), SHAPE)
     with simulated_rank(config, Ranks(0, 2, 0, 2)) as module:
         real = allocated(module, SHAPE)
-    expected = max(sum(parts.values()) for parts in found.values())
-    assert expected == pytest.approx(real, rel=0.02), found
+    expected = max(sum(parts.values()) for parts in peaks.values())
+    assert expected == pytest.approx(real, rel=0.02), peaks
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
@@ -68,10 +68,10 @@ def test_the_loss_of_a_large_vocabulary_holds_half_a_gib(softcap):
     )
     with simulated_rank(config, Ranks(0, 1, 0, 1)) as module, fake_tensors():
         module.configure_model()
-        found = memory_peaks(module, module.configure_optimizers(), shape)
+        peaks = memory_peaks(module, module.configure_optimizers(), shape)
     logits = 4 * math.prod(shape) * 49_152
     assert logits == 6 << 30
-    assert 1 << 28 < found["loss"]["loss"] < 1 << 29
+    assert 1 << 28 < peaks["loss"]["loss"] < 1 << 29
 
 
 def allocated(module, shape):
@@ -97,18 +97,18 @@ def allocated(module, shape):
 
 def described(words):
     """A small deep run of ``fsdp2 x4 full, 2 of 8 tied kv1``: its configuration and its rank."""
-    strategy, ranks, recomputed, rows, _, batch, *rest = words.replace(",", "").split()
+    strategy, ranks, recomputed, rows, _, batch, *options = words.replace(",", "").split()
     count = int(ranks[1:])
     model = ModelConfig(
-        64, 176, 6, 4, 2 if "kv2" in rest else 1 if "kv1" in rest else 4, None, 4096,
-        tie_word_embeddings="tied" in rest,
+        64, 176, 6, 4, 2 if "kv2" in options else 1 if "kv1" in options else 4, None, 4096,
+        tie_word_embeddings="tied" in options,
     )  # fmt: skip
     config = RunConfig(
         model=model,
         strategy=StrategyConfig(
             name=strategy,
             activation_checkpointing=recomputed,
-            reduce_gradients="step" if "once" in rest else "micro_batch",
+            reduce_gradients="step" if "once" in options else "micro_batch",
         ),
         trainer=TrainerConfig(
             batch_size=int(batch) * count, micro_batch_size=int(rows), precision="bf16"
@@ -167,11 +167,11 @@ def test_an_update_never_holds_the_whole_model():
     with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()
         whole = 4 * sum(p.numel() for p in module.parameters())
-        found = memory_peaks(module, module.configure_optimizers(), (2, 32))
-    assert sum(found["update"].values()) < 0.5 * whole
+        peaks = memory_peaks(module, module.configure_optimizers(), (2, 32))
+    assert sum(peaks["update"].values()) < 0.5 * whole
 
 
-def test_what_was_pretended_is_forgotten(tiny_decoder):
+def test_no_fake_tensor_stays_cached(tiny_decoder):
     """Tables of rotations are kept from one forward pass to the next."""
     model, ids = tiny_decoder(), torch.arange(8)[None]
     real = model(ids)

@@ -19,7 +19,6 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Result
-from trainer.positional.encodings import make_spectrum
 from trainer.recalibration.drop import drop
 from trainer.runs import state
 from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state, step_name
@@ -50,8 +49,8 @@ def contents_of(path):
     return tensors
 
 
-def assert_same_tensors(left, right, only=""):
-    a, b = ({k: v for k, v in contents_of(path).items() if only in k} for path in (left, right))
+def assert_same_tensors(first, second, only=""):
+    a, b = ({k: v for k, v in contents_of(path).items() if only in k} for path in (first, second))
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert torch.equal(value, b[name]), name
@@ -62,14 +61,31 @@ SAVED = "effects", "layout_before_drop", "held_out_losses", "lengths", "benchmar
 
 def assert_same_state(a, b):
     assert_same_tensors(a, b)
-    left, right = read_state(a), read_state(b)
+    first, second = read_state(a), read_state(b)
     for part in ("step", "layout", "tally", "data", "pending_metrics", *SAVED):
-        assert left[part] == right[part], part
+        assert first[part] == second[part], part
 
 
 def rows_of(config):
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def start_from(config, step, run_dir):
+    """Copy the checkpoint of a step, and the metrics, of a run into the directory of another."""
+    path = checkpoint_of(config, step)
+    shutil.copytree(path, run_dir / "checkpoints" / path.name)
+    shutil.copy(Path(config.run_dir) / "metrics.csv", run_dir)
+
+
+def assert_resumes(run, whole, steps, directory, **changes):
+    """Resume a run in ``directory`` from the checkpoint of each step; it ends as the whole run."""
+    for step in steps:
+        start_from(whole, step, directory / f"from{step}")
+        resumed, trained = run(f"from{step}", **changes)
+        last = trained.config.trainer.max_steps
+        assert_same_state(trained.checkpoint, checkpoint_of(whole, last))
+        assert rows_of(resumed) == rows_of(whole)
 
 
 VARIANTS = {
@@ -98,28 +114,18 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
     whole, _ = run("whole", **VARIANTS[variant])
-    for step in (3, 6, 9):  # before, at and after the drop
-        target = tmp_path / f"from{step}" / "checkpoints"
-        target.mkdir(parents=True)
-        shutil.copytree(checkpoint_of(whole, step), target / step_name(step))
-        shutil.copy(Path(whole.run_dir) / "metrics.csv", target.parent)
-        resumed, _ = run(f"from{step}", **VARIANTS[variant])
-        assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
-        assert rows_of(resumed) == rows_of(whole)
-        if step == 6:  # what controls branch off from is written once more
-            before = [
-                Path(config.run_dir) / "checkpoints" / BEFORE_DROP for config in (resumed, whole)
-            ]
-            assert_same_state(*before)
-            assert read_state(before[0])["certificate"] == read_state(before[1])["certificate"]
+    # before, at and after the drop
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **VARIANTS[variant])
+    # The resume at the drop writes once more what controls branch off from.
+    again, before = (tmp_path / name / "checkpoints" / BEFORE_DROP for name in ("from6", "whole"))
+    assert_same_state(again, before)
+    assert read_state(again)["certificate"] == read_state(before)["certificate"]
 
 
 def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
     """They come from the checkpoint, and one that lacks a parameter is refused."""
     whole, _ = run("whole")
-    target = tmp_path / "at9" / "checkpoints" / step_name(9)
-    shutil.copytree(checkpoint_of(whole, 9), target)
-    shutil.copy(Path(whole.run_dir) / "metrics.csv", tmp_path / "at9")
+    start_from(whole, 9, tmp_path / "at9")
     monkeypatch.setattr(strategy, "initial_value", pytest.fail)
     resumed, _ = run("at9")
     assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
@@ -134,7 +140,7 @@ def without_norm(index):
 
 
 @torch.no_grad()
-def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
+def test_effect_of_the_drop_matches_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
     config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
@@ -151,27 +157,17 @@ def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
     each |= {"after": losses(model), "end": losses(decoder_of(trained))}
     mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
     assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
-    found = asdict(trained.effect_of_drop)
-    assert found.pop("what") == "dropped the encoding (nope)"
-    sequences = found.pop("sequences")
+    effect = asdict(trained.effect_of_drop)
+    assert effect.pop("what") == "dropped the encoding (nope)"
+    sequences = effect.pop("sequences")
     assert sequences == {when: pytest.approx(values) for when, values in each.items()}
-    assert found == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}
+    assert effect == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
     assert [row["phase"] for row in rows] == [0] * 3 + [1] * 3
     logged = {key: row[f"drop/{key}"] for row in rows for key in mean if f"drop/{key}" in row}
-    assert found == {"step": 6} | logged
+    assert effect == {"step": 6} | logged
     assert "drop/loss_before" in rows[3]
-
-
-def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(finished):
-    config, trained = finished
-    before = read_state(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)["layout"]
-    assert any(spectrum["inv_freq"] for spectrum in before["spectra"])
-    assert not any(layer["qk_norm"] for layer in before["layers"])
-    layout = decoder_of(trained).layout
-    assert not any(spectrum.rotates for spectrum in layout.spectra)
-    assert all(layer.qk_norm for layer in layout.layers)
 
 
 def test_optimizer_policies_at_the_crossing(run):
@@ -197,21 +193,6 @@ def test_learning_rates_follow_the_phases(run):
     rates = [row["learning_rate"] / config.optimizer.lr for row in rows_of(config)]
     pretraining = [0.5, 1.0, *(falling(t, 10) for t in range(4))]
     assert rates == pytest.approx([*pretraining, 0.5, 1.0, *(falling(t, 4) for t in range(4))])
-
-
-def test_only_chosen_layers_drop(run):
-    _, trained = run(drop={"layers": [-1]})
-    first, last = decoder_of(trained).layout.layers
-    assert first.spectra[0].rotates
-    assert not first.qk_norm
-    assert not last.spectra[0].rotates
-    assert last.qk_norm
-
-
-def test_another_encoding_may_take_the_place(run):
-    _, trained = run(drop={"to": "half_rope"})
-    (spectrum,) = decoder_of(trained).layout.spectra
-    assert spectrum == make_spectrum("half_rope", 16, 32, {})
 
 
 @torch.no_grad()
@@ -257,13 +238,13 @@ def test_checkpoint_of_another_shape_is_refused(run):
         run(model={"hidden_size": 64})
 
 
-def test_other_numerics_than_the_checkpoints_are_said(run, caplog):
+def test_numerics_that_differ_from_the_checkpoints_are_logged(run, caplog):
     run("first", trainer={"max_steps": 4}, drop={"at": 2})
     assert not [r for r in caplog.records if "Goes on" in r.message]
     run("first", trainer={"max_steps": 6, "precision": "bf16"}, drop={"at": 2})
-    (said,) = [r.getMessage() for r in caplog.records if "Goes on" in r.getMessage()]
-    assert said.startswith("Goes on from step 4 in bfloat16 activations")
-    assert said.endswith("until there: float32")
+    (message,) = [r.getMessage() for r in caplog.records if "Goes on" in r.getMessage()]
+    assert message.startswith("Goes on from step 4 in bfloat16 activations")
+    assert message.endswith("until there: float32")
 
 
 def test_tensorboard_events_are_written(run):
@@ -291,8 +272,8 @@ def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
     (record,) = Path(config.run_dir).rglob("*.wandb")
     assert_holds(record, b"gradient_norm", b"evaluation/loss/DroPE")
     assert "wandb" not in capfd.readouterr().err  # nothing of its own, no warning
-    (said,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
-    assert said.endswith(f"offline; wandb sync {record.parent}")
+    (message,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
+    assert message.endswith(f"offline; wandb sync {record.parent}")
 
 
 def test_wandb_that_cannot_be_reached_is_logged_offline(run, monkeypatch, tmp_path, caplog):
@@ -335,8 +316,8 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
     model = make_decoder(config, vocabulary_size(corpus.tokenizer)).to_empty(device="cpu")
     draw_weights(model, config.seed)
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
-    rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
-    groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    others = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     options = {"betas": config.optimizer.betas, "eps": config.optimizer.eps}
     optimizer = torch.optim.AdamW(
         groups, weight_decay=config.optimizer.weight_decay, fused=False, **options
@@ -355,24 +336,15 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
             group["lr"] = config.optimizer.lr * (0.5, 1.0)[step]
         optimizer.step()
         optimizer.zero_grad()
-    found = contents_of(trained.checkpoint)
+    saved = contents_of(trained.checkpoint)
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         # Adam's steps hardly depend on the size of gradients; its averages do.
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                found[f"optimizer.{name}.{key}"], state[key], rtol=1e-3, atol=1e-9
+                saved[f"optimizer.{name}.{key}"], state[key], rtol=1e-3, atol=1e-9
             )
-        torch.testing.assert_close(found[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-5)
-
-
-def test_tokens_weigh_the_same_however_the_batch_is_cut(run):
-    """Needles weigh 10 times: means of micro-batches would differ by far more than rounding."""
-    whole, _ = run("whole", trainer={"log_every": 1})
-    cut, _ = run("cut", trainer={"log_every": 1, "micro_batch_size": 1})
-    for a, b in zip(rows_of(whole), rows_of(cut), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-2)
+        torch.testing.assert_close(saved[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -67,7 +67,7 @@ def test_the_thread_that_writes_uses_its_ranks_gpu(monkeypatch, tmp_path, device
     monkeypatch.setattr(
         saving.Saving,
         "_write",
-        lambda self, *what: written.append((what, threading.current_thread().name)),
+        lambda self, *checkpoint: written.append((checkpoint, threading.current_thread().name)),
     )
     callback = saving.Saving(RunConfig(run_dir=str(tmp_path)), ALONE, lambda trainer: {"step": 7})
     module = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
@@ -77,37 +77,37 @@ def test_the_thread_that_writes_uses_its_ranks_gpu(monkeypatch, tmp_path, device
     )
     callback.save(trainer, "step-000007")
     assert callback.finish() is None
-    ((what, thread),) = written
-    assert what == ({}, {"step": 7}, "step-000007")
+    ((checkpoint, thread),) = written
+    assert checkpoint == ({}, {"step": 7}, "step-000007")
     assert thread.startswith("checkpoint")
     assert chosen == expected
 
 
 @pytest.fixture(scope="module")
-def said_by_two(tmp_path_factory):
-    """What each of two ranks says in ``checkpoint_ranks.py``, by its subject."""
+def outputs(tmp_path_factory):
+    """Lines that each of two ranks prints in ``checkpoint_ranks.py``, by their first word."""
     script = Path(__file__).with_name("checkpoint_ranks.py")
     done = run_ranks(2, script, cwd=tmp_path_factory.mktemp("run"))
     assert [rank.returncode for rank in done] == [0, 0], done
     return [dict(line.split(": ", 1) for line in rank.stdout.splitlines()) for rank in done]
 
 
-def test_ranks_save_after_the_same_step_by_the_clock_of_the_first(said_by_two):
+def test_ranks_save_after_the_same_step_by_the_clock_of_the_first(outputs):
     """It votes after its fifth minute, and all know of it one step later; the second rank's clock
     is nine times as fast."""
-    assert [said["timed"] for said in said_by_two] == ["[6, 12]"] * 2
+    assert [output["timed"] for output in outputs] == ["[6, 12]"] * 2
 
 
-def test_a_checkpoint_is_complete_for_no_rank_before_it_is_for_the_first(said_by_two):
+def test_a_checkpoint_is_complete_for_no_rank_before_it_is_for_the_first(outputs):
     """Its last files are written by that one, here to a disk that is slow, and then full."""
-    for said in said_by_two:
-        assert "step 7 could not be written" in said["written"]
-        assert "No space left on device" in said["written"]
+    for output in outputs:
+        assert "step 7 could not be written" in output["written"]
+        assert "No space left on device" in output["written"]
 
 
-def test_a_file_that_one_rank_cannot_hash_is_said_by_all_and_none_waits(said_by_two):
-    for said in said_by_two:
-        assert "step 7 could not be written (process 1: Stale file handle)" in said["hashed"]
+def test_all_ranks_report_a_file_that_one_cannot_hash_and_none_waits(outputs):
+    for output in outputs:
+        assert "step 7 could not be written (process 1: Stale file handle)" in output["hashed"]
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def saved_by(monkeypatch, tmp_path):
     """Go through steps of two micro-batches, some of whose checkpoints cannot be written: by step
     what was saved, and of what was said to the timer."""
 
-    def go(steps=7, kept=(), failing=(), asynchronous=True, error=None, **options):
+    def go(steps=7, permanent=(), failing=(), asynchronous=True, error=None, **options):
         config = RunConfig(run_dir=str(tmp_path), trainer=TrainerConfig(
             max_steps=steps, checkpoint_every=3, async_checkpoint=asynchronous, **options
         ))  # fmt: skip
         callback = saving.Saving(
-            config, ALONE, lambda trainer: {"step": trainer.global_step}, frozenset(kept)
+            config, ALONE, lambda trainer: {"step": trainer.global_step}, frozenset(permanent)
         )
         written, entered, staged = [], [], []
 
@@ -160,8 +160,8 @@ def saved_by(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_every_third_step_the_kept_ones_and_the_last_are_saved(saved_by, asynchronous):
-    saved, callback = saved_by(7, kept=(2, 3), asynchronous=asynchronous)
+def test_every_third_step_the_permanent_ones_and_the_last_are_saved(saved_by, asynchronous):
+    saved, callback = saved_by(7, permanent=(2, 3), asynchronous=asynchronous)
     assert saved == [(f"step-{step:06}", step) for step in (2, 3, 6, 7)]
     assert callback.last_saved == 7
     assert saved_by(6)[0] == [("step-000003", 3), ("step-000006", 6)]
@@ -194,7 +194,7 @@ def test_only_the_last_checkpoint_must_be_written(saved_by, caplog, asynchronous
         saved_by(7, failing=(7,), asynchronous=asynchronous)
 
 
-def test_what_is_no_failure_to_write_is_raised(saved_by):
+def test_errors_other_than_failed_writes_are_raised(saved_by):
     with pytest.raises(KeyError):
         saved_by(7, failing=(3,), error=KeyError("a mistake"))
 
@@ -207,7 +207,7 @@ def test_the_reason_of_a_failure_is_its_first_line():
     assert saving.reason(RuntimeError("a\nb")) == "a"
 
 
-def test_what_could_not_be_written_leaves_nothing_on_a_full_disk(monkeypatch, tmp_path):
+def test_a_failed_write_leaves_nothing_on_a_full_disk(monkeypatch, tmp_path):
     def save(tensors, place, group):
         place.mkdir()
         (place / "__0_0.distcp").write_bytes(b"half")
@@ -234,7 +234,7 @@ def test_the_threads_ranks_meet_on_the_cpu_and_wait_as_long_as_one_may_write(mon
     assert asked == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
 
 
-def test_what_is_changed_by_the_drop_is_saved_before_it(monkeypatch, tmp_path):
+def test_the_state_before_the_drop_is_saved(monkeypatch, tmp_path):
     callback = saving.Saving(RunConfig(run_dir=str(tmp_path)), ALONE, None)
     names = []
     monkeypatch.setattr(callback, "save", lambda trainer, name: names.append(name))
@@ -251,6 +251,6 @@ def test_copies_go_to_the_same_memory_while_names_stay(monkeypatch, tmp_path):
 
     monkeypatch.setattr(saving, "BlockingAsyncStager", stager)
     callback = saving.Saving(RunConfig(run_dir=str(tmp_path)), ALONE, None)
-    found = [callback._staged(dict.fromkeys(names))[0] for names in ("ab", "ba", "abc", "abc")]
-    assert found == [1, 1, 2, 2]
+    copies = [callback._staged(dict.fromkeys(names))[0] for names in ("ab", "ba", "abc", "abc")]
+    assert copies == [1, 1, 2, 2]
     assert made == [torch.cuda.is_available()] * 2

@@ -46,10 +46,10 @@ def step(module, optimizer, factor=1.0):
 
 
 def counts(calls):
-    found = {}
+    numbers = {}
     for name, _ in calls:
-        found[name] = found.get(name, 0) + 1
-    return found
+        numbers[name] = numbers.get(name, 0) + 1
+    return numbers
 
 
 def test_a_step_sends_no_more_than_sharding_needs(module):
@@ -68,14 +68,14 @@ def test_a_step_sends_no_more_than_sharding_needs(module):
 
 def test_every_step_and_every_rank_send_the_same_in_the_same_order(module):
     """Before the drop, after it, and where a gradient is not finite."""
-    found = []
+    sequences = []
     for rank in (0, 5):
         made, optimizer = module(rank)
-        found += [step(made, optimizer), step(made, optimizer, factor=float("nan"))]
+        sequences += [step(made, optimizer), step(made, optimizer, factor=float("nan"))]
         made.model.layout = drop(made.model.layout, qk_norm=True)
         optimizer.state.clear()
-        found += [step(made, optimizer), step(made, optimizer)]
-    assert all(calls == found[0] for calls in found)
+        sequences += [step(made, optimizer), step(made, optimizer)]
+    assert all(calls == sequences[0] for calls in sequences)
 
 
 def test_reducing_after_every_micro_batch_sends_gradients_as_often(module):

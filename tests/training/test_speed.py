@@ -9,20 +9,25 @@ from trainer.runs.training_config import OptimizerConfig
 from trainer.training import speed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_micro_batch_and_an_update_take_time(tiny_decoder, precision):
-    model = tiny_decoder()
-    times = speed.measure_step(
+def measure(model, shape, seconds, precision="fp32"):
+    return speed.measure_step(
         model.config,
         model.layout,
-        (2, 16),
+        shape,
         device="cpu",
         precision=precision,
         optimizer=OptimizerConfig(),
-        seconds=0.0,
+        seconds=seconds,
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_micro_batch_and_an_update_take_time_and_draw_nothing(tiny_decoder, precision):
+    model, before = tiny_decoder(), torch.get_rng_state()
+    times = measure(model, (2, 16), 0.0, precision)
     assert 0 < times.micro_batch < 60
     assert 0 < times.update < 60
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_micro_batches_are_repeated_for_the_seconds_and_their_median_counts(
@@ -37,22 +42,6 @@ def test_micro_batches_are_repeated_for_the_seconds_and_their_median_counts(
         return taken[-1]
 
     monkeypatch.setattr(speed, "timed", timed)
-    times = speed.measure_step(
-        model.config,
-        model.layout,
-        (1, 8),
-        device="cpu",
-        precision="fp32",
-        optimizer=OptimizerConfig(),
-        seconds=12.0,
-    )
+    times = measure(model, (1, 8), 12.0)
     assert taken == [7.0, 1.0, 9.0, 2.0, 5.0]
     assert times == speed.Times(2.0, 5.0)
-
-
-def test_the_random_numbers_of_the_run_are_left_alone(tiny_decoder):
-    model = tiny_decoder()
-    before = torch.get_rng_state()
-    options = {"device": "cpu", "precision": "fp32", "optimizer": OptimizerConfig()}
-    speed.measure_step(model.config, model.layout, (1, 8), seconds=0.0, **options)
-    assert torch.equal(torch.get_rng_state(), before)

@@ -29,12 +29,12 @@ from trainer.training.callbacks.stopping import (
 from trainer.training.module import LanguageModule
 
 
-def signal_during(monkeypatch, number, at):
+def signal_during(monkeypatch, number, update):
     """Raise a signal in the middle of the forward pass of update ``at`` (from 0), once."""
     original, done = LanguageModule.training_step, []
 
     def step(module, batch, index):
-        if module.global_step == at and not done:
+        if module.global_step == update and not done:
             done.append(True)
             # A scheduler signals every process of a job, workers of the loader too.
             for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
@@ -45,14 +45,14 @@ def signal_during(monkeypatch, number, at):
 
 
 @pytest.mark.parametrize(
-    ("number", "at"),
+    ("number", "update"),
     [(signal.SIGTERM, 4), (signal.SIGUSR1, 5), (signal.SIGINT, 8)],
     ids=["before the drop", "at the drop", "after it"],
 )
 def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
-    run, monkeypatch, tmp_path, number, at
+    run, monkeypatch, tmp_path, number, update
 ):
-    data = {"num_workers": 2 if at == 5 else 0}
+    data = {"num_workers": 2 if update == 5 else 0}
     whole, _ = run("whole", trainer={"checkpoint_every": 100})
     asked, when_closing = tmp_path / "requeue", []
     monkeypatch.setenv("UNROPE_REQUEUE_FILE", str(asked))
@@ -60,13 +60,13 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         # An upload may take longer than the job has left.
         patch.setattr(runs, "close", lambda _: when_closing.append(asked.exists()))
-        signal_during(patch, number, at)
-        with pytest.raises(PreemptedError, match=rf"after step {at + 1} \({number.name}\)"):
+        signal_during(patch, number, update)
+        with pytest.raises(PreemptedError, match=rf"after step {update + 1} \({number.name}\)"):
             run("stopped", trainer={"checkpoint_every": 100}, data=data)
     assert when_closing == [True]
     assert signal.getsignal(number) is before
-    found = regular_checkpoints(tmp_path / "stopped" / "checkpoints")
-    assert [p.name for p in found] == [step_name(at + 1)]
+    checkpoints = regular_checkpoints(tmp_path / "stopped" / "checkpoints")
+    assert [p.name for p in checkpoints] == [step_name(update + 1)]
     resumed, _ = run("stopped", trainer={"checkpoint_every": 100})
     assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
     assert rows_of(resumed) == rows_of(whole)
@@ -204,8 +204,8 @@ def test_the_dashboard_continues_the_same_run(run, monkeypatch, tmp_path):
 def test_the_first_signal_is_remembered_and_a_second_one_ends(monkeypatch, second, after, ends):
     now, sent = [100.0], []
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(stopping.signal, "signal", lambda *what: sent.append(what))
-    monkeypatch.setattr(stopping.os, "kill", lambda *what: sent.append(what))
+    monkeypatch.setattr(stopping.signal, "signal", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(stopping.os, "kill", lambda *arguments: sent.append(arguments))
     notice = Notice()
     assert notice.signal_name is None
     notice.on_signal(signal.SIGTERM, None)

@@ -50,21 +50,22 @@ def tiny(**more):
 
 def test_lightning_s_part_of_a_strategy():
     """Each rank holds a shard, and none a part of a product."""
-    of = {
+    strategies = {
         name: lightning_trainer.lightning_strategy(
             tiny(strategy=StrategyConfig(name=name)), Ranks(1, 4, 1, 4)
         )
         for name in ("single", "ddp", "fsdp2", "hsdp")
     }
-    assert type(of["single"]) is lightning_trainer.Single
-    assert type(of["ddp"]) is lightning_trainer.Replicated
+    assert type(strategies["single"]) is lightning_trainer.Single
+    assert type(strategies["ddp"]) is lightning_trainer.Replicated
     for name in ("fsdp2", "hsdp"):
-        assert type(of[name]) is lightning_trainer.Sharded
-        assert (of[name]._data_parallel_size, of[name]._tensor_parallel_size) == (4, 1)
+        sharded = strategies[name]
+        assert type(sharded) is lightning_trainer.Sharded
+        assert (sharded._data_parallel_size, sharded._tensor_parallel_size) == (4, 1)
 
 
 @pytest.mark.parametrize(
-    ("operator", "kept"),
+    ("operator", "is_saved"),
     [
         ("aten.mm.default", True),
         ("aten.addmm.default", True),
@@ -75,9 +76,9 @@ def test_lightning_s_part_of_a_strategy():
         ("aten.silu.default", False),
     ],
 )
-def test_expensive_results_are_not_computed_again(operator, kept):
+def test_expensive_results_are_not_computed_again(operator, is_saved):
     policy = strategy._keep_products(None, operator)
-    assert policy == (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
+    assert policy == (CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -120,12 +121,12 @@ def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind,
     for model in (plain, compiled):
         model.loss(ids, ids).mean().backward()
     assert counter.frame_count == 1
-    for expected, found in zip(plain.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_what_attention_computes_again_may_be_within_what_a_block_does(tiny_decoder, kind):
+def test_recomputed_attention_may_lie_within_a_recomputed_block(tiny_decoder, kind):
     """Sinks and soft-caps, whose weights backward computes again by themselves."""
     shape = {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=2.0)}
     plain, recomputed = tiny_decoder(model=shape), tiny_decoder(model=shape)
@@ -134,14 +135,14 @@ def test_what_attention_computes_again_may_be_within_what_a_block_does(tiny_deco
     ids = torch.randint(50, (2, 32))
     for model in (plain, recomputed):
         model.loss(ids, ids).backward()
-    for expected, found in zip(plain.parameters(), recomputed.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad)
+    for expected, parameter in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
 
 
 def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
-    kept = [activations(tiny_decoder, kind) for kind in ("full", "selective", "none")]
-    assert kept == sorted(kept)
-    assert kept[0] < kept[2]
+    sizes = [activations(tiny_decoder, kind) for kind in ("full", "selective", "none")]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2]
 
 
 def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
@@ -173,7 +174,7 @@ def test_one_process_trains_sharded_as_on_a_single_device(run, alone, precision)
 def test_bf16_is_the_same_computation_under_every_strategy(alone):
     """Weights, gradients and losses are float32; activations and products, the residual stream
     among them, bfloat16."""
-    ids, found = torch.randint(50, (2, 16)), {}
+    ids, results = torch.randint(50, (2, 16)), {}
     for name in ("single", "fsdp2"):
         config = tiny(strategy=StrategyConfig(name=name), trainer=TrainerConfig(precision="bf16"))
         model = make_decoder(config, 50)
@@ -186,11 +187,11 @@ def test_bf16_is_the_same_computation_under_every_strategy(alone):
         gradients = [p.grad for p in model.parameters()]
         assert seen == {torch.bfloat16}
         assert {x.dtype for x in (loss, *model.parameters(), *gradients)} == {torch.float32}
-        found[name] = (
+        results[name] = (
             loss.item(),
             [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients],
         )
-    (loss, expected), (other, gradients) = found.values()
+    (loss, expected), (other, gradients) = results.values()
     assert other == loss
     for gradient, value in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, value, rtol=1e-2, atol=1e-4)
@@ -200,7 +201,9 @@ def test_bf16_is_the_same_computation_under_every_strategy(alone):
     ("kind", "gigabytes", "once"),
     [("auto", 80, True), ("auto", 0, False), ("step", 0, True), ("micro_batch", 80, False)],
 )
-def test_whole_gradients_are_kept_where_they_fit(tiny_decoder, kind, gigabytes, once):
+def test_unsharded_gradients_stay_until_the_step_ends_if_they_fit(
+    tiny_decoder, kind, gigabytes, once
+):
     model = tiny_decoder()
     assert strategy.reduces_once_a_step(model, kind, gigabytes * 10**9) == once
     assert strategy.reduces_once_a_step(model, "auto", None)
@@ -208,8 +211,8 @@ def test_whole_gradients_are_kept_where_they_fit(tiny_decoder, kind, gigabytes, 
 
 def test_ranks_with_gpus_of_several_sizes_decide_by_the_smallest(monkeypatch):
     """Where one reduces every micro-batch and another every step, both wait for ever."""
-    own = SimpleNamespace(total_memory=80)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: own)
+    properties = SimpleNamespace(total_memory=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(strategy, "all_gather", lambda mine: [mine, 44])
     assert strategy.least_memory(torch.device("cuda", 1)) == 44
     assert strategy.least_memory(torch.device("cpu")) is None
@@ -246,7 +249,7 @@ def test_offloaded_parameters_live_on_the_cpu(alone):
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp2"])
-def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, monkeypatch, name):
+def test_memory_of_training_is_freed_and_not_copied(alone, base, tmp_path, monkeypatch, name):
     """Lightning copies weights and the optimizer's state to the host; with every stretch and
     control that ends, on all ranks of a node at once. The last hooks still see them."""
     ended, seen = [], []

@@ -42,21 +42,9 @@ def test_ranks_are_averaged_before_the_division(monkeypatch):
     assert loss.item() == pytest.approx((2 + 12) / 4)
 
 
-def test_a_row_is_the_mean_of_the_finite_steps():
-    tally = Tally()
-    for loss in (1.0, math.nan, 3.0, math.inf):
-        tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
-        value, _ = tally.end_step()
-        tally.end_update(value, torch.tensor(0.5), ~value.isfinite())
-        assert tally.skipped_in_a_row() == (not math.isfinite(loss))
-    row = tally.read()
-    assert (row["loss"], row["gradient_norm"], row["skipped_steps"]) == (2.0, 0.5, 2)
-    assert math.isnan(tally.read()["loss"])
-
-
 def test_each_row_is_of_the_steps_since_the_one_before():
     """Losses, their parts and spikes begin anew; updates skipped are counted since the start."""
-    tally, found = Tally(), []
+    tally, rows = Tally(), []
     for losses in ([1.0, 3.0], [5.0, math.nan, 7.0], [math.nan]):
         for loss in losses:
             row = torch.tensor([[loss, loss, 2 * loss, 2 * loss]])
@@ -65,31 +53,18 @@ def test_each_row_is_of_the_steps_since_the_one_before():
             tally.end_update(value, torch.tensor(loss), ~value.isfinite())
         read = tally.read()
         parts = [read.get(f"loss/quarter_{i}") for i in (1, 4)]
-        found.append((read["loss"], *parts, read["skipped_steps"]))
-    assert found[:2] == [(3.0, 2.0, 4.0, 0), (9.0, 6.0, 12.0, 1)]
-    assert all(map(math.isnan, found[2][:3]))
-    assert found[2][3] == 2
+        rows.append((read["loss"], *parts, read["skipped_steps"]))
+    assert rows[:2] == [(3.0, 2.0, 4.0, 0), (9.0, 6.0, 12.0, 1)]
+    assert all(map(math.isnan, rows[2][:3]))
+    assert rows[2][3] == 2
     # What a checkpoint between two rows has is of the row that has begun.
     again = Tally()
     again.load(stored(tally), torch.device("cpu"))
-    for one in (tally, again):
-        one.add(torch.full((1, 4), 4.0), torch.ones(1, 4))
-        one.end_update(*one.end_step()[:1], torch.tensor(1.0), torch.tensor(False))
+    for counter in (tally, again):
+        counter.add(torch.full((1, 4), 4.0), torch.ones(1, 4))
+        counter.end_update(*counter.end_step()[:1], torch.tensor(1.0), torch.tensor(False))
     assert again.read() == tally.read()
     assert again.read()["skipped_steps"] == 2
-
-
-def test_the_state_goes_on_in_the_middle_of_a_row():
-    whole, first, second = Tally(), Tally(), Tally()
-    for index, loss in enumerate((1.1, 2.3, 3.7)):
-        parts = (whole, first) if index < 2 else (whole, second)
-        if index == 2:
-            second.load(stored(first), torch.device("cpu"))
-        for tally in parts:
-            tally.add(torch.tensor([[loss, 1.0, 2.0, 3.0]]), torch.ones(1, 4))
-            value, _ = tally.end_step()
-            tally.end_update(value, torch.tensor(loss), ~value.isfinite())
-    assert second.read() == whole.read()
 
 
 def test_a_spike_is_six_deviations_above_the_last_128_steps():
@@ -177,22 +152,22 @@ def test_a_mean_over_ranks_is_their_sum_over_their_number(monkeypatch):
         assert tallies.mean_over_ranks(torch.tensor([3.0])).item() == 3
 
 
-def of(total, last):
+def certified(total, last):
     return SavedCertificate(as_text(total), as_text(last))
 
 
 def test_hashes_add_up_over_micro_batches_and_steps():
-    found = Certificate()
-    assert found.state() == of(0, 0)
+    certificate = Certificate()
+    assert certificate.state() == certified(0, 0)
     for begins, hashes in ((True, [1, 2]), (False, [4]), (True, [8]), (False, [16, 32])):
-        found.add(torch.tensor(hashes), begins_step=begins)
-    assert found.state() == of(63, 56)
+        certificate.add(torch.tensor(hashes), begins_step=begins)
+    assert certificate.state() == certified(63, 56)
 
 
 def test_sums_wrap_round_at_2_to_the_64():
-    found = Certificate()
-    found.add(torch.tensor([2**62, 2**62, 2**62, 2**62 + 5]), begins_step=True)
-    assert found.state() == of(5, 5)
+    certificate = Certificate()
+    certificate.add(torch.tensor([2**62, 2**62, 2**62, 2**62 + 5]), begins_step=True)
+    assert certificate.state() == certified(5, 5)
 
 
 def test_a_sum_goes_on_and_the_part_before_is_added_once(monkeypatch):
@@ -200,14 +175,14 @@ def test_a_sum_goes_on_and_the_part_before_is_added_once(monkeypatch):
     monkeypatch.setattr(tallies.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(tallies.dist, "all_reduce", lambda x: x.mul_(2))
-    found = Certificate()
-    found.load(of(100, 7))
-    assert found.state() == of(100, 7)
-    found.add(torch.tensor([3]), begins_step=True)
-    assert found.state() == of(106, 6)
-    assert found.state() == of(106, 6)
+    certificate = Certificate()
+    certificate.load(certified(100, 7))
+    assert certificate.state() == certified(100, 7)
+    certificate.add(torch.tensor([3]), begins_step=True)
+    assert certificate.state() == certified(106, 6)
+    assert certificate.state() == certified(106, 6)
     monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 1)
-    assert found.state() == of(103, 3)
+    assert certificate.state() == certified(103, 3)
 
 
 def test_every_second_belongs_to_the_part_that_was_entered_last(monkeypatch):
@@ -234,13 +209,13 @@ def test_on_a_gpu_the_stream_tells_the_time_and_is_waited_for_once(monkeypatch):
             assert enable_timing
 
         def record(self):
-            self.at = now[0]
+            self.time = now[0]
 
         def synchronize(self):
-            waited.append(self.at)
+            waited.append(self.time)
 
         def elapsed_time(self, later):
-            return 1000 * (later.at - self.at)
+            return 1000 * (later.time - self.time)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

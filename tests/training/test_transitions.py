@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
 from trainer.model.backend_choice import Choice
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
@@ -31,6 +29,7 @@ from trainer.training.callbacks import transitions
 from trainer.training.callbacks.transitions import (
     Transitions,
     describe,
+    input_sizes,
     layout_of_phase,
     rescaled_layout,
 )
@@ -41,8 +40,8 @@ def phase(**changes):
         data=DataConfig(sequence_length=changes.pop("length", 64)),
         trainer=changes.pop("trainer", TrainerConfig()),
     )
-    (found,) = phases_of(config)
-    return replace(found, **changes)
+    (single,) = phases_of(config)
+    return replace(single, **changes)
 
 
 def made(*phases, **more):
@@ -56,9 +55,9 @@ def made(*phases, **more):
 def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor, length, expected):
     layout = tiny_decoder(training_length=64).layout
     longer = phase(rescale=RescaleConfig("pi", factor), length=length)
-    found = rescaled_layout(layout, longer).layers[0].spectra[0].inv_freq
+    slowed = rescaled_layout(layout, longer).layers[0].spectra[0].inv_freq
     wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
-    assert found == pytest.approx(wanted)
+    assert slowed == pytest.approx(wanted)
 
 
 def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
@@ -76,21 +75,6 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
         layout_of_phase(slowed, longer, ModelConfig())
 
 
-@pytest.mark.parametrize("method", [None, "yarn_full_range"])
-def test_rope_id_keeps_the_length_of_its_temperature_in_longer_phases(tiny_decoder, method):
-    """RoPE-ID, App. A.9: tuned to 32k and 128k, the paper's code divides by 4,096 throughout."""
-    layout = tiny_decoder(layers=["rope_id"], training_length=128).layout
-    rescale = RescaleConfig(method) if method else None
-    for length in (1024, 4096):
-        layout = layout_of_phase(layout, phase(rescale=rescale, length=length), ModelConfig())
-        stored = Layout.from_dict(json.loads(json.dumps(layout.to_dict())))
-        assert stored.training_length == length
-        for n in (64, 128, 1024, 4096, 8192):
-            (spectrum,) = stored.at(n).spectra
-            wanted = (1 + 0.1 * math.log(max(n, 128) / 128)) ** 2
-            assert spectrum.temperature.scale == pytest.approx(wanted, rel=1e-12)
-
-
 def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
     """Its temperature refers to the training length of the last phase."""
     values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
@@ -101,7 +85,7 @@ def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"drop": ChangeConfig()}, "dropped the encoding (nope)"),
         (
@@ -132,30 +116,12 @@ def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
         ),
     ],
 )
-def test_a_change_is_told_in_words(tiny_decoder, changes, said):
+def test_description_of_a_change(tiny_decoder, changes, text):
     positional = {key: changes.pop(key) for key in ("layers", "windows") if key in changes}
     layout = tiny_decoder(**positional).layout
-    assert describe(phase(**changes), layout) == said
+    assert describe(phase(**changes), layout) == text
     if not positional:
-        assert describe(phase(**changes)) == said
-
-
-@pytest.mark.parametrize(
-    ("layers", "slowed"),
-    [(None, [1]), ("full_attention", [1]), ("all", [0, 1]), ([0], [0]), ([-1], [1])],
-)
-def test_a_phase_rescales_the_layers_that_see_further_than_before(tiny_decoder, layers, slowed):
-    """A window of 16 within 64 tokens meets no distance that was not trained."""
-    layout = tiny_decoder(training_length=64, windows=[16, None]).layout
-    rescale = RescaleConfig("pi", layers=layers)
-    for length in (256, 1024):  # the second stage is four times longer than the first
-        before, longer = layout, phase(rescale=rescale, length=length)
-        layout = layout_of_phase(layout, longer, ModelConfig())
-        for index, (old, new) in enumerate(zip(before.layers, layout.layers, strict=True)):
-            by = 4.0 if index in slowed else 1.0
-            wanted = [f / by for f in old.spectra[0].inv_freq]
-            assert new.spectra[0].inv_freq == pytest.approx(wanted, rel=1e-12)
-            assert new.window == old.window
+        assert describe(phase(**changes)) == text
 
 
 @pytest.mark.parametrize(
@@ -176,17 +142,17 @@ def test_a_fixed_batch_is_read_in_equal_parts_that_fit(
     ids = torch.arange(sequences)[:, None].expand(sequences, 3)
     drawn = []
 
-    def effect_batch(of):
-        drawn.append(of.name)
+    def effect_batch(drawn_for):
+        drawn.append(drawn_for.name)
         return {"input_ids": ids, "labels": ids + 100}
 
     callback = made(effect_batch=effect_batch)
     module = SimpleNamespace(device="cpu", ranks=Ranks(0, ranks, 0, ranks))
     run = TrainerConfig(batch_size=batch, micro_batch_size=micro)
-    found = callback._micro_batches(module, phase(trainer=run), shared)
-    assert [len(inputs) for inputs, _ in found] == [sequences // parts] * parts
-    assert torch.equal(torch.cat([inputs for inputs, _ in found]), ids)
-    assert torch.equal(torch.cat([targets for _, targets in found]), ids + 100)
+    micro_batches = callback._micro_batches(module, phase(trainer=run), shared)
+    assert [len(inputs) for inputs, _ in micro_batches] == [sequences // parts] * parts
+    assert torch.equal(torch.cat([inputs for inputs, _ in micro_batches]), ids)
+    assert torch.equal(torch.cat([targets for _, targets in micro_batches]), ids + 100)
     callback._micro_batches(module, phase(trainer=run), shared)
     callback._micro_batches(module, phase(trainer=run, name="other"), shared)
     assert drawn == ["pretrain", "other"]  # drawn once for each phase
@@ -206,9 +172,9 @@ def test_ranks_share_the_parts_and_have_all_losses_in_order(monkeypatch, parts, 
 
     sent = []
 
-    def first_round(own):
-        sent.append(own)
-        return [own, own]
+    def first_round(losses_of_rank):
+        sent.append(losses_of_rank)
+        return [losses_of_rank, losses_of_rank]
 
     monkeypatch.setattr(transitions, "all_gather", first_round)
     losses(0), losses(1)
@@ -232,7 +198,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("policy", "when", "kept"),
+    ("policy", "when", "remaining"),
     [
         ("keep", "after_drop", {"q_norm", "k_norm", "norm", "linear"}),
         ("reset", "after_drop", set()),
@@ -240,13 +206,37 @@ class Model(nn.Module):
         ("reset_new", "always", {"q_norm", "k_norm", "norm", "linear"}),
     ],
 )
-def test_an_optimizer_forgets_what_its_phase_says(policy, when, kept):
+def test_an_optimizer_forgets_what_its_phase_says(policy, when, remaining):
     model = Model(when)
     names = {parameter: name.split(".")[0] for name, parameter in model.named_parameters()}
     optimizer = SimpleNamespace(state=dict.fromkeys(names, "averages"))
     trainer = SimpleNamespace(optimizers=[optimizer])
     made()._reset_optimizer(trainer, SimpleNamespace(model=model), phase(optimizer_state=policy))
-    assert {names[parameter] for parameter in optimizer.state} == kept
+    assert {names[parameter] for parameter in optimizer.state} == remaining
+
+
+@pytest.mark.parametrize("sides", ["both", "q"])
+def test_sizes_of_norm_inputs_are_the_rms_of_projections(tiny_decoder, sides):
+    """Over several batches; no hook stays behind."""
+    model = tiny_decoder(model={"qk_norm": QKNormConfig("after_drop", targets=sides)})
+    ids = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
+    outputs = {}
+    hooks = [
+        projection.register_forward_hook(lambda _, __, out, norm=norm: outputs.update({norm: out}))
+        for attention in (block.self_attn for block in model.layers)
+        for projection, norm in (
+            (attention.q_proj, attention.q_norm),
+            (attention.k_proj, attention.k_norm),
+        )
+        if norm is not None
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    expected = {norm: out.double().square().mean().sqrt().item() for norm, out in outputs.items()}
+    assert len(expected) == (4 if sides == "both" else 2)
+    assert input_sizes(model, ids.split(1)) == pytest.approx(expected)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.fixture
@@ -258,16 +248,16 @@ def crossing(monkeypatch, tiny_decoder):
         first = phase(end=2)
         second = replace(second, name="second", start=2, end=6)
         losses = iter([[4.0, 6.0], [7.0, 9.0], [1.0, 2.0]])
-        said: list = []
-        found = made(
+        calls: list = []
+        callback = made(
             first,
             second,
-            before_drop=lambda trainer: said.append("saved"),
-            add_metrics=said.append,
+            before_drop=lambda trainer: calls.append("saved"),
+            add_metrics=calls.append,
         )
-        monkeypatch.setattr(found, "losses", lambda module, phase: next(losses))
+        monkeypatch.setattr(callback, "losses", lambda module, phase: next(losses))
         if resume:
-            found.restore(resume)
+            callback.restore(resume)
         model = tiny_decoder(training_length=64)
         optimizer = SimpleNamespace(state={"a": 1})
         trainer = SimpleNamespace(
@@ -281,18 +271,18 @@ def crossing(monkeypatch, tiny_decoder):
         )
         layouts = []
         for index in range(2 * (6 - begin)):
-            found.on_train_batch_start(trainer, module, None, index)
+            callback.on_train_batch_start(trainer, module, None, index)
             layouts.append(model.layout)
             trainer.global_step += index % 2
-            found.on_train_batch_end(trainer, module, None, None, index)
-        return found, said, layouts[::2], optimizer.state
+            callback.on_train_batch_end(trainer, module, None, None, index)
+        return callback, calls, layouts[::2], optimizer.state
 
     return go
 
 
 def test_a_drop_is_saved_before_measured_around_and_at_its_end(crossing):
-    callback, said, layouts, state = crossing(phase(drop=ChangeConfig(), optimizer_state="reset"))
-    assert said == [
+    callback, calls, layouts, state = crossing(phase(drop=ChangeConfig(), optimizer_state="reset"))
+    assert calls == [
         "saved",
         {"drop/loss_before": 5.0, "drop/loss_after": 8.0},
         {"drop/loss_end": 1.5},
@@ -307,36 +297,35 @@ def test_a_drop_is_saved_before_measured_around_and_at_its_end(crossing):
             sequences={"before": [4.0, 6.0], "after": [7.0, 9.0], "end": [1.0, 2.0]},
         )
     }
-    turning = [any(spectrum.inv_freq for spectrum in one.layers[0].spectra) for one in layouts]
-    assert turning == [True, True, False, False, False, False]
+    assert [layout.rotates for layout in layouts] == [True, True, False, False, False, False]
     assert state == {}
     assert callback.has_dropped
     assert [callback.changed_at(step) for step in (1, 2, 3)] == [False, True, False]
 
 
 def test_a_longer_phase_is_measured_too_and_nothing_is_saved(crossing):
-    callback, said, layouts, state = crossing(phase(length=128))
-    assert said == [
+    callback, calls, layouts, state = crossing(phase(length=128))
+    assert calls == [
         {"phase_second/loss_before": 5.0, "phase_second/loss_after": 8.0},
         {"phase_second/loss_end": 1.5},
     ]
-    assert [one.training_length for one in layouts] == [64, 64, 128, 128, 128, 128]
+    assert [layout.training_length for layout in layouts] == [64, 64, 128, 128, 128, 128]
     assert state == {"a": 1}
     assert not callback.has_dropped
 
 
 @pytest.mark.parametrize("length", [64, 32])
 def test_a_phase_that_changes_nothing_is_not_measured(crossing, length):
-    callback, said, layouts, _ = crossing(phase(length=length))
-    assert (callback.effects, said) == ({}, [])
-    assert {one.training_length for one in layouts} == {64}
+    callback, calls, layouts, _ = crossing(phase(length=length))
+    assert (callback.effects, calls) == ({}, [])
+    assert {layout.training_length for layout in layouts} == {64}
 
 
 def test_angles_shrink_before_every_step_and_a_resume_goes_on_with_them(crossing):
     """Over three steps: two thirds, one third, none."""
     slow = phase(drop=ChangeConfig(anneal_steps=3))
     callback, _, layouts, _ = crossing(slow)
-    fastest = [max(one.layers[0].spectra[0].inv_freq, default=0.0) for one in layouts]
+    fastest = [max(layout.layers[0].spectra[0].inv_freq, default=0.0) for layout in layouts]
     assert fastest == pytest.approx([1, 1, 2 / 3, 1 / 3, 0, 0])
     assert callback.layout_before is None
     half = SimpleNamespace(
@@ -344,16 +333,16 @@ def test_angles_shrink_before_every_step_and_a_resume_goes_on_with_them(crossing
         held_out_losses=[],
         layout_before_drop=layouts[0].to_dict(),
     )
-    _, said, layouts, _ = crossing(slow, begin=3, resume=half)
-    fastest = [max(one.layers[0].spectra[0].inv_freq, default=0.0) for one in layouts]
+    _, calls, layouts, _ = crossing(slow, begin=3, resume=half)
+    fastest = [max(layout.layers[0].spectra[0].inv_freq, default=0.0) for layout in layouts]
     assert fastest == pytest.approx([1 / 3, 0, 0])
-    assert said == [{"drop/loss_end": 5.0}]  # nothing is changed twice
+    assert calls == [{"drop/loss_end": 5.0}]  # nothing is changed twice
 
 
 def test_a_drop_that_takes_steps_in_a_longer_phase_keeps_the_length(crossing):
     slow = phase(drop=ChangeConfig(anneal_steps=3), length=128)
     _, _, layouts, _ = crossing(slow)
-    assert [one.training_length for one in layouts] == [64, 64, 128, 128, 128, 128]
+    assert [layout.training_length for layout in layouts] == [64, 64, 128, 128, 128, 128]
 
 
 def test_cudnns_attention_sees_plain_training_alone(run, monkeypatch):
@@ -384,11 +373,11 @@ def ended(monkeypatch):
     def go(losses, *, before=3.0, steps=20, drop=None, decides=lambda over: over, **until):
         options = UntilConfig(**{"every": 2, "patience": 2, "flat": None} | until)
         of_phase = phase(start=100, end=100 + steps, until=options, drop=drop)
-        said, left = [], iter(losses)
-        callback = made(of_phase, add_metrics=said.append)
+        logged, remaining = [], iter(losses)
+        callback = made(of_phase, add_metrics=logged.append)
         callback.effects[of_phase.name] = Effect(step=100, loss_before=before)
         # The last call, of the effect at the end, finds the last loss again.
-        measured = lambda module, phase: [next(left, losses[-1])] * 2  # noqa: E731
+        measured = lambda module, phase: [next(remaining, losses[-1])] * 2  # noqa: E731
         monkeypatch.setattr(callback, "losses", measured)
         trainer = SimpleNamespace(
             global_step=100,
@@ -405,7 +394,7 @@ def ended(monkeypatch):
         has_ended = callback.ended_after is not None
         assert module.phase_ended == trainer.should_stop == has_ended
         # The effect is measured once, at the end of the phase, early or not.
-        assert len(said) == 1
+        assert len(logged) == 1
         assert callback.effects[of_phase.name].loss_end is not None
         return callback.ended_after, callback.held_out_losses
 

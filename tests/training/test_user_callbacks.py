@@ -14,7 +14,7 @@ from tests.runs.test_formats import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.train import read_config, read_run
+from trainer.commands.train import read_run
 from trainer.common.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
@@ -184,11 +184,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_path, case):
-    values, said = WRONG[case]
+def test_a_wrong_callback_is_one_problem_before_anything_is_prepared(base, tmp_path, case):
+    values, message = WRONG[case]
     wrong = {"run_dir": str(tmp_path / "run"), "callbacks": {"mine": values}}
     wrong["data"] = {"cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         run_experiment(parse(RunConfig, merged(base, wrong)))
     (problem,) = map(str, error.value.problems)
     assert problem.startswith("callbacks.mine")
@@ -201,14 +201,14 @@ def test_a_class_may_have_the_name_of_one_of_the_runs_callbacks(run):
     assert read_state(checkpoint_of(config))["user_callbacks"] == {"Metrics": {"own": 3}}
 
 
-def test_all_that_is_wrong_is_said_together():
-    given = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
-    (missing,) = map(str, callback_problems(given))
+def test_all_problems_are_reported_together():
+    configured = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
+    (missing,) = map(str, callback_problems(configured))
     with pytest.raises(UserError) as error:
-        make_callbacks(given)
+        make_callbacks(configured)
     _, same = map(str, error.value.problems)
     assert "no_such" in missing
-    assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
+    assert "callbacks.b: its state has the same key 'Shrink' as callbacks.a;" in same
     assert "state_key" in same
 
 
@@ -221,7 +221,7 @@ def test_a_module_that_fails_to_import_is_named(module):
     assert "'leaving' failed to import: SystemExit(0)" in problem
 
 
-def test_a_state_that_cannot_be_kept_is_named():
+def test_a_state_that_json_cannot_hold_is_refused():
     (callback,) = make_callbacks({"mine": {"_target_": "my_callbacks.Broken"}})
     with pytest.raises(UserError, match="its state_dict holds a builtin_function"):
         states_of([callback])
@@ -257,13 +257,6 @@ def test_a_class_in_a_plugin_file(run, tmp_path):
     target = {"_target_": "unrope_plugin_elsewhere.Shrink", "factor": 1.0}
     config, _ = run(plugins=[str(path)], callbacks={"mine": target})
     assert read_state(checkpoint_of(config))["user_callbacks"]["Shrink"]["steps"] == 12
-
-
-def test_from_the_command_line():
-    words = ["+callbacks.mine={_target_: my_callbacks.Shrink, factor: 0.5}"]
-    config = read_config([*words, "+callbacks.mine.every=3"])
-    (callback,) = make_callbacks(config.callbacks)
-    assert (callback.factor, callback.every) == (0.5, 3)
 
 
 def test_from_an_experiment_of_one_s_own(tmp_path):

@@ -30,10 +30,10 @@ GROWING_ROPE = Spectrum((1.0, 0.001), GROWING)
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([LayerEncoding.of((NOPE,))], "layer 0: none (NoPE)"),
-        ([LayerEncoding.of((ALIBI,))] * 3, "layers 0 to 2: ALiBi"),
+        ([LayerEncoding.of_heads((NOPE,))], "layer 0: none (NoPE)"),
+        ([LayerEncoding.of_heads((ALIBI,))] * 3, "layers 0 to 2: ALiBi"),
         (
-            [LayerEncoding.of((ROPE,))] * 2 + [LayerEncoding.of((NOPE,))] * 2,
+            [LayerEncoding.of_heads((ROPE,))] * 2 + [LayerEncoding.of_heads((NOPE,))] * 2,
             "layers 0 to 1: rotation of 4 channels, wavelengths 6.3 to 6,283 tokens; layers 2 to "
             "3: none (NoPE)",
         ),
@@ -43,7 +43,7 @@ GROWING_ROPE = Spectrum((1.0, 0.001), GROWING)
             "none (NoPE) (3 key-value heads), a window of 16 tokens, QK-norm",
         ),
         (  # A pair that does not turn is no wave.
-            [LayerEncoding.of((Spectrum((0.5, 0.0), GROWING),))],
+            [LayerEncoding.of_heads((Spectrum((0.5, 0.0), GROWING),))],
             "layer 0: rotation of 2 channels, wavelengths 12.6 to 13 tokens, temperature that "
             "grows with the length",
         ),
@@ -58,7 +58,7 @@ def test_encodings_in_words(layers, said):
     [((ROPE,), False), ((GROWING_ROPE, ROPE), True), ((ROPE, GROWING_ROPE), True)],
 )
 def test_padding_is_told_of_where_anything_follows_the_length(spectra, told):
-    layout = Layout(32, tuple(LayerEncoding.of((spectrum,)) for spectrum in spectra))
+    layout = Layout(32, tuple(LayerEncoding.of_heads((spectrum,)) for spectrum in spectra))
     assert bool(_padding(SimpleNamespace(is_native=False), layout)) is told
     assert not _padding(SimpleNamespace(is_native=True), layout)
 
@@ -164,7 +164,7 @@ def test_a_model_with_its_own_code_that_dropped_its_encoding(card, tiny_decoder,
     """Of an earlier step than the report tells of, by a version that kept less."""
     softmax = SoftmaxConfig(sinks=True, softcap=30.0)
     model = tiny_decoder(model={"softmax": softmax})
-    growing = LayerEncoding.of((Spectrum(temperature=GROWING), ROPE))
+    growing = LayerEncoding.of_heads((Spectrum(temperature=GROWING), ROPE))
     model.layout = Layout(32, (growing,) * 2)
     config = replace(RunConfig(), drop=replace(RunConfig().drop, at=2))
     config = replace(config, model=replace(config.model, from_pretrained="/home/me/SmolLM2"))

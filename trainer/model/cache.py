@@ -15,13 +15,12 @@ class LayerCache:
     """Keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
 
     Keys are rotated, except in layers whose frequencies depend on the sequence length or whose
-    query heads have their own spectra. ``begins``: see :class:`KVCache`.
+    query heads have their own spectra.
     """
 
     keys: Tensor
     values: Tensor
     length: int = 0
-    begins: tuple[int, ...] = ()
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``[B, Hkv, T, D]``; return all keys and values so far.
@@ -42,12 +41,13 @@ class LayerCache:
 class KVCache:
     """One :class:`LayerCache` per layer, filled by the decoder.
 
-    All rows end in the same column; shorter rows begin later, in the columns ``begins``. A token is
-    thus appended to all rows with one copy, and distances between tokens are distances between
-    columns.
+    All rows end in the same column; shorter rows begin later, in the columns ``begins`` (empty: all
+    begin at 0). A token is thus appended to all rows with one copy, and distances between tokens
+    are distances between columns.
     """
 
     layers: list[LayerCache]
+    begins: tuple[int, ...] = ()
 
     @classmethod
     def empty(
@@ -66,11 +66,6 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls([LayerCache(zeros(), zeros()) for _ in range(config.num_hidden_layers)])
-
-    @property
-    def begins(self) -> tuple[int, ...]:
-        """First column of every row; empty if all begin at 0."""
-        return self.layers[0].begins
 
     @property
     def length(self) -> int:
@@ -92,8 +87,8 @@ class KVCache:
     def fill(self, begins: tuple[int, ...], length: int) -> None:
         """Mark all rows as filled from ``begins`` to ``length``, after filling them by
         :meth:`part`."""
+        self.begins = begins if any(begins) else ()
         for layer in self.layers:
-            layer.begins = begins if any(begins) else ()
             layer.length = length
 
     def remove(self, row: int) -> None:
@@ -102,7 +97,7 @@ class KVCache:
             for stored in (layer.keys, layer.values):
                 stored[row, :, : layer.length] = stored[-1, :, : layer.length]
             layer.keys, layer.values = layer.keys[:-1], layer.values[:-1]
-            if layer.begins:
-                begins = list(layer.begins)
-                begins[row] = begins[-1]
-                layer.begins = tuple(begins[:-1])
+        if self.begins:
+            begins = list(self.begins)
+            begins[row] = begins[-1]
+            self.begins = tuple(begins[:-1])

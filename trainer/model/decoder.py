@@ -1,6 +1,6 @@
 """Llama-style decoder whose positional encoding is data.
 
-Module names are those of Hugging Face's Llama, so that state dicts differ only by a prefix. The
+Modules are named as in Hugging Face's Llama, so that state dicts differ only by a prefix. The
 decoder knows no encoding method. It holds a :class:`Layout`, computes the tables of each distinct
 spectrum once per forward pass, and gives each block a :class:`LayerPass` with its mask, its cache
 and the tables of its heads, if they have any.
@@ -117,7 +117,7 @@ class Decoder(LanguageModel):
         """Choose how matrices are multiplied.
 
         Args:
-            device: "cpu" or "cuda"; that of the weights unless they are offloaded.
+            device: "cpu" or "cuda"; the weights' device unless they are offloaded.
             compute: dtype of activations and products, including the residual stream; None: the
                 dtype of the weights.
         """
@@ -213,13 +213,13 @@ class Decoder(LanguageModel):
 
         Args:
             ids: ``[B, T]`` token ids.
-            options: documents, positions, cache and so on, see :meth:`ForwardPass.of`.
+            options: documents, positions, cache and so on, see :meth:`ForwardPass.over`.
 
         Returns:
             ``[B, T, hidden_size]``, or the ``last`` positions only.
         """
         attends = [block.self_attn.attend for block in self.layers]
-        layer_passes = ForwardPass.of(ids, **options).layers(self.layout, self.config, attends)
+        layer_passes = ForwardPass.over(ids, **options).layers(self.layout, self.config, attends)
         x = self.embed_tokens(ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         for block, layer_pass in zip(self.layers, layer_passes, strict=True):
@@ -242,7 +242,7 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Return the weighted mean cross-entropy in nats per token.
 
-        See :func:`linear_cross_entropy`, and :meth:`ForwardPass.of` for ``options``.
+        See :func:`linear_cross_entropy`, and :meth:`ForwardPass.over` for ``options``.
         """
         x, softcap = self.hidden_states(ids, **options), self.config.softmax.final_softcap
         more: dict[str, Any] = {"softcap": softcap, "product": self._product}

@@ -56,7 +56,7 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Data of one forward pass over new tokens ``[B, T]`` after cached ones; see :meth:`of`.
+    """Data of one forward pass over new tokens ``[B, T]`` after cached ones; see :meth:`over`.
 
     ``shape``: B, T. ``end``: tokens per row, cached ones included. ``positions``: ``[T]`` or
     ``[B, T]``, of the new tokens. ``lengths``: tokens of the whole sequence, for encodings that
@@ -73,7 +73,7 @@ class ForwardPass:
     last: int | None
 
     @classmethod
-    def of(
+    def over(
         cls,
         ids: Tensor,
         *,

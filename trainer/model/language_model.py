@@ -30,8 +30,10 @@ class LanguageModel(nn.Module, ABC):
     config: ModelConfig
     layout: Layout
     prefill_chunk: int | None = None
-    """Tokens of a longer sequence that :meth:`forward` and :meth:`token_losses` read at once, with
-    the keys and values of those before; None: all. Activations then take memory for a chunk only.
+    """Tokens that :meth:`forward` and :meth:`token_losses` read in one pass; None: all.
+
+    A longer sequence is read in chunks, each with the keys and values of the chunks before it.
+    Activations then take memory for one chunk.
     """
 
     @property
@@ -117,7 +119,7 @@ class LanguageModel(nn.Module, ABC):
             self.layout = previous
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Return logits ``[B, T, vocab]``, or those of the ``last`` positions; see
+        """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see
         :meth:`hidden_states`."""
         read = self.prefilled if self._is_long(ids) else self.hidden_states
         return self.logits(read(ids, **options))

@@ -69,8 +69,10 @@ def chunk_size(vocab_size: int, device: torch.device) -> int:
 
 
 def equal_chunk_size(tokens: int, most: int) -> int:
-    """Return the size of about ``most`` tokens or less, in whole tiles, into which ``tokens`` are
-    divided without a smaller last chunk where fewer than twice the chunks do so."""
+    """Return a chunk size in whole tiles, of about ``most`` tokens or less.
+
+    ``tokens`` are divided without a smaller last chunk, unless that takes twice as many chunks.
+    """
     tiles, most_tiles = max(1, -(-tokens // TILE)), -(-most // TILE)
     fewest = -(-tiles // most_tiles)
     count = next((n for n in range(fewest, 2 * fewest) if tiles % n == 0), fewest)
@@ -141,8 +143,8 @@ def _(
 
 @torch.library.custom_op("unrope::add_product", mutates_args=("total",))
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
-    """Write ``beta * total + a @ b`` to ``total`` in float32; with a ``beta`` of 0 whatever
-    ``total`` was. On a GPU the product does so, without another pass."""
+    """Write ``beta * total + a @ b`` to ``total`` in float32; if ``beta`` is 0, ``total`` may hold
+    anything. On a GPU the product itself adds, without another pass."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif total.is_cuda and _adds_in_float32(total.device):

@@ -51,11 +51,11 @@ class TemperatureConfig:
         free = not (spectrum.rotates or spectrum.alibi)
         return not self.is_none and (self.heads == "all" or free)
 
-    def on(self, spectrum: Spectrum) -> Spectrum:
+    def tempered(self, spectrum: Spectrum) -> Spectrum:
         """Return the spectrum with this temperature.
 
         Raises:
-            UserError: its encoding has a temperature of its own.
+            UserError: its encoding already has a temperature.
         """
         if not self.reaches(spectrum):
             return spectrum
@@ -124,7 +124,7 @@ def spectrum_of(
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
     spectrum = make_spectrum(kind, head_dim, training_length, parameters, variant=name)
-    return config.temperature.on(spectrum)
+    return config.temperature.tempered(spectrum)
 
 
 def build_layout(
@@ -142,11 +142,13 @@ def build_layout(
         UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
     """
     problems = unknown_encodings(config)
+
+    def refuse(key: str, message: str) -> None:
+        problems.append(Problem(f"positional.{key}", message))
+
     for key in ("layers", "windows"):
         if not getattr(config, key):
-            problems.append(
-                Problem(f"positional.{key}", "expected at least one entry, got an empty list.")
-            )
+            refuse(key, "expected at least one entry, got an empty list.")
     used = {*config.layers, *config.heads}
     untempered = replace(config, temperature=TemperatureConfig())
     spectra: dict[str, Spectrum] = {}
@@ -157,44 +159,35 @@ def build_layout(
                 spectra[name] = spectrum_of(settings, name, head_dim, training_length)
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
-            problems.append(
-                Problem(
-                    "positional.windows",
-                    f"a window of {window} tokens does not fit the training length of "
-                    f"{training_length}; expected 1 to {training_length}, or null for none, such "
-                    f"as positional.windows=[{_shortened(config.windows, training_length)}].",
-                )
+            refuse(
+                "windows",
+                f"a window of {window} tokens does not fit the training length of "
+                f"{training_length}; expected 1 to {training_length}, or null for none, such "
+                f"as positional.windows=[{_shortened(config.windows, training_length)}].",
             )
-    reached = [spectra[x] for x in (*config.layers[:num_layers], *config.heads) if x in spectra]
-    of_free = config.temperature.heads == "free" and not config.temperature.is_none
-    if of_free and not any(map(config.temperature.reaches, reached)):
-        problems.append(
-            Problem(
-                "positional.temperature.heads",
-                "no head of these layers is free of rotation; expected 'all', or an encoding "
-                f"that does not rotate among the first {num_layers} of positional.layers.",
-            )
+    present = [spectra[x] for x in (*config.layers[:num_layers], *config.heads) if x in spectra]
+    needs_free = config.temperature.heads == "free" and not config.temperature.is_none
+    if needs_free and not any(map(config.temperature.reaches, present)):
+        refuse(
+            "temperature.heads",
+            "no head of these layers is free of rotation; expected 'all', or an encoding "
+            f"that does not rotate among the first {num_layers} of positional.layers.",
         )
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
         heads = share * num_key_value_heads
-        # Tolerate a hundredth of a head: 0.333 is one of three.
-        if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
-            counts[name] = round(heads)
-        elif not 0 <= share <= 1:
-            problems.append(
-                Problem(f"positional.heads.{name}", f"expected a share from 0 to 1, got {share:g}.")
+        if not 0 <= share <= 1:
+            refuse(f"heads.{name}", f"expected a share from 0 to 1, got {share:g}.")
+        elif abs(heads - round(heads)) >= 0.01:  # a hundredth of a head: 0.333 is one of three
+            refuse(
+                f"heads.{name}",
+                f"{share:g} of {num_key_value_heads} key-value heads is not a whole number of "
+                "them.",
             )
         else:
-            problems.append(
-                Problem(
-                    f"positional.heads.{name}",
-                    f"{share:g} of {num_key_value_heads} key-value heads is not a whole number of "
-                    "them.",
-                )
-            )
+            counts[name] = round(heads)
     if sum(counts.values()) > num_key_value_heads:
-        problems.append(Problem("positional.heads", "the shares add up to more than 1."))
+        refuse("heads", "the shares add up to more than 1.")
     raise_all(problems)
 
     others = [name for name, count in counts.items() for _ in range(count)]
@@ -203,6 +196,6 @@ def build_layout(
         main = config.layers[index % len(config.layers)]
         names = [main] * (num_key_value_heads - len(others)) + others
         window = config.windows[index % len(config.windows)]
-        return LayerEncoding.of((spectra[name] for name in names), window, qk_norm)
+        return LayerEncoding.of_heads((spectra[name] for name in names), window, qk_norm)
 
     return Layout(training_length, tuple(layer(index) for index in range(num_layers)))

@@ -45,7 +45,7 @@ def make_spectrum(
     name: str,
     head_dim: int,
     training_length: int,
-    given: dict[str, Any],
+    values: dict[str, Any],
     *,
     variant: str | None = None,
 ) -> Spectrum:
@@ -55,7 +55,7 @@ def make_spectrum(
         name: a key of :data:`ENCODINGS`.
         head_dim: channels per head, even.
         training_length: C, in tokens.
-        given: parameters that differ from the encoding's defaults.
+        values: parameters that differ from the encoding's defaults.
         variant: name in the configuration, if it is not the encoding's.
 
     Raises:
@@ -71,7 +71,7 @@ def make_spectrum(
         Problem(where, f"unknown parameter {key!r}.", did_you_mean(key, known))
         if key not in known
         else Problem(f"{where}.{key}", f"expected a number, got {value!r}.")
-        for key, value in given.items()
+        for key, value in values.items()
         if key not in known
         or isinstance(value, bool)
         or not (isinstance(value, int | float) or (value is None and known[key] is None))
@@ -79,7 +79,7 @@ def make_spectrum(
     if problems:
         raise UserError(*problems)
     try:
-        spectrum = ENCODINGS[name](head_dim, training_length, **given)
+        spectrum = ENCODINGS[name](head_dim, training_length, **values)
     except ValueError as error:
         raise UserError.at(where, str(error)) from error
     if spectrum.rotary_dim > head_dim:
@@ -216,7 +216,7 @@ def p_rope(
 ) -> Spectrum:
     """p-RoPE (Barbero et al. 2024): RoPE whose slowest (1 - p) of the frequencies are zero.
 
-    The zeros stay in the spectrum, so that the pairs are those of full RoPE. If p is not a whole
+    The zeros stay in the spectrum, so that pairs are numbered as in full RoPE. If p is not a whole
     number of pairs, the fractional pair does not rotate, as in transformers.
     """
     if not 0 < p <= 1:

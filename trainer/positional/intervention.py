@@ -1,6 +1,6 @@
 """Apply the interventions of a layout to encoded queries and keys.
 
-A module of its own, because importing torch's compiler is slow.
+Import this module lazily: it imports torch's compiler, which is slow.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class LayerEncoding:
         object.__setattr__(self, "groups", merged)
 
     @classmethod
-    def of(cls, spectra: Iterable[Spectrum], *others: Any, **named: Any) -> LayerEncoding:
+    def of_heads(cls, spectra: Iterable[Spectrum], *others: Any, **named: Any) -> LayerEncoding:
         """Build a layer from a spectrum for every key-value head and the other fields."""
         return cls(tuple((spectrum, 1) for spectrum in spectra), *others, **named)
 
@@ -125,8 +125,8 @@ class Layout:
     def __post_init__(self) -> None:
         by_value: dict[LayerEncoding, LayerEncoding] = {}
         objects = {id(layer): layer for layer in self.layers}
-        one = {key: by_value.setdefault(layer, layer) for key, layer in objects.items()}
-        object.__setattr__(self, "layers", tuple(one[id(layer)] for layer in self.layers))
+        shared = {key: by_value.setdefault(layer, layer) for key, layer in objects.items()}
+        object.__setattr__(self, "layers", tuple(shared[id(layer)] for layer in self.layers))
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
@@ -163,7 +163,7 @@ class Layout:
         """
         C = self.training_length
 
-        def kept(spectrum: Spectrum) -> Spectrum:
+        def with_reference(spectrum: Spectrum) -> Spectrum:
             temperature, long = spectrum.temperature, spectrum.long
             if not temperature.is_constant and temperature.reference is None:
                 temperature = replace(temperature, reference=C)
@@ -171,7 +171,7 @@ class Layout:
                 long = replace(long, reference=C)
             return replace(spectrum, temperature=temperature, long=long)
 
-        return self if length == C else replace(self.map(kept), training_length=length)
+        return self if length == C else replace(self.map(with_reference), training_length=length)
 
     def acting_at(self, length: int) -> Layout:
         """Return the layout as :meth:`at`, without windows and temperatures that no sequence of
@@ -186,9 +186,11 @@ class Layout:
             return replace(spectrum, temperature=Temperature(scale=temperature.scale))
 
         layout = self.at(length).map(acting)
-        windows = [None if (w := one.window) and w >= length else w for one in self.layers]
-        pairs = zip(layout.layers, windows, strict=True)
-        return replace(layout, layers=tuple(replace(one, window=w) for one, w in pairs))
+        layers = (
+            replace(layer, window=None) if layer.window and layer.window >= length else layer
+            for layer in layout.layers
+        )
+        return replace(layout, layers=tuple(layers))
 
     def map(
         self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None
@@ -210,7 +212,7 @@ class Layout:
         """Return the indices of the layers that an extension changes, from 0 on.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: a layer does not exist.
         """
         count, C = len(self.layers), self.training_length
         if layers != [] and (problems := layer_problems("layers", layers, count)):
@@ -305,7 +307,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layout:
-        """Build a layout from values of :meth:`to_dict`, also from those of the first version."""
+        """Build a layout from values of :meth:`to_dict`, also of the first format."""
         values = from_first_format(values)
         spectra = [Spectrum.from_dict(spectrum) for spectrum in values["spectra"]]
         return cls(

@@ -26,13 +26,13 @@ class Rescaling(Protocol):
     """A method of context extension."""
 
     def __call__(self, inv_freq: Frequencies, training_length: int, /) -> Stretch:
-        """Return how this method slows frequencies that were trained at so many tokens."""
+        """Return how this method slows frequencies that were trained at ``training_length``."""
         ...
 
 
-def _by_share(kept: np.ndarray) -> Stretch:
-    """Divide every frequency by s, except for a share ``kept`` ``[pairs]`` of it."""
-    return Stretch(tuple(kept.tolist()), (1.0,) * len(kept))
+def _by_share(shares: np.ndarray) -> Stretch:
+    """Divide every frequency by s, except for a share ``[pairs]`` of it."""
+    return Stretch(tuple(shares.tolist()), (1.0,) * len(shares))
 
 
 def _has_order(inv_freq: Frequencies) -> bool:

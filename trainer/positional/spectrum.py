@@ -90,8 +90,8 @@ class Stretch:
     def frequencies(self, inv_freq: Frequencies, factor: float) -> Frequencies:
         """Return ``inv_freq`` slowed for an extension by ``factor``."""
         return tuple(
-            f * (kept + (1 - kept) * factor**-power)
-            for f, kept, power in zip(inv_freq, self.kept, self.power, strict=True)
+            f * (share + (1 - share) * factor**-power)
+            for f, share, power in zip(inv_freq, self.kept, self.power, strict=True)
         )
 
     def scale(self, factor: float, before: float = 1.0) -> float:
@@ -193,8 +193,8 @@ class Spectrum:
         if long is not None:
             stretch = long["stretch"]
             if stretch is not None:
-                kept, power = tuple(stretch["kept"]), tuple(stretch["power"])
-                stretch = Stretch(kept, power, stretch["attention"])
+                shares, power = tuple(stretch["kept"]), tuple(stretch["power"])
+                stretch = Stretch(shares, power, stretch["attention"])
             inv_freq = tuple(long["inv_freq"])
             long = LongFrequencies(**long | {"inv_freq": inv_freq, "stretch": stretch})
         temperature = Temperature(**values["temperature"])

@@ -1,4 +1,4 @@
-"""The configuration groups ``drop`` (what is dropped, and when) and ``schedule``."""
+"""The configuration groups ``drop`` and ``schedule``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ScheduleConfig:
 
 @configuration
 class ChangeConfig:
-    """What is dropped, and what replaces it."""
+    """Choice of the encodings to drop, and their replacement."""
 
     layers: list[Integer] | None = None
     """Indices of the layers to drop; null: all."""
@@ -86,7 +86,7 @@ class ChangeConfig:
 
     @property
     def of_what(self) -> str:
-        """The choice in words, such as ``" of layers 0, 1"``; empty for all layers."""
+        """Description of the choice, such as ``" of layers 0, 1"``; empty for all layers."""
         parts = [
             f"{name} {', '.join(map(str, chosen))}"
             for name in ("layers", "heads")
@@ -112,61 +112,49 @@ class ChangeConfig:
             steps: steps left after the drop.
             length: tokens of a sequence after the drop.
         """
-        problems = []
+        problems: list[Problem] = []
+
+        def refuse(name: str, message: str) -> None:
+            problems.append(Problem(f"{key}.{name}", message))
+
         if self.windows == []:
-            problems.append(Problem(f"{key}.windows", "expected at least one entry, or null."))
-        problems += [
-            Problem(
-                f"{key}.windows",
-                f"a window of {window} tokens does not fit sequences of {length}; expected 1 to "
-                f"{length}, or null for none.",
-            )
-            for window in self.windows or []
-            if window is not None and window > length
-        ]
-        for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
+            refuse("windows", "expected at least one entry, or null.")
+        for window in self.windows or []:
+            if window is not None and window > length:
+                refuse(
+                    "windows",
+                    f"a window of {window} tokens does not fit sequences of {length}; expected 1 "
+                    f"to {length}, or null for none.",
+                )
+        for name, count, noun, plural in (
+            ("layers", num_layers, "layer", "layers"),
+            ("heads", num_heads, "head", "key-value heads"),
+        ):
             chosen = getattr(self, name)
             if chosen == []:
-                problems.append(
-                    Problem(f"{key}.{name}", f"an empty list drops nothing; null means all {name}.")
-                )
-            problems += [
-                Problem(
-                    f"{key}.{name}",
-                    f"{what} {i} does not exist in a model of {count} "
-                    f"{'layers' if name == 'layers' else 'key-value heads'}.",
-                )
-                for i in chosen or []
-                if not -count <= i < count
-            ]
+                refuse(name, f"an empty list drops nothing; null means all {name}.")
+            for index in chosen or []:
+                if not -count <= index < count:
+                    refuse(name, f"{noun} {index} does not exist in a model of {count} {plural}.")
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
-            problems.append(
-                Problem(
-                    f"{key}.slower_than",
-                    f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
-                    "them, or a slower_than above faster_than.",
-                )
+            refuse(
+                "slower_than",
+                f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
+                "them, or a slower_than above faster_than.",
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
-            problems.append(
-                Problem(
-                    f"{key}.to",
-                    "pairs, and what shrinks over steps, are dropped to nope alone, got "
-                    f"{self.to!r}.",
-                )
+            refuse(
+                "to",
+                f"pairs, and what shrinks over steps, are dropped to nope alone, got {self.to!r}.",
             )
         if self.anneal_steps > steps:
-            problems.append(
-                Problem(
-                    f"{key}.anneal_steps",
-                    f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
-                )
+            refuse(
+                "anneal_steps",
+                f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            problems.append(
-                Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
-            )
+            refuse("anneal", "'heads' goes through all heads; leave out the choice.")
         return problems
 
 
@@ -237,6 +225,5 @@ class DropConfig(ChangeConfig):
                 )
             problems.append(Problem(f"drop.{key}", message))
             step = None
-        left = max_steps - step if step is not None else max_steps
-        problems += self.change_problems("drop", num_layers, num_heads, left, length)
-        return problems
+        remaining = max_steps - (step or 0)
+        return problems + self.change_problems("drop", num_layers, num_heads, remaining, length)

@@ -68,21 +68,22 @@ def shrunk(
 ) -> Layout:
     """Return ``layout`` after ``done`` steps of a drop that takes ``change.anneal_steps``.
 
-    Angles shrink to zero linearly. Of the heads, a number in proportion to ``done`` has dropped,
-    from the last head on. After the last step the layout is that of a drop in one step.
+    Angles shrink to zero linearly. Heads drop one after the other, the last head first. After the
+    last step the layout equals that of a drop in one step.
     """
-    left = max(1 - done / change.anneal_steps, 0.0)
+    remaining = max(1 - done / change.anneal_steps, 0.0)
     to = spectrum_of(positional, change.to, head_dim, layout.training_length)
     if change.anneal == "heads":
         heads = len(layout.layers[0].spectra)
-        return drop(layout, layers=change.layers, heads=range(round(heads * left), heads), to=to)
+        last = range(round(heads * remaining), heads)
+        return drop(layout, layers=change.layers, heads=last, to=to)
     after = drop(layout, **_chosen(change), to=to)
-    if not left:
+    if not remaining:
         return after
 
     def slowed(before: LayerEncoding, after: LayerEncoding) -> LayerEncoding:
         pairs = zip(before.spectra, after.spectra, strict=True)
-        return replace(before, groups=tuple((_between(a, b, left), 1) for a, b in pairs))
+        return replace(before, groups=tuple((_between(a, b, remaining), 1) for a, b in pairs))
 
     layers = map(slowed, layout.layers, after.layers)
     return replace(layout, layers=tuple(layers))
@@ -100,11 +101,11 @@ def dropped_layout(
     Args:
         layout: layout before the drop.
         positional: parameters of encodings.
-        change: which encodings are replaced by what; a drop in several steps has made none yet.
+        change: the configured drop; one in several steps has changed no encoding yet.
         head_dim: channels per head.
         qk_norm: also enable the query and key norms of these layers.
 
-    Windows change at once, also where the drop takes several steps.
+    Windows change immediately, even if the drop takes several steps.
 
     Raises:
         UserError: the new encoding is impossible for this model.
@@ -151,43 +152,43 @@ def _of_heads(
 
 def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | None) -> Spectrum:
     """Set the frequencies of slow or fast pairs to zero; return an empty spectrum if all are."""
-    stand = [
+    stops = [
         (slower is not None and turn > slower) or (faster is not None and turn < faster)
         for turn in spectrum.wavelengths
     ]
-    left = _times(spectrum, [0.0 if still else 1.0 for still in stand])
-    return left if left.rotates else replace(left, inv_freq=(), long=None, rotary_scale=1.0)
+    changed = _times(spectrum, [0.0 if stop else 1.0 for stop in stops])
+    if changed.rotates:
+        return changed
+    return replace(changed, inv_freq=(), long=None, rotary_scale=1.0)
 
 
-def _between(before: Spectrum, after: Spectrum, left: float) -> Spectrum:
-    """Scale the angles of pairs that are zero in ``after`` to ``left`` of those in ``before``."""
-    stand = after.inv_freq or (0.0,) * len(before.inv_freq)
-    return _times(
-        before, [1.0 if a == b else left for a, b in zip(before.inv_freq, stand, strict=True)]
-    )
+def _between(before: Spectrum, after: Spectrum, share: float) -> Spectrum:
+    """Scale the angles that differ in ``after``, where they are zero, to a share of ``before``."""
+    dropped = after.inv_freq or (0.0,) * len(before.inv_freq)
+    pairs = zip(before.inv_freq, dropped, strict=True)
+    return _times(before, [1.0 if old == new else share for old, new in pairs])
 
 
 def _times(spectrum: Spectrum, factors: Sequence[float]) -> Spectrum:
     """Multiply each pair's frequency by a factor, also those for long sequences."""
 
-    def of(inv_freq: Frequencies) -> Frequencies:
+    def scaled(inv_freq: Frequencies) -> Frequencies:
         return tuple(f * factor for f, factor in zip(inv_freq, factors, strict=True))
 
     long = spectrum.long
     return replace(
         spectrum,
-        inv_freq=of(spectrum.inv_freq),
-        long=long and replace(long, inv_freq=of(long.inv_freq)),
+        inv_freq=scaled(spectrum.inv_freq),
+        long=long and replace(long, inv_freq=scaled(long.inv_freq)),
     )
 
 
-def _indices(chosen: Collection[int] | None, count: int, what: str) -> set[int]:
+def _indices(chosen: Collection[int] | None, count: int, noun: str) -> set[int]:
     """Return indices counted from 0; all of them for None."""
-    return set(range(count)) if chosen is None else {_index(i, count, what) for i in chosen}
-
-
-def _index(index: int, count: int, what: str) -> int:
-    if not -count <= index < count:
-        kind = "layers" if what == "layer" else "key-value heads"
-        raise ValueError(f"{what} {index} does not exist in a model of {count} {kind}")
-    return index % count
+    if chosen is None:
+        return set(range(count))
+    for index in chosen:
+        if not -count <= index < count:
+            kind = "layers" if noun == "layer" else "key-value heads"
+            raise ValueError(f"{noun} {index} does not exist in a model of {count} {kind}")
+    return {index % count for index in chosen}

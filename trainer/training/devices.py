@@ -36,7 +36,7 @@ LONGEST_ON_CPU = 30 * 86400
 
 
 def device_problems(config: RunConfig) -> list[Problem]:
-    """Check the configuration against this machine; return what it cannot do."""
+    """Check that this machine can run the configuration; return a problem for each obstacle."""
     device, problems = device_type(config), []
     if config.trainer.accelerator == "gpu" and device == "cpu":
         problems.append(

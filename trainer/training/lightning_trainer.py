@@ -201,8 +201,8 @@ def disable_sigterm_broadcast(trainer: L.Trainer) -> None:
 def set_steps_done(trainer: L.Trainer, steps: int) -> None:
     """Set the initial value of ``trainer.global_step``.
 
-    Lightning's own checkpoints would do so, but contain unsharded tensors and the state of loops
-    over a loader. Here the loader starts at the right step.
+    Lightning's checkpoints would set it, but contain unsharded tensors and the state of loops over
+    a loader. Here the loader starts at the right step.
     """
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     progress.total.ready = progress.total.completed = steps

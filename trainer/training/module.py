@@ -22,7 +22,12 @@ from trainer.positional.layout import Layout
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
-from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
+from trainer.training.optimizers import (
+    global_norm,
+    gradients_of,
+    make_optimizer,
+    scale_or_skip_next_step,
+)
 from trainer.training.strategy import (
     least_memory,
     parallelize,
@@ -46,7 +51,7 @@ def make_decoder(
 
 
 def first_layout(config: RunConfig, pretrained: Pretrained | None = None) -> Layout:
-    """Return the layout that a run begins with: its own, or that of its pretrained model."""
+    """Return a run's first layout: the configured one, or the pretrained model's."""
     if pretrained is not None:
         return pretrained.layout
     model = config.model
@@ -98,7 +103,7 @@ class LanguageModule(L.LightningModule):
             self.reduces_once = reduces_once_a_step(self.model, kind, least_memory(device))
 
     def choose_attention(self, config: RunConfig, device: str) -> Choice:
-        """Choose the attention kernels for the layout as it is, on "cpu" or "cuda".
+        """Choose the attention kernels for the present layout, on "cpu" or "cuda".
 
         ``config``: the run as the present phase trains it.
         """
@@ -157,7 +162,7 @@ class LanguageModule(L.LightningModule):
         self.timer.enter("optimizer")
         loss, weight = self.tally.end_step()
         # Gradients of offloaded parameters are on the CPU.
-        norm = global_norm(self.model.parameters()).to(loss.device) / weight
+        norm = global_norm(gradients_of(self.model)).to(loss.device) / weight
         limit = self.config.trainer.gradient_clip or float("inf")
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
         skip = ~(norm.isfinite() & loss.isfinite())

@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices of blocks with AdamW for the rest, as one optimizer."""
+"""AdamW; or as one optimizer Muon for the matrices of blocks and AdamW for all others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) and AdamW behind the interface of one optimizer.
 
     AdamW uses this object's parameter groups and state, so that saving, loading, resetting and
-    setting learning rates concern a single optimizer. ``grad_scale`` and ``found_inf`` are those of
-    torch's fused optimizers, see :func:`scale_or_skip_next_step`.
+    setting learning rates concern a single optimizer. ``grad_scale`` and ``found_inf`` work as
+    in torch's fused optimizers, see :func:`scale_or_skip_next_step`.
 
     torch's own Muon would redistribute a sharded matrix in every product of its iteration, and
     compute all of it on every rank.
@@ -140,14 +140,14 @@ def of_copies(updates: Tensor, ranks: dist.ProcessGroup | None) -> Tensor:
 def of_shards(
     updates: Tensor, ranks: dist.ProcessGroup | None, rows: int, device_type: str
 ) -> Tensor:
-    """Orthogonalize matrices of which each rank has some rows, in two exchanges.
+    """Orthogonalize matrices sharded by rows, in two exchanges.
 
-    The first gives every rank whole matrices, a part of them; the second returns their shards.
+    The first exchange gives every rank some whole matrices; the second one returns the shards.
 
     Args:
         updates: ``[N, rows of this rank, columns]``.
-        ranks: among which rows are sharded as by ``torch.chunk``.
-        rows: of a whole matrix.
+        ranks: group that shares the rows, as ``torch.chunk`` splits them.
+        rows: rows of a whole matrix.
         device_type: where to compute, also if ``updates`` are offloaded.
 
     Returns:
@@ -192,15 +192,15 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x.mT if tall else x).contiguous().bfloat16()
 
 
-def global_norm(
-    parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None] = lambda p: p.grad
-) -> Tensor:
-    """Return the 2-norm of all gradients, over all shards, as a plain scalar tensor.
-
-    ``of``: tensors to use instead of the gradients.
-    """
-    norm = torch.nn.utils.get_total_norm([x for p in parameters if (x := of(p)) is not None])
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all tensors together, over all shards, as a plain scalar tensor."""
+    norm = torch.nn.utils.get_total_norm(list(tensors))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters that have one."""
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:

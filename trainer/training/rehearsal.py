@@ -32,7 +32,7 @@ from trainer.runs.ranks import Ranks
 from trainer.training import optimizers
 from trainer.training import strategy as strategies
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.optimizers import global_norm
+from trainer.training.optimizers import global_norm, gradients_of
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def fake_tensors(weights: torch.dtype = torch.float32, device: str = "cuda") -> 
 
 @contextmanager
 def simulated_rank(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
-    """Provide the module of one rank, without weights yet, among simulated ranks.
+    """Provide the module of one rank among simulated ranks; it has no weights yet.
 
     If there is a process group already, it is used.
     """
@@ -204,9 +204,9 @@ def memory_peaks(
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    # On its first call with a shape, DTensor makes fake tensors of the whole model for an operator.
-    # The tracker would count them.
-    global_norm(module.parameters())
+    # DTensor makes fake tensors of the whole model on an operator's first call with a shape. Make
+    # them now: the tracker would count them.
+    global_norm(gradients_of(module))
     optimizer.step()
     if not has_gradients:
         optimizer.zero_grad()
@@ -226,7 +226,7 @@ def memory_peaks(
 
 
 def step_memory(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
-    """Return bytes by part at the peak of a step of one rank; the vocabulary must be known.
+    """Return the bytes of each part at the peak of one rank's step; the vocabulary must be known.
 
     Args:
         config: the run; its encodings are ignored, since they take next to nothing.

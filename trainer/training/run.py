@@ -58,8 +58,8 @@ MAX_REWINDS = 10
 class TrainedRun:
     """A finished run.
 
-    Holds its configuration with the actual steps of each phase, its last checkpoint, the
-    ``effects`` of changes by phase, and the seconds spent in this process.
+    ``config`` has the actual steps of each phase; ``checkpoint`` is the last one; ``effects`` of
+    changes are by phase; ``seconds`` were spent in this process.
     """
 
     config: RunConfig
@@ -86,7 +86,8 @@ def train(
     Args:
         config: the run.
         corpus: its text.
-        branch: checkpoint of another run, with its metrics, to continue from if this run has none.
+        branch: checkpoint of another run, with its metrics, to continue if this run has no
+            checkpoint.
         callbacks: further Lightning callbacks.
         user_callbacks: callbacks that ``config.callbacks`` names; None: made here. They are made
             again for each further stretch and after a rewind.
@@ -97,7 +98,8 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     start_time, clock, rewinds = time.time(), time.perf_counter(), 0
-    skips, planned = None, config
+    skips: list[list[int]] | None = None  # None: as in the checkpoint
+    planned = config
     if user_callbacks is None:
         user_callbacks = make_callbacks(config.callbacks)
     if config.trainer.compile:
@@ -108,9 +110,11 @@ def train(
         gc.collect()
         start = starting_point(planned, branch)
         config = with_ends(planned, start.state.get("ends", {}))
+        if skips is None:
+            skips = start.state.get("skips", [])
         with numerics(config):
-            context = Context(start_time, user_callbacks, callbacks)
-            trained = train_stretch(config, corpus, start, skips, context)
+            stretch = _stretch(config, corpus, start, skips)
+            trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
             rewinds += 1
             if rewinds == MAX_REWINDS:
@@ -119,8 +123,7 @@ def train(
                     f"the run went back {MAX_REWINDS} times and diverges again; lower the "
                     "learning rate, or look at the text.",
                 )
-            left_out = start.state.get("skips", []) if skips is None else skips
-            skips = rewind_run(config, *trained.diverged, left_out, branch)
+            skips = rewind_run(config, *trained.diverged, skips, branch)
         else:
             config = with_ends(planned, trained.ends)
             if trained.step == config.trainer.max_steps:
@@ -146,25 +149,12 @@ def _stop_if_asked(trained: TrainedStretch) -> None:
 
 
 @dataclass(frozen=True)
-class Context:
-    """Context that a stretch gets from its process.
-
-    Holds its start time (seconds since the epoch), the user's callbacks, and further ones that
-    follow all others.
-    """
-
-    start_time: float
-    user_callbacks: Sequence[L.Callback]
-    callbacks: Sequence[L.Callback]
-
-
-@dataclass(frozen=True)
 class TrainedStretch:
-    """Result of a stretch.
+    """Result of a stretch up to its last ``step``.
 
-    Holds its last ``step``, the steps of phases that ended early, the effects of changes so far,
-    the steps between which the run diverged, and the signal or limit that asked it to stop in its
-    last step.
+    ``ends``: steps of phases that ended early. ``effects``: of changes so far. ``diverged``: steps
+    between which the run diverged. ``stop_request``: signal or limit that asked the run to stop in
+    its last step.
     """
 
     step: int
@@ -174,50 +164,42 @@ class TrainedStretch:
     stop_request: str | None
 
 
-def train_stretch(
-    config: RunConfig,
-    corpus: Corpus,
+def _train_stretch(
+    stretch: Stretch,
     start: Start,
-    skips: list[list[int]] | None,
-    context: Context,
+    user_callbacks: Sequence[L.Callback],
+    callbacks: Sequence[L.Callback],
+    start_time: float,
 ) -> TrainedStretch:
-    """Train from ``start`` to the end of the stretch that its next step belongs to.
+    """Train from ``start`` to the end of its stretch.
 
-    Args:
-        config: the run.
-        corpus: its texts.
-        start: its beginning, or a checkpoint.
-        skips: pairs (step, samples) skipped from that step on; None: those of the checkpoint.
-        context: context from the process.
+    ``callbacks`` follow all others. ``start_time``: of the process, in seconds since the epoch.
 
     Raises:
         UserError: the checkpoint does not fit the run, the last one cannot be written, or the
             backend cannot run here.
         PreemptedError: the run was asked to stop, and has.
     """
-    ranks = current_ranks()
-    stretch = _stretch(config, corpus, start, skips)
-    end = stretch.config.trainer.max_steps
+    ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
-    model, weights = _decoder(config, corpus, start, ranks)
+    model, weights = _decoder(config, stretch.corpus, start, ranks)
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
     title, tokens = _title(stretch), stretch.config.tokens_per_step
     with Progress(title, end, tokens, silent=not ranks.is_rank_zero) as progress:
-        step = Step(stretch, module, ranks, progress, context.user_callbacks, context.start_time)
+        step = Step(stretch, module, ranks, progress, user_callbacks, start_time)
         loggers = [MetricsFile(Path(config.run_dir) / "metrics.csv"), *other_loggers(config)]
-        callbacks = [*step.callbacks(), *context.callbacks]
+        in_order = [*step.callbacks(), *callbacks]
         if start.checkpoint is not None and start.run_state is not None:
-            callbacks.insert(0, Resume(step, start.checkpoint, start.run_state, start.step))
-        trainer = make_trainer(stretch.config, ranks, loggers, callbacks)
+            in_order.insert(0, Resume(step, start.checkpoint, start.run_state, start.step))
+        trainer = make_trainer(stretch.config, ranks, loggers, in_order)
         backend = module.choose_attention(stretch.config, trainer.strategy.root_device.type)
         count = sum(p.numel() for p in model.parameters())
         size = f"{stretch.config.trainer.batch_size} x {stretch.config.data.sequence_length:,}"
         kind = f"attention backend {backend.name} ({backend.why})"
         log.info("%s: %s parameters, %s tokens a step, %s", title, f"{count:,}", size, kind)
         if start.step < end:
-            first_sample = partial(_first_sample, stretch)
-            samples = samples_of(corpus, stretch.phase)
-            data = TrainingData(samples, stretch.config, ranks, start.step, first_sample)
+            samples = samples_of(stretch.corpus, stretch.phase)
+            data = TrainingData(samples, stretch.config, ranks, start.step, stretch.first_sample)
             with releasing(module, trainer.strategy), cudnn_attention(backend.cudnn):
                 trainer.fit(module, datamodule=data)
             certificate = module.certificate.state().samples
@@ -233,20 +215,17 @@ def train_stretch(
     return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
 
 
-def _stretch(
-    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]] | None
-) -> Stretch:
+def _stretch(config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]]) -> Stretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
     phase, end = phase_at(phases, start.step), stretch_end(phases, start.step)
-    left_out = start.state.get("skips", []) if skips is None else skips
     return Stretch(
         run=config,
         config=replace(phase.config, trainer=replace(phase.config.trainer, max_steps=end)),
         corpus=corpus,
         phases=phases,
         phase=phase,
-        skips=[(step, samples) for step, samples in left_out],
+        skips=[(step, samples) for step, samples in skips],
         ends=dict(start.state.get("ends", {})),
     )
 
@@ -284,11 +263,6 @@ def _decoder(
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     return model, weights
-
-
-def _first_sample(stretch: Stretch, step: int) -> int:
-    """Return the number of the first sample that ``step`` reads."""
-    return phase_at(stretch.phases, step).first_sample(step, stretch.skips)
 
 
 def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:

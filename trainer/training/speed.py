@@ -75,7 +75,7 @@ def measure_step(
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Return the seconds of one call, with everything that it leaves to a GPU."""
+    """Return the seconds of one call, including the GPU work that it starts."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -38,7 +38,7 @@ from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
 from trainer.runs.checkpoints import description
 from trainer.runs.config import RunConfig
-from trainer.runs.phases import Phase, kept_steps, phase_before, with_ends
+from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before, with_ends
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import RunState, SavedData
 from trainer.runs.starting_point import NUMERICS, data_fingerprints, epochs_read
@@ -72,6 +72,10 @@ class Stretch:
     phase: Phase
     skips: list[tuple[int, int]]
     ends: dict[str, int]
+
+    def first_sample(self, step: int) -> int:
+        """Return the number of the first sample that ``step`` reads."""
+        return phase_at(self.phases, step).first_sample(step, self.skips)
 
 
 class Step:

@@ -96,7 +96,7 @@ def _mesh(
 
 
 def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to every block and to the rest of the model.
+    """Apply FSDP2 to every block, then to the whole model.
 
     Weights are gathered in bf16 if the run computes in bf16; weights, reductions and optimizer
     state are float32.
@@ -146,8 +146,8 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
 def least_memory(device: torch.device) -> int | None:
     """Return the bytes of the smallest GPU of all ranks, or None on a CPU; all call this together.
 
-    GPUs may differ. What ranks decide by their own memory, they would decide differently, and then
-    wait in different collectives.
+    GPUs may differ. If each rank decided by its own memory, ranks would wait in different
+    collectives.
     """
     if device.type != "cuda":
         return None
@@ -245,6 +245,5 @@ EXPENSIVE = ("aten.mm", "aten.addmm", "onednn_product", "attention", "flash_attn
 
 def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     """Keep the results of matrix products and attention; recompute norms, rotations and SwiGLU."""
-    name = str(operator)
-    kept = any(part in name for part in EXPENSIVE)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_expensive = any(part in str(operator) for part in EXPENSIVE)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE

@@ -59,8 +59,8 @@ def make_callbacks(configured: Mapping[str, Mapping[str, Any]]) -> list[L.Callba
             problems.append(
                 Problem(
                     f"callbacks.{name}",
-                    f"its state has the key {key!r}, as that of {seen[key]} has; give the class a "
-                    "property state_key that tells them apart.",
+                    f"its state has the same key {key!r} as {seen[key]}; give the class a property "
+                    "state_key that tells them apart.",
                 )
             )
         seen[key] = f"callbacks.{name}"

@@ -162,7 +162,7 @@ STILL = Spectrum((1.0, 0.0, 0.01))
 def layer(seed, texts=2):
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(texts, heads, 7, 6, generator=generator) for heads in (4, 2))
-    encoding = LayerEncoding.of((HALF, STILL))
+    encoding = LayerEncoding.of_heads((HALF, STILL))
     return Heads(3, encoding, q + 1, k, q, k, 64)
 
 
@@ -198,7 +198,7 @@ def test_every_moving_pair_against_a_loop():
 def test_a_fixed_angle_has_no_variance_and_opposite_ones_cancel():
     still = torch.ones(1, 2, 8, 6)
     turned = still * torch.tensor([1.0, -1.0]).repeat(4)[None, None, :, None]
-    encoding = LayerEncoding.of((HALF, HALF))
+    encoding = LayerEncoding.of_heads((HALF, HALF))
     one = Heads(0, encoding, still, turned, still, turned, 64)
     found = AngleStability()
     found.update(one)

@@ -1,4 +1,4 @@
-"""Guards of the process during training: each can be left out without changing what is trained.
+"""Guards of the process during training; a run that needs none trains the same without them.
 
 They rewind a run that diverges, end a process that hangs, set the timeouts of collectives, collect
 garbage at fixed steps and profile chosen steps.

@@ -23,7 +23,7 @@ from trainer.training.module import LanguageModule, ends_step
 from trainer.training.optimizers import global_norm
 
 Epochs = Callable[[int], dict[str, float]]
-"""How often each text has been read after so many steps."""
+"""Maps a number of steps to the number of times that each text has been read."""
 
 
 class Metrics(L.Callback):
@@ -58,7 +58,7 @@ class Metrics(L.Callback):
         if not ends_step(trainer, index) or not due:
             return
         phase = phase_before(module.phases, step)
-        norm = global_norm(module.model.parameters(), of=lambda p: p.detach())
+        norm = global_norm(p.detach() for p in module.model.parameters())
         metrics = {
             "tokens": phase.tokens_at(step),
             **{f"epochs/{k}": round(v, 6) for k, v in self.epochs(step).items()},
@@ -102,8 +102,7 @@ class Metrics(L.Callback):
 
 
 def flops_per_token(model: Decoder, batch: Batch) -> float:
-    """Return the operations of a training step per token; with document masks, of those in
-    ``batch``."""
+    """Return the operations of a training step per token; document masks are those of ``batch``."""
     rows, length = batch["input_ids"].shape
     if "documents" not in batch:
         return training_flops(model.config, model.layout, length) / length

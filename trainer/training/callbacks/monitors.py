@@ -68,7 +68,7 @@ class Measure(Protocol):
 
 
 class Monitors(L.Callback):
-    """Takes every measure that is due, and all of them around changes of the model.
+    """Takes each measure when it is due, and all measures around changes of the model.
 
     These moments are: before the first step, for benchmarks of trained weights; directly after a
     change; after the last step of every phase. ``reaches`` and ``milestones`` are the results of

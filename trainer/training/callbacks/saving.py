@@ -36,8 +36,8 @@ class Saving(L.Callback):
 
     Tensors are copied at the step boundary and written by a background thread, one checkpoint at a
     time. If a checkpoint cannot be written, for instance to a full disk, a warning is logged and
-    training continues; only the last one must succeed. Steps in ``kept`` get a checkpoint that is
-    never removed. ``collect_state`` returns the contents of ``state.json``.
+    training continues; only the last one must succeed. Checkpoints of ``permanent_steps`` are never
+    removed. ``collect_state`` returns the contents of ``state.json``.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Saving(L.Callback):
         config: RunConfig,
         ranks: Ranks,
         collect_state: Callable[[L.Trainer], dict[str, Any]],
-        kept: frozenset[int] = frozenset(),
+        permanent_steps: frozenset[int] = frozenset(),
     ) -> None:
         self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
-        self.collect_state, self.kept = collect_state, kept
+        self.collect_state, self.permanent_steps = collect_state, permanent_steps
         self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
         self.last_saved = 0
         self.seconds = 0.0  # duration of the last write
@@ -56,7 +56,7 @@ class Saving(L.Callback):
         self._in_flight: tuple[str, Future[None]] | None = None
         self._problem: str | None = None  # of the last checkpoint that was written
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
-        # The thread's collectives must not mix with those of training.
+        # The thread needs its own group: its collectives would mix with training's.
         self._group = (
             group_of_threads(dist.group.WORLD, config.strategy.timeouts.one_rank)
             if dist.is_initialized()
@@ -75,7 +75,7 @@ class Saving(L.Callback):
         if step == self.config.max_steps or module.phase_ended:
             self.save_now(trainer)
             return
-        if step % self.config.checkpoint_every == 0 or step in self.kept:
+        if step % self.config.checkpoint_every == 0 or step in self.permanent_steps:
             self.save(trainer, step_name(step))
         if self.clock.is_due(step, self.last_saved):
             self.save(trainer, step_name(step))
@@ -166,7 +166,7 @@ class Saving(L.Callback):
                 files = {k: v for part in parts for k, v in part.items()}
                 files |= digests(partial, STATE) | digests(partial, ".metadata")
                 publish(partial, self.directory / name, files)
-                rotate(self.directory, self.config, self.kept)
+                rotate(self.directory, self.config, self.permanent_steps)
 
             # wait for a slow disk here, not in a collective of the next step
             on_rank_zero(complete, self._group)

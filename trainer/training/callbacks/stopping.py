@@ -123,8 +123,8 @@ class Stopping(L.Callback):
         self.reason = self.request or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.saving.save_now(trainer)
-        # Stop now: what comes next, such as an upload, may take longer than the job has left. Stop
-        # on all ranks, since the first one to exit may end the others.
+        # Request the requeue now: an upload after training may take longer than the job has left.
+        # All ranks do, since the first one to exit may end the others.
         on_all_ranks(ask_for_requeue)
         trainer.should_stop = True
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -11,17 +12,17 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.model.attention import RMSNorm
 from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import dropped_layout, shrunk
-from trainer.recalibration.gain import input_sizes, set_gains
 from trainer.runs.phase_config import UntilConfig
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
@@ -59,7 +60,7 @@ class Transitions(L.Callback):
         self._batch: tuple[str, Batch] | None = None
 
     def restore(self, state: RunState) -> None:
-        """Restore what was measured, and the layout of a drop in progress."""
+        """Restore the measurements, and the layout of a drop in progress."""
         self.effects, self.held_out_losses = dict(state.effects), list(state.held_out_losses)
         before = state.layout_before_drop
         self.layout_before = None if before is None else Layout.from_dict(before)
@@ -144,9 +145,9 @@ class Transitions(L.Callback):
         losses = self.losses(module, phase)
         sequences = effect.sequences | {"end": list(losses)}
         self.effects[phase.name] = replace(effect, loss_end=fmean(losses), sequences=sequences)
-        what = "recalibration" if phase.drop else f"phase {phase.name!r}"
+        name = "recalibration" if phase.drop else f"phase {phase.name!r}"
         step, loss = trainer.global_step, fmean(losses)
-        log.info("Step %d: held-out loss %.3f at the end of %s", step, loss, what)
+        log.info("Step %d: held-out loss %.3f at the end of %s", step, loss, name)
         self.add_metrics({f"{_key(phase)}/loss_end": loss})
 
     def _enter(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
@@ -166,10 +167,10 @@ class Transitions(L.Callback):
         choice = module.choose_attention(phase.config, trainer.strategy.root_device.type)
         torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
         after = self.losses(module, phase)
-        what, loss_before, loss_after = describe(phase, layout), fmean(before), fmean(after)
+        change, loss_before, loss_after = describe(phase, layout), fmean(before), fmean(after)
         self.effects[phase.name] = Effect(
             step=trainer.global_step,
-            what=what,
+            what=change,
             loss_before=loss_before,
             loss_after=loss_after,
             sequences={"before": list(before), "after": list(after)},
@@ -177,19 +178,26 @@ class Transitions(L.Callback):
         self._reset_optimizer(trainer, module, phase)
         log.info(
             "Step %d: %s; held-out loss %.3f before, %.3f after",
-            *(trainer.global_step, what, loss_before, loss_after),
+            *(trainer.global_step, change, loss_before, loss_after),
         )
         self.add_metrics(
             {f"{_key(phase)}/loss_before": loss_before, f"{_key(phase)}/loss_after": loss_after}
         )
 
     def _match_gains(self, module: LanguageModule, phase: Phase) -> None:
+        """Set the gain of each QK-norm to the RMS of its inputs.
+
+        It then rescales each vector to the average size that its layer was trained with, not to 1.
+        """
         if module.model.config.qk_norm.when != "after_drop":
             return
-        with evaluating(module):
+        with evaluating(module) as model:
             batches = [ids for ids, _ in self._micro_batches(module, phase)]
-            sizes = input_sizes(module.model, batches)
-        set_gains(sizes)
+            sizes = input_sizes(model, batches)
+        # Parameters are resharded now; within the block gains were temporary copies.
+        with torch.no_grad():
+            for norm, size in sizes.items():
+                norm.weight.fill_(size)
 
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self.layout_before is not None
@@ -214,7 +222,7 @@ class Transitions(L.Callback):
         rank, ranks = module.ranks.rank, module.ranks.world_size
         with evaluating(module) as model:
             parts = self._micro_batches(module, phase, ranks)
-            if len(parts) % ranks:  # with fewer sequences than ranks, each rank reads all of them
+            if len(parts) % ranks:  # too few parts to share: each rank reads them all
                 rank, ranks = 0, 1
             losses = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
             mine = torch.stack(losses).tolist()
@@ -238,6 +246,41 @@ class Transitions(L.Callback):
         fit = [n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0]
         parts = next((n for n in fit if n % shared == 0), fit[0])
         return list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
+
+
+@torch.no_grad()
+def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, float]:
+    """Return the RMS of the inputs of each query and key norm on ``batches`` of ``[B, T]`` token
+    ids.
+
+    All batches have the same size.
+    """
+    squares: dict[RMSNorm, Tensor | float] = defaultdict(float)
+    hooks = []
+
+    def measure(norm: RMSNorm) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
+            squares[norm] = squares[norm] + output.float().square().mean()
+
+        return hook
+
+    for block in model.layers:
+        attention = block.self_attn
+        for projection, norm in (
+            (attention.q_proj, attention.q_norm),
+            (attention.k_proj, attention.k_norm),
+        ):
+            if norm is not None:
+                hooks.append(projection.register_forward_hook(measure(norm)))
+    try:
+        for ids in batches:
+            model.token_losses(ids, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # one transfer from the device for all norms
+    means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
+    return dict(zip(squares, means.sqrt().tolist(), strict=True))
 
 
 def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
@@ -280,9 +323,9 @@ def describe(phase: Phase, layout: Layout | None = None) -> str:
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
-        said = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
+        text = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
         windows = ", ".join(str(window or "none") for window in phase.drop.windows or ())
-        return f"{said}; windows {windows}" if windows else said
+        return f"{text}; windows {windows}" if windows else text
     if (rescale := phase.rescale) is not None:
         layers = None if layout is None else layout.rotating(rescale.layers)
         if layout is None or layers == layout.rotating("all"):
