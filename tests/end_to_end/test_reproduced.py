@@ -59,7 +59,7 @@ def commands_with(first, *besides):
 
 
 def named_models():
-    """What the commands call models: directories."""
+    """Return the directories that the commands name as models."""
     values = re.findall(
         r"(?:checkpoint|compare)=(\S+?)'?(?= |$)", "\n".join(COMMANDS), re.MULTILINE
     )
@@ -153,7 +153,7 @@ def smaller(word, ruler):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
-    """What takes long and does not depend on the command is left out, which other tests have."""
+    """Skip slow work that does not depend on the command; other tests cover it."""
     monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     monkeypatch.setattr(engine, "say_duration", lambda *_: None)

@@ -43,7 +43,7 @@ def finish(run_dir: Path) -> dict:
 
 
 def refusal(run_dir: Path, *changes: str) -> str:
-    """What the program says of a mistake."""
+    """Return the messages about a mistake."""
     ended = start(run_dir, *changes).finish()
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
@@ -162,7 +162,7 @@ def evaluation(run_dir: Path, output: Path, *launcher: str) -> subprocess.Popen[
 
 
 def evaluated(process: subprocess.Popen[str], output: Path) -> tuple[list[dict], str]:
-    """Its cells without times, and what it said."""
+    """Return the cells without times, and the output."""
     output_text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output_text
     cells = json.loads((output / "report.json").read_text())["cells"]

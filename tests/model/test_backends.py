@@ -173,7 +173,7 @@ def test_flex_of_the_last_positions_alone(tiny_decoder):
 
 @pytest.fixture
 def compiled_anew(monkeypatch):
-    """By no code generator, and not kept for other tests."""
+    """Compile without generated code, and clear the cache for other tests."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     backends._compiled_once.cache_clear()
     torch.compiler.reset()
@@ -480,7 +480,7 @@ def test_soft_caps_came_to_flash_attn_with_a_version(monkeypatch):
 
 @pytest.mark.parametrize(("name", "capability", "needs", "message"), CANNOT)
 def test_kernels_refuse_unsupported_attention(monkeypatch, name, capability, needs, message):
-    """And not chosen for it either."""
+    """``auto`` does not choose them either."""
     installed(monkeypatch, capability, flash_attn="2.8.3")
     with pytest.raises(UserError, match=f"attention_backend: '{name}' .*{message}"):
         choose_backend(name, "cuda", needs)

@@ -196,7 +196,7 @@ def test_rotation_sees_relative_positions_only(tiny_decoder):
 
 @pytest.mark.parametrize("kind", ["per_head", "full"])
 def test_query_and_key_norms_that_wait_for_the_drop(tiny_decoder, kind):
-    """They change nothing and have zero (not missing) gradients until they come on."""
+    """Until then norms change nothing and have zero (not missing) gradients."""
     plain = tiny_decoder()
     waiting = tiny_decoder(model={"qk_norm": QKNormConfig("after_drop", kind)})
     waiting.load_state_dict(plain.state_dict(), strict=False)
@@ -306,7 +306,7 @@ def std(model, name):
     ids=str,
 )
 def test_standard_deviations_of_initial_weights(options, embedding, into, attention_out, mlp_out):
-    """What writes to the residual stream of eight layers is divided by sqrt(16)."""
+    """Matrices that write to the residual stream of eight layers are divided by sqrt(16)."""
     model = decoder(**options)
     expected = {"embed_tokens": embedding, "o_proj": attention_out, "down_proj": mlp_out}
     expected |= dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], into)

@@ -37,7 +37,7 @@ def loop(documents, window):
 
 
 def counted(function):
-    """What torch counts: operations of the linear layers, and of attention."""
+    """Return torch's counts: operations of the linear layers, and of attention."""
     with FlopCounterMode(display=False) as counter:
         function()
     counts = counter.get_flop_counts()["Global"]

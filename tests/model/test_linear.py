@@ -81,7 +81,7 @@ def test_packed_weights_have_the_same_products(dtype, rows):
 @torch.no_grad()
 @pytest.mark.parametrize("available", [True, False])
 def test_packed_weights_of_another_type_than_is_computed_in(monkeypatch, available):
-    """Also where nothing can be packed, as on a GPU."""
+    """Even if nothing can be packed, as on a GPU."""
     monkeypatch.setattr(linear, "HAS_ONEDNN", available)
     weight, x = torch.randn(96, 64), torch.randn(3, 64).bfloat16()
     packed = packed_product(weight, torch.bfloat16)

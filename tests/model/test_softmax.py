@@ -36,7 +36,7 @@ MODELS = {
 
 
 def ten_lines(q, k, v, mask, _, *, scale, sinks, softcap):
-    """What a layer attends to, float64; the scale stands beside the scores."""
+    """Compute a layer's attention in float64; the scale multiplies the scores."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     scores = softcap * torch.tanh(scale[:, None, None] * (q @ k.mT) / 8**0.5 / softcap)
@@ -112,7 +112,7 @@ def test_sinks_are_those_of_gpt_oss_and_soft_caps_those_of_gemma_2(window):
 
 
 def test_backward_keeps_no_probabilities(tiny_decoder):
-    """Of 512 tokens a layer's would take 4 MiB a sequence; what is kept is linear in the length."""
+    """Those of 512 tokens would take 4 MiB a layer; saved tensors grow linearly with the length."""
     model = tiny_decoder(model={"softmax": ALL, "num_hidden_layers": 1})
     sizes = []
     for length in (256, 512):

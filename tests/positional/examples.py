@@ -1,4 +1,4 @@
-"""What several tests do with spectra and layouts."""
+"""Helpers of tests for spectra and layouts."""
 
 from functools import partial
 

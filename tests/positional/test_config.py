@@ -1,4 +1,4 @@
-"""What a configuration of encodings means, and what is said about a wrong one."""
+"""Layouts of configurations, and messages about wrong ones."""
 
 import re
 

@@ -186,7 +186,7 @@ def test_a_decimal_fraction_is_not_refused_for_its_rounding(fraction):
 
 
 def test_a_plugin_adds_an_encoding_within_the_channels_of_a_head(tmp_path, monkeypatch):
-    """Its file may postpone annotations and hold dataclasses."""
+    """A plugin may postpone annotations and define dataclasses."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from __future__ import annotations\n"

@@ -64,7 +64,7 @@ def queries_and_keys(tokens=10, seed=0):
 
 @torch.no_grad()
 def head_outputs(model, layer=0):
-    """What every query head gives, ``[T, Hq, D]``."""
+    """Return the output of every query head, ``[T, Hq, D]``."""
     seen = []
     projection = model.layers[layer].self_attn.o_proj
     handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
@@ -151,7 +151,7 @@ def test_noise_is_a_fixed_function_of_the_position(positions):
 
 
 def test_noise_does_not_repeat_between_positions_heads_and_channels():
-    """Nor between positions that are a power of two apart."""
+    """Not even between positions that are a power of two apart."""
     first = noise_at(torch.arange(5))[0]
     for distance in (5, 2048, 4096, 2**20, 2**31 - 5):
         assert not torch.equal(first, noise_at(torch.arange(5) + distance)[0])

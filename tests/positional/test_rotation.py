@@ -197,7 +197,7 @@ def test_bfloat16_stays_bfloat16():
 
 
 def test_frequencies_go_to_a_gpu_from_pinned_memory(monkeypatch):
-    """Of an annealed drop they differ at every step; from other memory the host would wait."""
+    """In a gradual drop they differ at every step; copies from pageable memory would sync."""
     pinned, sent = [], []
 
     def pin(tensor):

@@ -1,4 +1,4 @@
-"""What the papers prove, on a tiny model in float64: DroPE Sec. 3 and 4.1, RoPE-ID App. A.4."""
+"""Theorems of the papers on a tiny model in float64: DroPE, Sec. 3 and 4.1."""
 
 import math
 

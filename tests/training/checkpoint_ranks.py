@@ -32,7 +32,7 @@ def stale(*_):
 
 
 def written():
-    """What comes of it."""
+    """Save, and return the error, or "yes"."""
     callback = saving.Saving(config, ranks, lambda _: {})
     try:
         callback.save_now(trainer)

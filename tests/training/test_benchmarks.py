@@ -40,7 +40,7 @@ TASK, QUESTIONS = "sentences", 7
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """What a run monitors: a file of questions, and tasks with lengths."""
+    """Configuration of benchmarks: a file of questions, and tasks with lengths."""
     directory = tmp_path_factory.mktemp("questions")
     rows = [
         {
@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_same_history_and_rows(run, asked, tmp_path):
 
 
 def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, asked, run):
-    """Also where weights are sharded, and ranks answer in other numbers of passes."""
+    """Even if weights are sharded and ranks need different numbers of passes."""
     alone = milestones(run("one", **asked)[0])
     jobs = {
         name: (merged(variant(name, "fp32", trainer={"micro_batch_size": 1}), asked), None, None)
@@ -232,7 +232,7 @@ def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
 
 
 def test_no_task_makes_more_than_is_asked():
-    """Nor more than the evaluation would."""
+    """The limit is the smaller one of benchmarks and evaluation."""
     evaluation = EvaluationConfig(
         last=7,
         needles=replace(EvaluationConfig().needles, trials=50),

@@ -1,4 +1,4 @@
-"""Which device a run takes, and what is set for it."""
+"""Device of a run, and torch's settings for it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, variable
     [(None, Ranks(), 6), (2, Ranks(), 2), (None, Ranks(1, 2), 3), (2, Ranks(1, 2), 2)],
 )
 def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, threads, ranks, expected):
-    """What torchrun puts into the environment of a rank is not what its user has asked for."""
+    """torchrun's OMP_NUM_THREADS is not the user's choice."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setattr(devices, "share_of_cores", lambda: 3)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)

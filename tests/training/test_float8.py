@@ -83,7 +83,7 @@ def test_float8_is_the_same_computation_under_every_strategy(torchao, alone):  #
 
 
 def test_losses_of_a_sequence_depend_on_no_other_of_its_batch(torchao):
-    """They would if a tensor had one scale: larger values elsewhere would make it coarser."""
+    """One scale for a tensor would round coarsely if other rows have larger values."""
     model = spread(fp8=True)
     with torch.no_grad():
         model.embed_tokens.weight[49] *= 1000

@@ -279,7 +279,7 @@ def test_a_run_may_leave_it_to_python(run, monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
 def test_no_step_leaves_a_tensor_in_a_reference_cycle(run, monkeypatch, strategy):
-    """It would stay in the GPU's memory until the next collection."""
+    """Such a tensor would stay in the GPU's memory until the next collection."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     tensors = []

@@ -177,7 +177,7 @@ def test_too_little_text_is_refused_before_the_run_directory_exists(base, tmp_pa
 
 @pytest.fixture
 def module(tiny_decoder):
-    """What :func:`evaluating` needs of a module."""
+    """Stand-in for a module, as :func:`evaluating` needs it."""
     return SimpleNamespace(model=tiny_decoder(), device=torch.device("cpu"), timer=StepTimer())
 
 

@@ -1,4 +1,4 @@
-"""Which dashboards a run has, and what they are told, without any of them."""
+"""Dashboards of a run and the calls they get, with a stand-in for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_wandb_is_offline_where_that_is_asked_for_or_no_key_is_there(
 def test_an_unreachable_server_means_offline_logs_under_another_id(
     made, tmp_path, monkeypatch, caplog
 ):
-    """And within one job stays so, without another attempt."""
+    """Within one job there is no second attempt."""
     monkeypatch.setattr(WandbLogger, "reachable", False)
     config = configured(tmp_path, wandb=True)
     with kept_dashboards():

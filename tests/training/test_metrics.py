@@ -1,4 +1,4 @@
-"""What stands in a row of metrics, and when one is written."""
+"""Contents of a row of metrics, and the steps that write one."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def on_meta(monkeypatch):
 
 
 class EnoughError(Exception):
-    """What would follow, a checkpoint and the last row of metrics, may wait for the device."""
+    """Ends the run before its checkpoint and last row of metrics, which may sync."""
 
 
 class StopAfter(L.Callback):
@@ -92,7 +92,7 @@ def test_steps_before_and_after_the_drop(base, tmp_path, monkeypatch, name):
 
 
 def test_document_masks_in_kernels_of_variable_length(base, tmp_path, monkeypatch):
-    """Of which torch's own runs on meta: bounds come from the loader, lengths are not asked for."""
+    """torch's own runs on meta: bounds come from the loader, and no length is read."""
     choice = Choice("varlen", "for the test")
     monkeypatch.setattr("trainer.model.decoder.choose_backend", lambda *_: choice)
     changes = {"data": {"document_mask": True}, "trainer": {"precision": "bf16"}}

@@ -71,7 +71,7 @@ def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
 
 
 def test_shards_of_any_size_and_copies_give_what_one_process_does(tmp_path):
-    """Also where ranks have fewer rows than others, or none, and where nodes have copies."""
+    """Even if ranks have fewer rows than others, or none, and if nodes have copies."""
     script = Path(__file__).with_name("muon_ranks.py")
     for rank in run_ranks(4, script, cwd=tmp_path):
         assert rank.stdout.split() == ["True"] * (4 * 4 * 3), rank.stderr[-2000:]
@@ -218,7 +218,7 @@ def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape, dtyp
 
 
 def test_a_tall_matrix_moves_by_more():
-    """By the root of its rows over its columns, of a direction with singular values near 1."""
+    """The factor on a direction with singular values near 1 is sqrt(rows / columns)."""
     moved = {}
     for rows in (8, 2):
         torch.manual_seed(0)

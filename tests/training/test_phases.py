@@ -143,7 +143,7 @@ def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path
 
 
 def test_a_signal_in_the_last_step_of_a_stretch_stops_before_the_next(run, monkeypatch):
-    """It ends before a vote could be held."""
+    """The stretch ends before ranks could vote."""
     usual = Stopping.on_train_batch_end
 
     def asked(self, trainer, *args):
@@ -175,7 +175,7 @@ EARLY = {
 
 
 def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
-    """And the run goes on to the same bits from within it and from its end."""
+    """A resume within the phase or from its end has the same bits."""
     changes = {**CHANGES, "phases": EARLY}
     config, trained = run("early", **changes)
     assert config.trainer.max_steps == 16
@@ -226,7 +226,7 @@ def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
 
 
 def test_text_is_packed_for_the_lengths_of_all_phases(run, base, tmp_path):
-    """By the command that prepares it, for a run that may not."""
+    """`prepare` packs it for a run that may not prepare text."""
     data = {**base["data"], "packing": "best_fit", "cache_dir": str(tmp_path / "cache")}
     changes = {**CHANGES, "data": {**data, "needles": {"share": 0.0}}}
     config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
@@ -339,7 +339,7 @@ def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_a
 def test_the_run_that_another_begins_with_is_hashed_when_its_weights_are_taken(
     run, whole, base, tmp_path, monkeypatch
 ):
-    """And not by every process that reads the configuration, nor where the run goes on."""
+    """Neither reading the configuration nor a resume hashes it."""
     shutil.copytree(whole[0].run_dir, tmp_path / "old")
     hashed, original = [], checkpoint_files.checksum
     monkeypatch.setattr(

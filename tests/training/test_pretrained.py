@@ -123,7 +123,7 @@ def test_qk_norm_from_the_start_of_pretrained_weights_is_refused(begin):
 
 
 def test_a_control_changes_no_more_of_the_weights_than_the_run(begin):
-    """It would be left out without a word."""
+    """Otherwise the change would be ignored silently."""
     expected = r"^controls\.sinks\.model\.softmax: the model that model\.from_pretrained names has"
     with pytest.raises(UserError, match=expected):
         begin(controls={"sinks": {"model": {"softmax": {"sinks": True}}}})

@@ -154,7 +154,7 @@ def test_a_gpu_is_profiled_where_the_model_is_on_one(profiled, device):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_table_has_the_forty_most_expensive_operators(tmp_path, gpu):
-    """By their own time on the device; a full disk stops no run."""
+    """Sorted by their self time on the device; a full disk stops no run."""
     asked = []
 
     def table(**options):

@@ -162,7 +162,7 @@ def test_one_micro_batch_finds_no_gradients_where_there_is_no_other():
 
 
 def test_an_update_never_holds_the_whole_model():
-    """Nor is counted what DTensor makes to find out shapes, which takes no memory of a device."""
+    """Fake tensors that DTensor makes to infer shapes do not count."""
     config, ranks = described("fsdp2 x16 full, 2 of 2")
     with simulated_rank(config, ranks) as module, fake_tensors():
         module.configure_model()

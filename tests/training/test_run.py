@@ -123,7 +123,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
 
 
 def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
-    """They come from the checkpoint, and one that lacks a parameter is refused."""
+    """Weights come from the checkpoint; one without some parameter is refused."""
     whole, _ = run("whole")
     start_from(whole, 9, tmp_path / "at9")
     monkeypatch.setattr(strategy, "initial_value", pytest.fail)
@@ -197,7 +197,7 @@ def test_learning_rates_follow_the_phases(run):
 
 @torch.no_grad()
 def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
-    """Of the second layer too, whose input the drop changes."""
+    """Also in the second layer, whose input the drop changes."""
     still = {"qk_norm_gain": "matched", "schedule": {"peak": 1e-12}}
     config, trained = run(drop=still)
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
@@ -277,7 +277,7 @@ def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
 
 
 def test_wandb_that_cannot_be_reached_is_logged_offline(run, monkeypatch, tmp_path, caplog):
-    """And what follows the training into the same run, without another attempt."""
+    """Results after training go to the same run, without another attempt."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("HOME", str(tmp_path))
     init, failed = wandb.init, []

@@ -23,7 +23,7 @@ RUNNING = SimpleNamespace(phase_ended=False)
 
 
 def steps_saved(minutes, every=1000, ranks=ALONE, clock=1.0):
-    """Of a run of 12 steps that take ``clock`` minutes each and save every ``every`` steps."""
+    """Return the saved steps of 12 that take ``clock`` minutes each."""
     trainer = SimpleNamespace(global_step=0, max_steps=12, accumulate_grad_batches=1)
     run = TrainerConfig(max_steps=12, checkpoint_every=every, checkpoint_minutes=minutes)
     now = SimpleNamespace(monotonic=lambda: 60 * clock * trainer.global_step)
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_saved_so_long_after_the_last_one(minutes, every, expect
     ("device", "expected"), [("cuda:3", [torch.device("cuda:3")]), ("cpu", [])]
 )
 def test_the_thread_that_writes_uses_its_ranks_gpu(monkeypatch, tmp_path, device, expected):
-    """By itself a new thread uses the first one, where every rank would then hold memory."""
+    """By default a new thread uses GPU 0, where every rank would then hold memory."""
     chosen, written = [], []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(saving, "tensors_of", lambda *_: {})

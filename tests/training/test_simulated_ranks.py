@@ -1,4 +1,4 @@
-"""What one rank of many sends in a step, on torch's process group that only pretends."""
+"""Collectives of one rank in a step, on torch's fake process group."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_hybrid_reduces_shards_between_its_groups(module):
 
 
 def test_a_hybrid_adds_up_its_groups_once_a_step(module):
-    """Also where every micro-batch reduces gradients within a group."""
+    """Even if every micro-batch reduces gradients within a group."""
     made = module(rank=5, name="hsdp", shard_size=4, reduce_gradients="micro_batch")
     calls = step(*made)
     assert counts(calls)["reduce_scatter_base"] == 2 * (LAYERS + 1)

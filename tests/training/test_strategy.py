@@ -1,4 +1,4 @@
-"""What is applied to the decoder from outside changes where it computes, not what."""
+"""Strategies change where the decoder computes, not its results."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_unsharded_gradients_stay_until_the_step_ends_if_they_fit(
 
 
 def test_ranks_with_gpus_of_several_sizes_decide_by_the_smallest(monkeypatch):
-    """Where one reduces every micro-batch and another every step, both wait for ever."""
+    """If one reduced every micro-batch and another every step, both would hang."""
     properties = SimpleNamespace(total_memory=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(strategy, "all_gather", lambda mine: [mine, 44])
@@ -288,7 +288,7 @@ def test_stretches_and_controls_share_their_groups(alone):
 
 
 def test_lightning_makes_no_groups_of_ranks_for_a_sharded_run(monkeypatch):
-    """Its mesh would have some, at every stretch, which nothing destroys."""
+    """Lightning's mesh would create groups at every stretch that nothing destroys."""
     environment = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -171,7 +171,7 @@ def test_sums_wrap_round_at_2_to_the_64():
 
 
 def test_a_sum_goes_on_and_the_part_before_is_added_once(monkeypatch):
-    """Of two ranks, which read the same here."""
+    """Two ranks read the same samples here."""
     monkeypatch.setattr(tallies.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(tallies.dist, "all_reduce", lambda x: x.mul_(2))

@@ -1,4 +1,4 @@
-"""What happens between phases, on hand-made phases and batches."""
+"""Changes between phases, on hand-made phases and batches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
 
 
 def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
-    """Its temperature refers to the training length of the last phase."""
+    """A temperature without reference refers to the training length of the last phase."""
     values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
     values["spectra"][0]["temperature"]["reference"] = None
     longer = phase(length=1024)
@@ -188,7 +188,7 @@ def test_ranks_share_the_parts_and_have_all_losses_in_order(monkeypatch, parts, 
 
 
 class Model(nn.Module):
-    """What of a decoder an optimizer's reset looks at."""
+    """Parts of a decoder that a reset of the optimizer reads."""
 
     def __init__(self, when):
         super().__init__()
@@ -402,7 +402,7 @@ def ended(monkeypatch):
 
 
 def test_a_phase_ends_where_its_loss_is_flat_over_its_patience(ended):
-    """It fell by 1.0, 0.5, 0.25 over two measurements; less than 0.25 is flat."""
+    """The loss fell by 1.0, 0.5, 0.25 over two measurements; less than 0.25 is flat."""
     losses = [4.0, 3.5, 3.0, 3.0, 2.75, 2.8125, 9.0]
     assert ended(losses, flat=0.25) == (12, losses[:6])
 
@@ -414,7 +414,7 @@ def test_a_phase_ends_where_its_loss_is_back(ended):
 
 
 def test_a_phase_whose_steps_are_done_ends_by_itself(ended):
-    """Its last step is measured too, and ends nothing early."""
+    """The last step is measured too, and is not an early end."""
     assert ended([4.0, 3.75, 3.0], back_within=0.0, steps=6) == (None, [4.0, 3.75, 3.0])
 
 

@@ -251,7 +251,7 @@ def test_a_callback_of_lightnings_own(run):
 
 
 def test_a_class_in_a_plugin_file(run, tmp_path):
-    """Which is loaded under a name of its own, wherever it lies."""
+    """Plugins are loaded under a module name of the package, wherever they lie."""
     path = tmp_path / "elsewhere.py"
     path.write_text(CODE)
     target = {"_target_": "unrope_plugin_elsewhere.Shrink", "factor": 1.0}

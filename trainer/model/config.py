@@ -113,28 +113,17 @@ class ModelConfig:
     def problems(self) -> list[Problem]:
         """Check rules between fields; return a problem for each that is broken."""
         problems = []
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                Problem(
-                    "model.num_attention_heads",
-                    f"{self.num_attention_heads} heads do not divide hidden_size "
-                    f"{self.hidden_size}; choose a divisor or set model.head_dim.",
-                )
+        heads, size = self.num_attention_heads, self.head_size
+        if self.head_dim is None and self.hidden_size % heads:
+            message = (
+                f"{heads} heads do not divide hidden_size {self.hidden_size}; choose a divisor or "
+                "set model.head_dim."
             )
-        elif self.head_size % 2:
-            problems.append(
-                Problem(
-                    "model.head_dim",
-                    f"{self.head_size} is odd, but channels rotate in pairs; use "
-                    f"{self.head_size + 1} or {self.head_size - 1}.",
-                )
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                Problem(
-                    "model.num_key_value_heads",
-                    f"{self.num_key_value_heads} does not divide num_attention_heads "
-                    f"{self.num_attention_heads}.",
-                )
-            )
+            problems.append(Problem("model.num_attention_heads", message))
+        elif size % 2:
+            message = f"{size} is odd, but channels rotate in pairs; use {size + 1} or {size - 1}."
+            problems.append(Problem("model.head_dim", message))
+        if heads % self.num_key_value_heads:
+            message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
+            problems.append(Problem("model.num_key_value_heads", message))
         return problems

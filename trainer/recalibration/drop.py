@@ -163,7 +163,7 @@ def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | Non
 
 
 def _between(before: Spectrum, after: Spectrum, share: float) -> Spectrum:
-    """Scale the angles that differ in ``after``, where they are zero, to a share of ``before``."""
+    """Scale the angles that ``after`` sets to zero to a share of those in ``before``."""
     dropped = after.inv_freq or (0.0,) * len(before.inv_freq)
     pairs = zip(before.inv_freq, dropped, strict=True)
     return _times(before, [1.0 if old == new else share for old, new in pairs])

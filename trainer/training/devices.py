@@ -37,32 +37,27 @@ LONGEST_ON_CPU = 30 * 86400
 
 def device_problems(config: RunConfig) -> list[Problem]:
     """Check that this machine can run the configuration; return a problem for each obstacle."""
-    device, problems = device_type(config), []
-    if config.trainer.accelerator == "gpu" and device == "cpu":
-        problems.append(
-            Problem("trainer.accelerator", "'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+    run, device = config.trainer, device_type(config)
+    problems: list[Problem] = []
+
+    def refuse(key: str, message: str) -> None:
+        problems.append(Problem(f"trainer.{key}", message))
+
+    if device == "cpu" and run.accelerator == "gpu":
+        refuse("accelerator", "'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+    is_fallback = device == "cpu" and run.accelerator == "auto"
+    if is_fallback and (seconds := cpu_seconds(config)) > LONGEST_ON_CPU:
+        refuse(
+            "accelerator",
+            "torch sees no GPU, and on this machine's CPU the run would take about "
+            f"{in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
+            "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU.",
         )
-    by_itself = device == "cpu" and config.trainer.accelerator == "auto"
-    if by_itself and (seconds := cpu_seconds(config)) > LONGEST_ON_CPU:
-        problems.append(
-            Problem(
-                "trainer.accelerator",
-                "torch sees no GPU, and on this machine's CPU the run would take about "
-                f"{in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
-                "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU.",
-            )
-        )
-    half = config.trainer.precision == "bf16"
-    if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
-        problems.append(
-            Problem(
-                "trainer.precision",
-                f"'bf16' is not supported by this GPU ({torch.cuda.get_device_name()}); use "
-                "'fp32'.",
-            )
-        )
-    if config.trainer.fp8 and (reason := _why_not_float8(device)):
-        problems.append(Problem("trainer.fp8", reason))
+    if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+        name = torch.cuda.get_device_name()
+        refuse("precision", f"'bf16' is not supported by this GPU ({name}); use 'fp32'.")
+    if run.fp8 and (reason := _why_not_float8(device)):
+        refuse("fp8", reason)
     if problem := backend_problem(config.model.attention_backend, device):
         problems.append(problem)
     return problems

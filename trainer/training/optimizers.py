@@ -38,11 +38,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, matrices: dict[str, Any], adamw: torch.optim.AdamW) -> None:
         self._adamw: Any = adamw  # torch declares neither grad_scale nor found_inf
         super().__init__([matrices, *adamw.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        self._adamw.param_groups = self.param_groups[1:]
-        self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -52,6 +47,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._step_matrices(self.param_groups[0])
+        # torch replaces groups and state when it loads them.
+        self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
         self._adamw.step()
         return loss
@@ -101,11 +98,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and state."""
-        super().load_state_dict(state_dict)
-        self._share()
 
 
 def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
