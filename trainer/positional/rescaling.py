@@ -160,16 +160,14 @@ def _over_turns(
     return _by_share(np.clip((turns - beta_slow) / (beta_fast - beta_slow), 0, 1))
 
 
-def ntk_by_parts_turns(
-    inv_freq: Frequencies, training_length: int, *, beta_fast: float = 32.0, beta_slow: float = 1.0
-) -> Stretch:
+def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
 
-    Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
-    than ``beta_slow`` times are divided by s. The ramp between them is linear in the turns, and
-    thus in the frequency. :func:`ntk_by_parts` is the usual implementation.
+    Pairs that turn more than 32 times in C keep their frequency, pairs that turn less than once are
+    divided by s. The ramp between them is linear in the turns, and thus in the frequency.
+    :func:`ntk_by_parts` is the usual implementation.
     """
-    return _over_turns(inv_freq, training_length, beta_fast, beta_slow)
+    return _over_turns(inv_freq, training_length, 32.0, 1.0)
 
 
 def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
