@@ -27,9 +27,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import phases_of
 from trainer.training.callbacks.stopping import Stopping
-from trainer.training.callbacks.transitions import effect_batch
 from trainer.workflows.prepare import prepare
 from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import open_corpus
@@ -68,12 +66,6 @@ def test_every_phase_reads_samples_of_its_length_in_another_order(whole):
         total += int(samples.hashes(numbers).sum(dtype="uint64"))
     certificate = read_state(trained.checkpoint)["certificate"]["samples"]
     assert certificate == as_text(total % 2**64)
-
-
-def test_the_effect_of_a_change_is_measured_on_sequences_of_its_phase(whole):
-    config, _ = whole
-    batches = [effect_batch(open_corpus(config), phase) for phase in phases_of(config)]
-    assert [batch["labels"].shape[1] for batch in batches] == [32, 64, 64, 16]
 
 
 def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
