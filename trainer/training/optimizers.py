@@ -169,16 +169,16 @@ def iteration_dtype(device_type: str) -> torch.dtype:
     return CPU_DTYPE if device_type == "cpu" else torch.bfloat16
 
 
-def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+def newton_schulz(matrices: Tensor) -> Tensor:
     """Make all singular values of matrices ``[N, rows, columns]`` nearly 1; return bfloat16.
 
-    The iteration of Jordan et al. 2024, with their coefficients.
+    Five iterations of Jordan et al. 2024, with their coefficients.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if tall else matrices).to(iteration_dtype(matrices.device.type))
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).contiguous().bfloat16()
