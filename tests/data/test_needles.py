@@ -182,17 +182,17 @@ def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, leng
 )
 def test_a_tokenizer_without_the_words_is_refused(tokenizer):
     with pytest.raises(UserError, match="as a token of its own, but lacks ' Alice' and"):
-        NeedleVocabulary.of(tokenizer)
+        NeedleVocabulary.from_tokenizer(tokenizer)
 
 
 def test_words_are_found_by_a_tokenizer_that_puts_a_token_before_every_text():
     tokenizer = train_tokenizer(["some text"], 300, WORDS)
-    plain = NeedleVocabulary.of(tokenizer)
+    plain = NeedleVocabulary.from_tokenizer(tokenizer)
     tokenizer.post_processor = TemplateProcessing(
         single=f"{END_OF_TEXT} $A",
         special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
     )
-    found = NeedleVocabulary.of(tokenizer)
+    found = NeedleVocabulary.from_tokenizer(tokenizer)
     np.testing.assert_array_equal(found.names, plain.names)
     np.testing.assert_array_equal(found.numbers, plain.numbers)
     assert found.full_stop == plain.full_stop
@@ -200,7 +200,7 @@ def test_words_are_found_by_a_tokenizer_that_puts_a_token_before_every_text():
 
 def test_words_are_single_tokens_and_text_survives_a_round_trip():
     tokenizer = train_tokenizer(["a text about Alice and 42 things"] * 5, 300, WORDS)
-    vocabulary = NeedleVocabulary.of(tokenizer)
+    vocabulary = NeedleVocabulary.from_tokenizer(tokenizer)
     assert len(set(vocabulary.names) | set(vocabulary.numbers)) == len(NAMES) + 90
     text = "We met Alice 42. Then nothing."
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -79,7 +79,7 @@ def test_neighbours_in_order_are_no_neighbours_in_the_text():
 
 
 def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
-    mixture = Mixture.of([0.7, 0.2, 0.1])
+    mixture = Mixture.from_weights([0.7, 0.2, 0.1])
     texts, numbers = mixture.assign(3, np.arange(10**6))
     shares = np.bincount(texts) / 10**6
     np.testing.assert_allclose(shares, [0.7, 0.2, 0.1], atol=1e-3)
@@ -91,7 +91,7 @@ def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
 def test_quotas_fill_a_period_and_are_the_nearest(weights):
-    quotas = np.array(Mixture.of(weights).quotas)
+    quotas = np.array(Mixture.from_weights(weights).quotas)
     assert quotas.sum() == PERIOD
     exact = np.array(weights) / sum(weights) * PERIOD
     assert (np.abs(quotas - exact) <= len(weights)).all()
@@ -99,7 +99,7 @@ def test_quotas_fill_a_period_and_are_the_nearest(weights):
 
 
 def test_a_text_of_next_to_no_weight_has_one_sample_a_period():
-    assert Mixture.of([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
+    assert Mixture.from_weights([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
 
 
 def test_uniforms_depend_on_seed_and_row_alone():

@@ -16,15 +16,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.data import plan
+from trainer.data import preparing
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.files import find_files
-from trainer.data.manifest import Shard
 from trainer.data.plan import make_plan
 from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
-from trainer.data.shards import OPEN, Place, TokenStream, write_synchronised
+from trainer.data.shards import OPEN, Place, Shard, TokenStream
 from trainer.data.sources import Listing
 from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
 
@@ -34,16 +33,16 @@ BPE = TokenizerConfig(vocab_size=300)
 @pytest.fixture
 def directory(config):
     """Of a text that is prepared."""
-    work = Preparation.of(config, BPE, None)
+    work = Preparation.find(config, BPE, None)
     work.run(workers=1)
     return work.directory
 
 
 def test_text_is_found_without_its_source_and_under_other_paths(config, directory, tmp_path):
     (tmp_path / "texts").rename(tmp_path / "moved")
-    assert Preparation.of(config, BPE, None).directory == directory
+    assert Preparation.find(config, BPE, None).directory == directory
     moved = replace(config, files=[str(tmp_path / "moved")])
-    assert Preparation.of(moved, BPE, None).directory == directory
+    assert Preparation.find(moved, BPE, None).directory == directory
     elsewhere = replace(config, files=["gone"], prepared=str(directory))
     assert prepare_corpus(elsewhere, BPE).fingerprint == open_prepared(directory).fingerprint
 
@@ -90,7 +89,7 @@ def test_a_cache_that_cannot_be_is_one_line(config, tmp_path, name):
 
 def test_text_that_is_nowhere_says_what_is_missing(config):
     with pytest.raises(UserError, match="there is no file 'gone'"):
-        Preparation.of(replace(config, files=["gone"]), BPE, None)
+        Preparation.find(replace(config, files=["gone"]), BPE, None)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_text_that_is_nowhere_says_what_is_missing(config):
     ids=str,
 )
 def test_another_request_is_another_text(config, directory, change):
-    assert Preparation.of(replace(config, **change), BPE, None).directory != directory
+    assert Preparation.find(replace(config, **change), BPE, None).directory != directory
 
 
 def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies(directory):
@@ -125,14 +124,14 @@ def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies
 def test_a_source_of_another_size_is_another_text(config, directory, tmp_path):
     with (tmp_path / "texts" / "0.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
-    work = Preparation.of(config, BPE, None)
+    work = Preparation.find(config, BPE, None)
     assert work.directory != directory
     assert not work.is_done
 
 
 def test_what_bounds_do_not_change_is_the_same_text(config, directory):
     for change in ({"sequence_length": 99}, {"bad_rows": 0.5}, {"document_mask": True}):
-        assert Preparation.of(replace(config, **change), BPE, None).directory == directory
+        assert Preparation.find(replace(config, **change), BPE, None).directory == directory
 
 
 def harm(directory, what):
@@ -195,18 +194,18 @@ def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
     """The hub's newest commit may come between two jobs, or two parts."""
     files = tuple(find_files(config.files, "data.files"))
     listing = {"now": Listing(files, "first")}
-    monkeypatch.setattr(plan, "list_source", lambda _: listing["now"])
+    monkeypatch.setattr(preparing, "list_source", lambda _: listing["now"])
     config = replace(config, source="hub", hub_name="some/text", files=[])
-    begun = Preparation.of(config, BPE, None, network=True)
+    begun = Preparation.find(config, BPE, None, network=True)
     make_plan(config, BPE, None, listing["now"]).write(begun.directory)
     listing["now"] = Listing(files, "second")
-    work = Preparation.of(config, BPE, None, network=True)
+    work = Preparation.find(config, BPE, None, network=True)
     assert work.directory == begun.directory
     assert work.run(workers=1)
-    again = Preparation.of(config, BPE, None, network=True)
+    again = Preparation.find(config, BPE, None, network=True)
     assert again.is_done
     assert open_prepared(again.directory).manifest.source["revision"] == "first"
-    named = Preparation.of(replace(config, revision="second"), BPE, None, network=True)
+    named = Preparation.find(replace(config, revision="second"), BPE, None, network=True)
     assert not named.is_done
 
 
@@ -251,7 +250,7 @@ def test_a_record_of_other_content_is_damaged(config, directory, content):
     (directory / "manifest.json").unlink()
     (directory / "pieces" / "00000-0000.json").write_text(content)
     with pytest.raises(UserError, match=r"00000-0000.json' is damaged \(.*\); remove it"):
-        Preparation.of(config, BPE, None).run(workers=1)
+        Preparation.find(config, BPE, None).run(workers=1)
 
 
 @pytest.mark.parametrize(
@@ -263,24 +262,14 @@ def test_a_plan_of_other_content_is_damaged(config, directory, change):
     plan = directory / "plan.json"
     plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
     with pytest.raises(UserError, match=r"the plan in .* is damaged .*; remove the directory"):
-        Preparation.of(config, BPE, None).run(workers=1)
-
-
-def test_what_cannot_be_synchronised_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_synchronised(tmp_path / "a", b"data")
-    assert not list(tmp_path.iterdir())
+        Preparation.find(config, BPE, None).run(workers=1)
 
 
 def test_no_manifest_is_written_over_a_shard_that_is_gone(config, directory):
     (directory / "manifest.json").unlink()
     (directory / "train-00000-0000.bin").unlink()
     with pytest.raises(UserError, match=r"train-00000-0000.bin is missing; remove the directory"):
-        Preparation.of(config, BPE, None).run(workers=1)
+        Preparation.find(config, BPE, None).run(workers=1)
     assert not (directory / "manifest.json").exists()
 
 

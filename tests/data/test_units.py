@@ -17,6 +17,7 @@ import pytest
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
+from trainer.common.locks import locked
 from trainer.data import plan, units
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -26,7 +27,6 @@ from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
 from trainer.data.units import DocumentBatch, batches_of
-from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -40,7 +40,7 @@ def many_pieces(monkeypatch):
 
 
 def work_of(config, **kwargs):
-    return Preparation.of(config, BPE, None, **kwargs)
+    return Preparation.find(config, BPE, None, **kwargs)
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
@@ -161,11 +161,11 @@ def _runs(pid):
 def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):
     work = work_of(config)
     work.run(workers=1)
-    monkeypatch.setattr(units, "read_source", lambda *_: pytest.fail("it was read again"))
+    monkeypatch.setattr(plan, "read_source", lambda *_: pytest.fail("it was read again"))
     assert work_of(config).run(workers=1)
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, whole, monkeypatch):
+def test_a_full_disk_is_one_line_and_the_same_command_resumes(config, whole, monkeypatch):
     original, count = units.ShardWriter.add, 0
 
     def add(self, encoded):
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, whole, mon
 
     monkeypatch.setattr(units.ShardWriter, "add", add)
     work = work_of(config)
-    with pytest.raises(UserError, match=r"no room left .* the same command goes on") as error:
+    with pytest.raises(UserError, match=r"no room left .* the same command resumes") as error:
         work.run(workers=1)
     assert len(error.value.problems) == 1
     assert not list(work.directory.glob(".*.tmp"))
@@ -210,7 +210,7 @@ def test_a_share_of_malformed_rows_may_be_left_out_and_is_counted(config, tmp_pa
 def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces, tmp_path):
     work_of(config).run((1, 3), workers=1)
     path = tmp_path / "texts" / "1.jsonl"
-    unfinished = Preparation.of(config, BPE, None)
+    unfinished = Preparation.find(config, BPE, None)
     path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
     with pytest.raises(UserError, match=r"1\.jsonl' has .* bytes, and had"):
         unfinished.run((2, 3), workers=1)
@@ -218,18 +218,18 @@ def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces,
 
 def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
     waits, calls = [], 0
-    original = units.read_source
+    original = units.rows_of
 
-    def read_source(given, file):
+    def rows_of(*arguments):
         nonlocal calls
         calls += 1
-        rows = list(original(given, file))
+        rows = list(original(*arguments))
         yield from rows[:25]
         if calls < 3:
             raise units.UnreachableError.at("data.files", "'hf://x' cannot be read.")
         yield from rows[25:]
 
-    monkeypatch.setattr(units, "read_source", read_source)
+    monkeypatch.setattr(units, "rows_of", rows_of)
     monkeypatch.setattr(units.time, "sleep", waits.append)
     work = work_of(config)
     assert work.run(workers=1)

@@ -20,7 +20,7 @@ from trainer.runs.models import _files_fingerprint, distinct, find_candidate
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
     config, _ = finished
     newest = find_candidate(config.run_dir)
-    assert (newest.given, newest.name, newest.role) == (config.run_dir, "DroPE", "drope")
+    assert (newest.reference, newest.name, newest.role) == (config.run_dir, "DroPE", "drope")
     assert newest.path == checkpoint_of(config)
     assert newest.home == Path(config.run_dir)
     assert newest.run == config
@@ -75,20 +75,20 @@ def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):
 def test_models_of_one_name_are_told_apart(finished):
     first = find_candidate(finished[0].run_dir)
     path = Path("runs/second/checkpoints/last")
-    second = replace(first, given="b", path=path)
-    third = replace(first, given="c", name="Other", path=Path("runs/third/checkpoints/last"))
-    hf = replace(first, given="hf:a", computed_by="transformers")
+    second = replace(first, reference="b", path=path)
+    third = replace(first, reference="c", name="Other", path=Path("runs/third/checkpoints/last"))
+    hf = replace(first, reference="hf:a", computed_by="transformers")
     assert [model.name for model in distinct([first, third])] == ["DroPE", "Other"]
     assert [model.name for model in distinct([first, second, third])] == [
         "DroPE (run)", "DroPE (second)", "Other",
     ]  # fmt: skip
     # Of one directory: by what they were called.
     assert [model.name for model in distinct([first, hf])] == [
-        f"DroPE ({first.given})", "DroPE (hf:a)",
+        f"DroPE ({first.reference})", "DroPE (hf:a)",
     ]  # fmt: skip
     for twice in ([first, first], [first, third, replace(third, name="Another")]):
-        with pytest.raises(UserError, match=f"^compare: '{twice[-1].given}' is named twice.$"):
+        with pytest.raises(UserError, match=f"^compare: '{twice[-1].reference}' is named twice.$"):
             distinct(twice)
-    alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), given=first.given)
+    alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), reference=first.reference)
     with pytest.raises(UserError, match=r"^compare: two models are called .*; give one of the"):
         distinct([first, alike])

@@ -7,7 +7,7 @@ import pytest
 from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phase_problems import branch_problems
+from trainer.runs.phases import branch_problems
 
 BASE = {"run_dir": "x", "trainer": {"max_steps": 20}}
 

@@ -132,7 +132,7 @@ def test_where_nothing_keeps_locks_a_process_of_this_node_is_looked_for(
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)
-    monkeypatch.setattr(run_lock, "runs", lambda process: alive)
+    monkeypatch.setattr(run_lock, "is_running", lambda process: alive)
     if alive:
         with pytest.raises(UserError, match="is training in"):
             locks("gpu07", job="17").acquire(tmp_path)

@@ -25,10 +25,10 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 class RefusedError(ValueError):
-    """A value that is not what was expected; ``at``: its place in a group that users name."""
+    """A value of a wrong kind; ``place``: its key within a group whose keys users choose."""
 
-    def __init__(self, expected: str, value: Any, at: str = "") -> None:
-        self.expected, self.value, self.at = expected, value, at
+    def __init__(self, expected: str, value: Any, place: str = "") -> None:
+        self.expected, self.value, self.place = expected, value, place
         super().__init__(f"expected {expected}")
 
 

@@ -52,8 +52,10 @@ class TrainingSamples(Dataset[Batch]):
             else BestFitBlocks(part.text, C)
             for part in corpus.parts
         ]
-        self.mixture = Mixture.of([part.weight for part in corpus.parts])
-        self.vocabulary = NeedleVocabulary.of(corpus.tokenizer) if config.needles.share else None
+        self.mixture = Mixture.from_weights([part.weight for part in corpus.parts])
+        self.vocabulary = (
+            NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None
+        )
 
     def where(self, counters: Integers) -> tuple[Integers, Integers]:
         """Return for each sample number its part of the corpus and the block within that part."""

@@ -6,7 +6,6 @@ checksums, and renamed. The manifest later reveals damage.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainer.formats import Count, read_as
+from trainer.common.files import checksum, synchronise, write_durably
+from trainer.common.formats import Count, read_as
 from trainer.runs.ranks import all_gather, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -28,12 +28,6 @@ MOST_THREADS = 8
 """Files that one process hashes at once; hashing releases the interpreter's lock."""
 _known: dict[tuple[str | int, ...], str] = {}
 """Checksums of files by :func:`_identity`: what this process has hashed, or written, once."""
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _identity(path: Path) -> tuple[str | int, ...]:
@@ -53,7 +47,7 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
 
 def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> None:
     """Write the manifest into a complete directory and rename the directory, durably."""
-    write_durably(partial / MANIFEST, json.dumps(files, indent=1))
+    write_durably(partial / MANIFEST, json.dumps(files, indent=1).encode())
     synchronise(partial)
     if final.exists():  # left by a rewind; a rename cannot replace a directory that has files
         replaced = final.with_name(f".{final.name}.removed")
@@ -63,23 +57,6 @@ def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> No
     synchronise(final.parent)
     # All ranks have hashed what they wrote: no need to read it again.
     _remember(final, [(name, str(digest)) for name, (_, digest) in files.items()])
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def synchronise(directory: Path) -> None:
-    """Flush a directory's entries to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def damage(directory: Path) -> str | None:
@@ -100,10 +77,10 @@ def damage_together(directory: Path) -> str | None:
     wrong, files = on_rank_zero(lambda: _to_hash(directory))
     if wrong is not None:
         return wrong
-    found = _difference(directory, files[rank::ranks])
-    if found is not None and ranks > 1:
-        found += f", on {os.uname().nodename}"
-    wrong = next(filter(None, all_gather(found)), None)
+    difference = _difference(directory, files[rank::ranks])
+    if difference is not None and ranks > 1:
+        difference += f", on {os.uname().nodename}"
+    wrong = next(filter(None, all_gather(difference)), None)
     if wrong is None:
         _trust(directory)
     return wrong

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainer
-from trainer.cores import cores
+from trainer.common.processes import cores
 from trainer.data.needles import NAMES, WORDS
 from trainer.runs.config import RunConfig
 

@@ -20,8 +20,8 @@ import yaml
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.files import write_atomically
+from trainer.common.formats import check_format, read_content, read_plain
 from trainer.common.validation import checked, shown
-from trainer.formats import check_format, read_content, read_plain
 from trainer.runs.config import RunConfig
 
 MARK = "run.json"
@@ -47,14 +47,14 @@ def check_mark(directory: Path, key: str = "run_dir") -> None:
         return
     try:
         content = read_plain(mark)
-        found, program = content["format"], content.get("program")
+        format_number, program = content["format"], content.get("program")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError.at(
             key, f"{str(mark)!r} is damaged; it should hold a format number."
         ) from None
     if program != PROGRAM:
         raise UserError.at(key, f"{str(mark)!r} is of another program, {program!r}.")
-    check_format(found, FORMAT, key, repr(str(directory)), "choose another run")
+    check_format(format_number, FORMAT, key, repr(str(directory)), "choose another run")
 
 
 FREE_TO_CHANGE = (
@@ -188,17 +188,17 @@ def differences(
     old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:
     """Return keys whose values differ, with both values, except keys that may change."""
-    found: list[tuple[str, Any, Any]] = []
+    differing: list[tuple[str, Any, Any]] = []
     for key in dict.fromkeys([*old, *new]):
         where = f"{path}.{key}" if path else key
         a, b = old.get(key), new.get(key)
         if a == b or where in free:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, free, where)
+            differing += differences(a, b, free, where)
         else:
-            found.append((where, a, b))
-    return found
+            differing.append((where, a, b))
+    return differing
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
@@ -225,15 +225,15 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
 class LogFile(logging.FileHandler):
     """Log file that survives a full disk: it warns once and tries again with each record."""
 
-    said = False
+    has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as logging calls it
         """Handle an error within ``emit``."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.said:
-            self.said = True
+        elif not self.has_warned:
+            self.has_warned = True
             with suppress(OSError):  # stderr may be on the same disk
                 print(f"{self.baseFilename}: {error.strerror}; the run goes on", file=sys.stderr)
 
@@ -261,17 +261,17 @@ def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
 
 
 CHANGED_SINCE = ("evaluation", "monitor", "logger")
-"""Groups that earlier versions had in other forms, and that say nothing of what was trained."""
+"""Groups that earlier versions had in other forms; they do not affect what is trained."""
 
 
-def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
+def saved_config(values: dict[str, Any], key: str, file: str) -> RunConfig:
     """Parse the configuration that a run was written with, even by another version or with other
     plugins; unknown keys are ignored.
 
     Args:
-        values: what was written.
+        values: the stored values.
         key: the configuration key that errors name.
-        what: names the file in errors.
+        file: names the file in errors.
 
     Raises:
         UserError: the configuration is damaged.
@@ -279,7 +279,7 @@ def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
     config, _, wrong = checked(RunConfig, values)
     damaged = [problem for problem in wrong if problem.key.split(".")[0] not in CHANGED_SINCE]
     if problems := [*damaged, *config.trainer.problems(), *config.data.problems()]:
-        raise UserError.at(key, f"{what}: {problems[0]}")
+        raise UserError.at(key, f"{file}: {problems[0]}")
     return config
 
 

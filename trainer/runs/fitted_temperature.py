@@ -16,7 +16,7 @@ from pydantic import Field
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.formats import read_as
+from trainer.common.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
 
 FILE = "temperature.json"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.common.errors import PreemptedError, Problem, UserError
-from trainer.cores import core_numbers, usual_threads
+from trainer.common.processes import core_numbers, usual_threads
 from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 
@@ -162,9 +162,9 @@ def check_same_device(device: str) -> None:
     Raises:
         UserError: on all ranks, if some have no GPU; transient, since a driver may have failed.
     """
-    found = all_gather((device, os.uname().nodename))
-    without = sorted({node for kind, node in found if kind == "cpu"})
-    if without and any(kind != "cpu" for kind, _ in found):
+    devices = all_gather((device, os.uname().nodename))
+    without = sorted({node for kind, node in devices if kind == "cpu"})
+    if without and any(kind != "cpu" for kind, _ in devices):
         raise UserError.at(
             "trainer.accelerator",
             f"torch sees no GPU on {', '.join(without)}, but other processes have one; see what "
@@ -342,9 +342,9 @@ def all_gather(value: T) -> list[T]:
     """Return the ``value`` of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=waiting_group())
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=waiting_group())
+    return values
 
 
 def share_of_cores() -> int:
@@ -355,8 +355,8 @@ def share_of_cores() -> int:
     parts.
     """
     mine, machine = core_numbers(), os.uname().nodename
-    found = all_gather((machine, mine))
-    return fair_share(mine, [cores for where, cores in found if where == machine])
+    sets = all_gather((machine, mine))
+    return fair_share(mine, [cores for where, cores in sets if where == machine])
 
 
 def fair_share(mine: frozenset[int], of_all: Sequence[frozenset[int]]) -> int:

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
+from trainer.common.formats import FIRST, Count, first_problem, read_plain
 from trainer.common.validation import adapter
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.evaluation.results import Milestone, Reach
-from trainer.formats import FIRST, Count, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
 from trainer.runs.metrics_file import BUCKETS
@@ -204,12 +204,12 @@ def read_run_state(checkpoint: Path, state: dict[str, Any]) -> RunState:
         UserError: something that training needs is damaged.
     """
     try:
-        found: RunState = _as(RunState, state)
+        run_state: RunState = _as(RunState, state)
         if re.fullmatch(r"step-\d+", checkpoint.name) and int(checkpoint.name[5:]) != state["step"]:
             raise ValueError(f"step: {state['step']}")
     except ValueError as error:
         raise _damaged(checkpoint, error) from error
-    return found
+    return run_state
 
 
 def _from_first_format(state: dict[str, Any]) -> dict[str, Any]:

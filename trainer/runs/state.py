@@ -28,14 +28,14 @@ Tensors = dict[str, Tensor]
 def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, parameter in model.named_parameters():
-        found[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{key}"] = value
+            tensors[f"optimizer.{name}.{key}"] = value
     if rank:
-        found = {name: value for name, value in found.items() if isinstance(value, DTensor)}
-    return found | random_states(rank)
+        tensors = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    return tensors | random_states(rank)
 
 
 def random_states(rank: int) -> Tensors:
