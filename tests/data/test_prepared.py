@@ -56,8 +56,8 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
         prepare_corpus(config, TokenizerConfig(path=str(path)))
     with pytest.raises(UserError, match="another tokenizer than the model's"):
         prepare_corpus(config, BPE, other)
-    own = str(directory / "tokenizer.json")
-    assert prepare_corpus(config, TokenizerConfig(path=own)).directories == [str(directory)]
+    path_of_own = str(directory / "tokenizer.json")
+    assert prepare_corpus(config, TokenizerConfig(path=path_of_own)).directories == [str(directory)]
 
 
 def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory, tmp_path):
@@ -74,9 +74,9 @@ def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory
     read = TokenizerConfig(path=str(tmp_path / "published.json"))
     assert prepare_corpus(as_it_is, read).directories == [str(directory)]
     text = "some words that are more than four tokens"
-    found = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
-    assert len(found.ids) > 4
-    assert found.ids == open_prepared(directory).tokenizer.encode(text).ids
+    result = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
+    assert len(result.ids) > 4
+    assert result.ids == open_prepared(directory).tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
@@ -134,11 +134,11 @@ def test_what_bounds_do_not_change_is_the_same_text(config, directory):
         assert Preparation.find(replace(config, **change), BPE, None).directory == directory
 
 
-def harm(directory, what):
+def harm(directory, damage):
     shard = directory / "train-00000-0000.bin"
     manifest = directory / "manifest.json"
     plain = json.loads(manifest.read_text())
-    match what:
+    match damage:
         case "cut":
             os.truncate(shard, shard.stat().st_size - 2)
         case "missing":
@@ -166,7 +166,7 @@ def harm(directory, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("damage", "message"),
     [
         ("cut", r"train-00000-0000\.bin has .* bytes instead of"),
         ("missing", r"train-00000-0000\.bin is missing"),
@@ -181,9 +181,9 @@ def harm(directory, what):
         ("no tokenizer", r"tokenizer\.json: Model missing"),
     ],
 )
-def test_damage_is_one_line_that_names_the_directory(directory, what, said):
-    harm(directory, what)
-    with pytest.raises(UserError, match=said) as error:
+def test_damage_is_one_line_that_names_the_directory(directory, damage, message):
+    harm(directory, damage)
+    with pytest.raises(UserError, match=message) as error:
         open_prepared(directory)
     (problem,) = map(str, error.value.problems)
     assert str(directory) in problem
@@ -234,10 +234,10 @@ def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
 def test_a_manifest_that_says_what_cannot_be_is_damaged(directory, path, value):
     file = directory / "manifest.json"
     manifest = json.loads(file.read_text())
-    at = manifest
+    group = manifest
     for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
+        group = group[key]
+    group[path[-1]] = value
     file.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="is damaged") as error:
         open_prepared(directory)
@@ -296,12 +296,12 @@ def test_ids_that_are_no_tokens_are_named_where_they_are_read(directory):
     path.write_bytes(ids.tobytes())
     stream = open_prepared(directory).train
     assert stream.windows(np.array([0]), 40)[0, 3] == size - 1
-    said = f"'{path}' is damaged: it holds the id {size}, and those of the tokenizer end at "
-    said += f"{size - 1}; remove the directory and prepare it again."
+    message = f"'{path}' is damaged: it holds the id {size}, and those of the tokenizer end at "
+    message += f"{size - 1}; remove the directory and prepare it again."
     for train in (stream, pickle.loads(pickle.dumps(stream))):
-        with pytest.raises(UserError, match=re.escape(said)):
+        with pytest.raises(UserError, match=re.escape(message)):
             train.windows(np.array([0]), 41)
-        with pytest.raises(UserError, match=re.escape(said)):
+        with pytest.raises(UserError, match=re.escape(message)):
             train.documents(len(ids))
 
 
@@ -333,8 +333,8 @@ def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
 
 def open_below(directory):
     """Files of a directory that this process has open."""
-    found = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    return sum(path.startswith(str(directory)) for path in found)
+    result = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum(path.startswith(str(directory)) for path in result)
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):
@@ -376,10 +376,10 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_where_prepared_text_lies(monkeypatch, kind):
-    given, expected = CACHES[kind]
+    variables, expected = CACHES[kind]
     for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "home")
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_directory(DataConfig()) == Path(expected)

@@ -62,11 +62,11 @@ def test_there_are_shards_of_every_split_with_their_documents(config, many_piece
     assert len(text.train.places) > 6
     streams = (text.train, text.validation, text.test)
     documents = [d for stream in streams for d in stream.documents(10**6)]
-    said = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
+    message = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
     assert all(ids[-1] == text.end_of_text for ids in documents)
     expected = [f"Document {i} says something. " * (1 + i % 7) for i in range(120)]
-    assert sorted(said) == sorted(expected)
-    trained = said[: len(text.train.documents(10**6))]
+    assert sorted(message) == sorted(expected)
+    trained = message[: len(text.train.documents(10**6))]
     assert trained == [s for s in expected if s in set(trained)]  # in the order of the source
     manifest = text.manifest
     assert sum(manifest.documents.values()) == 120
@@ -152,10 +152,10 @@ def _killed_with_workers(config, sender):
 
 
 def _runs(pid):
-    found = subprocess.run(
+    result = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
-    return found.stdout.strip()[:1] not in {"", "Z"}
+    return result.stdout.strip()[:1] not in {"", "Z"}
 
 
 def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):
@@ -343,10 +343,10 @@ def rows():
 CONFIG = SourceConfig(bad_rows=1.0, min_characters=2)
 
 
-def in_batches(given, start=None, config=CONFIG):
+def in_batches(rows, start=None, config=CONFIG):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "BATCH", 8)  # characters
-        return [*batches_of(iter(given), config, start or DocumentBatch())]
+        return [*batches_of(iter(rows), config, start or DocumentBatch())]
 
 
 def test_a_batch_has_its_own_documents_and_counts_all_rows_up_to_its_end():
@@ -359,18 +359,18 @@ def test_a_batch_has_its_own_documents_and_counts_all_rows_up_to_its_end():
 
 
 def test_small_documents_fill_a_batch_again_after_the_first():
-    found = in_batches(["aa"] * 9)
-    assert [len(batch.texts) for batch in found] == [4, 4, 1]
-    assert [batch.text_bytes for batch in found] == [8, 8, 2]
+    result = in_batches(["aa"] * 9)
+    assert [len(batch.texts) for batch in result] == [4, 4, 1]
+    assert [batch.text_bytes for batch in result] == [8, 8, 2]
 
 
 def test_batches_go_on_where_a_checkpoint_was_and_leave_it_as_it_is():
     """Whatever was counted before, the second call counts the same as one call would."""
     whole = in_batches(rows())
     start = whole[1]
-    kept = list(start.named)
+    named = list(start.named)
     assert in_batches(rows()[4:], start) == whole[2:]
-    assert start.named == kept
+    assert start.named == named
     assert in_batches(rows()[4:], start) == whole[2:]
 
 

@@ -38,10 +38,13 @@ def test_published_weights_begin_as_their_tokenizer_does(finished):
     run = find_candidate(finished[0].run_dir)
     assert replace(run, run=None).bos_token is None
     assert replace(run, run=None, name="a/b").home == Path("runs/a/b")
-    own = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
-    own.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
-    assert replace(run, tokenizer=own).bos_token == replace(run, tokenizer=own, run=None).bos_token
-    assert replace(run, tokenizer=own).bos_token == 3
+    tokenizer = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
+    assert (
+        replace(run, tokenizer=tokenizer).bos_token
+        == replace(run, tokenizer=tokenizer, run=None).bos_token
+    )
+    assert replace(run, tokenizer=tokenizer).bos_token == 3
 
 
 def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
@@ -50,16 +53,16 @@ def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
     place.mkdir()
     file, beside = place / "a.bin", place / "b.bin"
 
-    def written(content=b"1234", at=5, name="b.bin"):
+    def written(content=b"1234", time=5, name="b.bin"):
         for path in place.iterdir():
             path.unlink()
-        for path, data, time in ((file, b"first", 1), (place / name, content, at)):
+        for path, data, when in ((file, b"first", 1), (place / name, content, time)):
             path.write_bytes(data)
-            os.utime(path, ns=(time, time))
+            os.utime(path, ns=(when, when))
         return _files_fingerprint(place), _files_fingerprint(place / name)
 
     first = written()
-    others = [written(b"12345"), written(at=6), written(name="c.bin")]
+    others = [written(b"12345"), written(time=6), written(name="c.bin")]
     assert all(a != b for other in others for a, b in zip(first, other, strict=True))
     assert written() == first
     assert _files_fingerprint(file) != _files_fingerprint(beside)

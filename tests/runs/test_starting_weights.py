@@ -49,7 +49,7 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("reference", "message"),
     [
         (
             "",
@@ -59,11 +59,11 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
         ("no/where", "model.from_run: 'no/where' is neither a run directory nor a checkpoint."),
     ],
 )
-def test_what_is_no_run_is_said_of_its_key(given, said):
-    for find in (encodings_of, lambda given: starting_weights(ModelConfig(from_run=given))):
+def test_what_is_no_run_is_said_of_its_key(reference, message):
+    for find in (encodings_of, lambda reference: starting_weights(ModelConfig(from_run=reference))):
         with pytest.raises(UserError) as error:
-            find(given)
-        assert tuple(map(str, error.value.problems)) == (said,)
+            find(reference)
+        assert tuple(map(str, error.value.problems)) == (message,)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_rank_reads_weights_without_the_others(finished, monkeypatch):
     monkeypatch.setattr(
         module,
         "load",
-        lambda *given, alone=False: (asked.append(alone), load(*given, alone=alone)),
+        lambda *reference, alone=False: (asked.append(alone), load(*reference, alone=alone)),
     )
     weights = dict(starting_weights(ModelConfig(from_run=finished[0].run_dir)).weights())
     assert asked == [True] * len(weights) != []
@@ -150,14 +150,14 @@ def test_a_drop_of_some_layers_leaves_the_others_their_heads(described):
 
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
-    given = str(checkpoint_of(finished[0]))
-    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": given}})
-    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=given)
+    reference = str(checkpoint_of(finished[0]))
+    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": reference}})
+    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
     assert config.model == replace(saved, vocab_size=config.model.vocab_size)
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
     assert (config.label, config.positional.layers) == ("DroPE", ["nope"])
-    own = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": given}})
-    assert own.label == "Own"
+    labelled = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": reference}})
+    assert labelled.label == "Own"
     before = str(checkpoint_of(finished[0], 6))
     values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):

@@ -118,7 +118,7 @@ REQUEUE_EXIT_CODE = 85
 
 
 class PreemptedError(Exception):
-    """Work stopped because it was asked to: a run at a step boundary, with a checkpoint."""
+    """Work that stopped on request: a run at a step boundary, with a checkpoint."""
 
     def __init__(self, message: str, is_resumable: bool = True) -> None:
         self.is_resumable = is_resumable

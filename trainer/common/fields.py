@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 LARGEST = 1 << 62
-"""Larger whole numbers overflow in what is computed from them."""
+"""Largest whole number; sums and products of larger ones overflow."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

@@ -24,14 +24,14 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 """Number of steps, tokens or bytes; a larger one is damage."""
 
 
-def read_plain(path: Path, largest: int = LARGEST) -> Any:
+def read_plain(path: Path) -> Any:
     """Return the plain values of a JSON file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is too large or no JSON; the message is one line.
     """
-    data = read_content(path, largest)
+    data = read_content(path)
     try:
         return json.loads(data)
     except RecursionError:
@@ -40,7 +40,7 @@ def read_plain(path: Path, largest: int = LARGEST) -> Any:
         raise ValueError(f"it is not JSON: {first_line(error)}") from None
 
 
-def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
+def read_as(path: Path, kind: type[T]) -> T:
     """Return a JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
 
     Raises:
@@ -48,7 +48,7 @@ def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
         ValueError: it is too large, no JSON, or contains something else; the message is one line
             and says where.
     """
-    data = read_content(path, largest)
+    data = read_content(path)
     try:
         return adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Plain values as a configuration: what pydantic finds in them becomes problems."""
+"""Plain values as a configuration: pydantic's errors become problems."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def adapter(kind: type[S]) -> TypeAdapter[S]:
 
 
 def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:
-    """Return ``values`` as the dataclass ``schema``, and a problem for each key or value that it
-    cannot have. Values that are wrong have their defaults, so that the rest can be checked too."""
+    """Return ``values`` as the dataclass ``schema``, and its unknown keys and wrong values.
+
+    Wrong values are replaced by defaults, so that all others can be checked too.
+    """
     config, unknown, wrong = checked(schema, values)
     return config, [*unknown, *wrong]
 
@@ -128,7 +130,7 @@ _KINDS = {
 
 
 def _expected(error: Any, kind: Any) -> str:
-    """Return what one of pydantic's errors asks for."""
+    """Describe the value that one of pydantic's errors expected."""
     context: dict[str, Any] = error.get("ctx", {})
     bounds = {
         "gt": "more than {}",

@@ -140,7 +140,7 @@ def as_batch(
 
 
 BOUNDS = 64
-"""So that their number, which compiled code would be specialised to, takes few values."""
+"""Bounds are padded to a multiple of this number: compiled code is specialised to their number."""
 
 
 def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:

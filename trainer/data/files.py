@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
-from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.errors import Problem, UserError, first_line, raise_all
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 READABLE = f"{', '.join(KINDS)}, .gz or .zst"
 AT_ONCE = 16
-"""Addresses that are asked about at once."""
+"""Addresses that are looked up concurrently."""
 READ = 1 << 20
 """Bytes read at a time."""
 LONGEST = 64 << 20
@@ -103,8 +103,7 @@ def find_files(patterns: list[str], key: str) -> list[File]:
                 # One file may be named twice, in two spellings.
                 whole = path if "://" in path else str(Path(path).absolute())
                 sizes.setdefault(whole, (path, size))
-    if problems:
-        raise UserError(*problems)
+    raise_all(problems)
     root = _common_root(list(sizes))
     return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(sizes.items())]
 

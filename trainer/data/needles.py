@@ -136,7 +136,7 @@ def mix_needles(
 
     same_name = (chosen[:, :, None] == chosen[:, None, :]) & np.tri(M, k=-1, dtype=bool)
     changed = same_name.any(axis=2) & (change < config.changes)
-    # The number that holds is that of the name's last change; -1: still its first.
+    # A name has the number of its last change; -1: still its first number.
     until_now = same_name | np.eye(M, dtype=bool)
     last_change = np.where(until_now & changed[:, None, :], np.arange(M), -1).max(axis=2)
     rows = np.arange(B)[:, None]

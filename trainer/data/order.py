@@ -22,7 +22,7 @@ ROUNDS = 8
 Rackoff 1988); small domains need more."""
 
 PERIOD = 10_000
-"""Samples after which the texts of a mixture have had exactly their shares."""
+"""Samples in which each text of a mixture has exactly its share."""
 
 
 def _mix(x: Words) -> Words:

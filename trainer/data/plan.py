@@ -234,11 +234,7 @@ def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
 
 
 def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) -> None:
-    """Check that there are enough documents; otherwise say why there are not more.
-
-    Raises:
-        UserError: there are fewer than three distinct documents.
-    """
+    """Check that there are three distinct documents; otherwise name the reasons for so few."""
     if (count := len(set(documents))) >= 3:
         return
     bad, empty, short = [], 0, 0

@@ -36,7 +36,7 @@ from trainer.data.units import Report, naming, prepare_units, write_manifest
 log = logging.getLogger(__name__)
 
 LARGEST_BY_ITSELF = 256 << 20
-"""Bytes of local text that a run of one process prepares without being asked."""
+"""Bytes of local text that a run of one process prepares without a command."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Preparation:
 
     @property
     def missing(self) -> Problem:
-        """Message of a run that may not prepare its text itself."""
+        """Problem of a run that may not prepare its text itself."""
         once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return Problem(
@@ -258,7 +258,7 @@ def not_prepared(config: DataConfig) -> Problem:
 
 
 def unprepared(values: Any) -> list[Problem]:
-    """Describe each remote text of which nothing is prepared, with any tokenizer."""
+    """Return a problem for each remote text that is prepared with no tokenizer."""
     try:
         config = adapter(DataConfig).validate_python(values)
         texts = [text for text, _ in config.texts.values()]

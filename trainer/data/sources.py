@@ -257,7 +257,7 @@ def _without_collections() -> Iterator[None]:
 
 def _modules(root: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(root):
-        folders[:] = set(folders) - SKIPPED  # os.walk skips what is removed here
+        folders[:] = set(folders) - SKIPPED  # os.walk visits only the folders that stay
         yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 

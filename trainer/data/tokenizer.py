@@ -99,8 +99,7 @@ def _read(path: str) -> Tokenizer:
 def tokenizer_identity(
     config: TokenizerConfig, tokenizer: Tokenizer | None, words: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what identifies a tokenizer: its content, its name on the hub, or its training
-    request."""
+    """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
     if config.path and not is_tokenizer_file(config.path) and config.path.count("/") == 1:
         return {"hub": config.path}
     if config.path:

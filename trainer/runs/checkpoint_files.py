@@ -27,13 +27,13 @@ Manifest = dict[str, tuple[Count, str]]
 MOST_THREADS = 8
 """Files that one process hashes at once; hashing releases the interpreter's lock."""
 _known: dict[tuple[str | int, ...], str] = {}
-"""Checksums of files by :func:`_identity`: what this process has hashed, or written, once."""
+"""Checksums of the files that this process has hashed or written, by :func:`_identity`."""
 
 
 def _identity(path: Path) -> tuple[str | int, ...]:
-    """Return what identifies a file's content across a rename of its directory."""
-    about = path.stat()
-    return path.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    """Return a key of a file's content that survives a rename of its directory."""
+    status = path.stat()
+    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
@@ -55,7 +55,7 @@ def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> No
         shutil.rmtree(replaced)
     partial.rename(final)
     synchronise(final.parent)
-    # All ranks have hashed what they wrote: no need to read it again.
+    # Every rank has hashed its files while it wrote them: they need not be read again.
     _remember(final, [(name, str(digest)) for name, (_, digest) in files.items()])
 
 
@@ -92,7 +92,7 @@ def _trust(directory: Path) -> None:
         expected = read_as(directory / MANIFEST, Manifest)
         _remember(directory, [(name, digest) for name, (_, digest) in expected.items()])
     except FileNotFoundError:
-        log.debug("%s is not to be seen from here", directory)
+        log.debug("%s cannot be seen from this node", directory)
 
 
 def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:

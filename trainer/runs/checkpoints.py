@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import trainer
-from trainer.common.errors import Problem, UserError, near_path
+from trainer.common.errors import Problem, UserError, near_path, raise_all
 from trainer.common.formats import FIRST, check_format, read_plain
 from trainer.common.validation import adapter
 from trainer.model.config import ModelConfig
@@ -41,8 +41,8 @@ from trainer.runs.training_config import TrainerConfig
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
-NOT_OF_THE_MODEL = "attention_backend", "from_pretrained", "from_run"
-"""Keys of the model's configuration that say nothing of its shape."""
+CHOSEN = "attention_backend", "from_pretrained", "from_run"
+"""Keys of the model's configuration that do not affect its shape."""
 
 
 def description(
@@ -185,11 +185,8 @@ def find_checkpoint(name: str) -> Path:
         raise UserError.at("checkpoint", f"there is no checkpoint in {name!r}{hint}.")
     if path.is_file():
         raise UserError.at("checkpoint", f"{name!r} is a file; a checkpoint is a directory.")
-    raise UserError.at(
-        "checkpoint",
-        f"{name!r} is neither a run directory nor a checkpoint.",
-        near_path(path),
-    )
+    message = f"{name!r} is neither a run directory nor a checkpoint."
+    raise UserError.at("checkpoint", message, near_path(path))
 
 
 def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
@@ -254,13 +251,11 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
     """
     # Keys unknown to an earlier version had their default values.
     saved, wanted = asdict(ModelConfig()) | state["model"], asdict(model.config)
-    differing = [
+    raise_all(
         Problem(
             f"model.{key}",
             f"the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}.",
         )
         for key in wanted
-        if saved[key] != wanted[key] and key not in NOT_OF_THE_MODEL
-    ]
-    if differing:
-        raise UserError(*differing)
+        if saved[key] != wanted[key] and key not in CHOSEN
+    )

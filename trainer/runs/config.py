@@ -1,4 +1,4 @@
-"""The whole configuration of a run: the schema of every group, and what is impossible in it."""
+"""The whole configuration of a run: the schema of every group, and the rules between them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.files import write_atomically
 from trainer.common.formats import check_format, read_content, read_plain
 from trainer.common.validation import checked, shown
@@ -109,8 +109,7 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     record = directory / "config.yaml"
     is_used = directory.is_dir() and any(directory.iterdir())
     if config.overwrite:
-        if is_used and (problems := overwrite_problems(directory)):
-            raise UserError(*problems)
+        raise_all(overwrite_problems(directory) if is_used else [])
         return
     if is_used and not record.exists():
         raise UserError.at(
@@ -122,22 +121,19 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         # Keys added since the run was written have their default values.
         saved = plain(saved_run(directory))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
-        if differing := differences(saved, plain(config), free):
-            raise UserError(
-                *(
-                    Problem(
-                        key,
-                        f"the run in {config.run_dir!r} has {shown(old)}, this command "
-                        f"{shown(new)}.",
-                    )
-                    for key, old, new in differing
-                ),
-                Problem(
-                    "",
-                    "Choose another name=, or overwrite=true to start again; `python -m trainer "
-                    f"evaluate checkpoint={config.run_dir}` evaluates a run anew.",
-                ),
+        changed = [
+            Problem(
+                key,
+                f"the run in {config.run_dir!r} has {shown(old)}, this command {shown(new)}.",
             )
+            for key, old, new in differences(saved, plain(config), free)
+        ]
+        if changed:
+            advice = (
+                "Choose another name=, or overwrite=true to start again; `python -m trainer "
+                f"evaluate checkpoint={config.run_dir}` evaluates a run anew."
+            )
+            raise UserError(*changed, Problem("", advice))
 
 
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
@@ -289,7 +285,7 @@ _TABLE = r"(report\.(json|html)|table\.(md|tex|csv)|[\w.-]+\.json)"
 _PICTURE = r"[\w.,+ -]+\.(svg|png|csv|json)"
 _CELL = r"cells/([a-z]+-[0-9a-f]{20}\.json|claims-\w+/(\w{20}|worked-\d+))"
 _EVALUATION = rf"({_TABLE}|{_CELL}|figures/{_PICTURE})"
-_OWN = re.compile(
+_FILES_OF_A_RUN = re.compile(
     rf"""
     config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
     | wandb_id | \.lock
@@ -305,7 +301,7 @@ _OWN = re.compile(
     """,
     re.VERBOSE,
 )
-"""Paths within a run, but for its controls, which are runs themselves."""
+"""Paths within a run, except those of its controls, which are runs too."""
 MOST_NAMED = 5
 
 
@@ -315,18 +311,15 @@ def overwrite_problems(directory: Path) -> list[Problem]:
     Reasons are a directory of another origin, and files that someone added to it.
     """
     if directory.is_symlink():
-        return [
-            Problem("overwrite", f"{str(directory)!r} is a link; give the directory that it names.")
-        ]
+        reason = f"{str(directory)!r} is a link; give the directory that it names."
+        return [Problem("overwrite", reason)]
     if not (directory / MARK).is_file():
-        return [
-            Problem(
-                "overwrite",
-                f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), "
-                "so nothing is deleted. Remove it yourself or choose another run_dir; a run of "
-                "an older version is marked when it is resumed.",
-            )
-        ]
+        reason = (
+            f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), so "
+            "nothing is deleted. Remove it yourself or choose another run_dir; a run of an older "
+            "version is marked when it is resumed."
+        )
+        return [Problem("overwrite", reason)]
     try:
         check_mark(directory)
     except UserError as error:
@@ -340,15 +333,13 @@ def overwrite_problems(directory: Path) -> list[Problem]:
             problems = [p for control in controls for p in overwrite_problems(control)]
         names = [*files, *(name for name in folders if (path / name).is_symlink())]
         paths = ((path / name).relative_to(directory).as_posix() for name in names)
-        foreign += [name for name in paths if not _OWN.fullmatch(name)]
-    more = f", and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        foreign += [name for name in paths if not _FILES_OF_A_RUN.fullmatch(name)]
     if foreign:
         named = ", ".join(repr(str(directory / name)) for name in sorted(foreign)[:MOST_NAMED])
-        problems.append(
-            Problem(
-                "overwrite",
-                f"not made by this program, so nothing is deleted: {named}{more}; move what you "
-                "want to keep elsewhere first.",
-            )
+        named += f", and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        reason = (
+            f"not made by this program, so nothing is deleted: {named}; move what you want to keep "
+            "elsewhere first."
         )
+        problems.append(Problem("overwrite", reason))
     return problems

@@ -31,10 +31,10 @@ from trainer.common.formats import read_content
 
 FILE = ".metadata"
 LARGEST = 1 << 30
-"""Bytes of an index; one of a thousand tensors on a thousand ranks has a fifth of it."""
+"""Bytes of an index; a thousand tensors on a thousand ranks need a fifth of them."""
 MOST_DIMENSIONS = 8
-LONGEST_SAID = 300
-"""Characters of what is said of an index, which may quote it."""
+LONGEST_REASON = 300
+"""Characters of an error message, which may quote the index."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 CLASSES = frozenset(
@@ -53,8 +53,8 @@ CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-"""What an index may name, beside torch's types of numbers: exact pairs of module and name. A dotted
-name, which pickle would resolve through what a module imports, is never among them."""
+"""Classes that an index may name besides torch's dtypes: exact pairs of module and name. No name
+has a dot: pickle would resolve it through the imports of a module."""
 DTYPES = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -67,8 +67,8 @@ OPCODES = {
     *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
     *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 }
-"""What the machine may do: as much as DCP's writer asks of it, in any of pickle's protocols from 2.
-Others ask for memory before they read, or are known to fail aloud in the interpreter itself."""
+"""Opcodes that DCP's writer uses, in any of pickle's protocols from 2. Other opcodes allocate
+memory before they read, or are known to fail within the interpreter."""
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def read_index(directory: Path) -> Metadata:
         return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
     except Exception as error:  # a damaged pickle may raise anything
         reason = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
-        line = "".join(c if c.isprintable() else "?" for c in reason[:LONGEST_SAID])
+        line = "".join(c if c.isprintable() else "?" for c in reason[:LONGEST_REASON])
         message = f"the index of {directory.name!r} is refused: {line}"
         raise UserError.at("checkpoint", message, transient=is_transient(error)) from error
 
@@ -219,16 +219,16 @@ def _state(loaded: Any, name: str, kind: type[Any] = dict) -> Any:
 
 def _size(loaded: Any) -> torch.Size:
     if not isinstance(loaded, StandIn) or type(loaded).__name__ != "Size" or len(loaded.args) != 1:
-        raise Refused("it has a shape that is none.")
+        raise Refused("it has an invalid tensor shape.")
     numbers = loaded.args[0]
     if not isinstance(numbers, list | tuple) or len(numbers) > MOST_DIMENSIONS:
-        raise Refused("it has a shape that is none.")
+        raise Refused("it has an invalid tensor shape.")
     return torch.Size([_count(number) for number in numbers])
 
 
 def _count(loaded: Any) -> int:
     if type(loaded) is not int or not 0 <= loaded < 1 << 62:
-        raise Refused("it has a number that is no size.")
+        raise Refused("it has a size that is not a whole number from 0.")
     return loaded
 
 

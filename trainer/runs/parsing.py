@@ -22,12 +22,11 @@ from trainer.runs.phases import branch_problems, phase_problems, with_lengths
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose."""
 CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
-"""Keys of a model that begins with weights which its run chooses; the weights determine all
-others."""
+"""Keys that a run may set for a model with trained weights; the weights determine all others."""
 
 
 class Schema(Protocol):
-    """A dataclass that knows what is impossible in it."""
+    """A dataclass that checks its values."""
 
     def problems(self) -> list[Problem]:
         """Check the values."""
@@ -272,7 +271,7 @@ def own_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _as_it_began(config: RunConfig) -> RunConfig:
-    """Return the configuration with what the run took from the missing model at its start."""
+    """Return the configuration with the shape and encodings that the missing model gave the run."""
     model, saved = config.model, saved_run(Path(config.run_dir))
     shape = replace(saved.model, attention_backend=model.attention_backend)
     if shape.qk_norm.when != "always":

@@ -1,4 +1,4 @@
-"""One phase of a run: its length, what it reads, and what changes at its start."""
+"""One phase of a run: its length, its batches, and the changes at its start."""
 
 from __future__ import annotations
 

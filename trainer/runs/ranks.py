@@ -194,14 +194,16 @@ def join_evaluation() -> tuple[Share, int]:
 
 
 def agreed_share(able: Sequence[int], ranks: Ranks) -> Share | None:
-    """Return this rank's share of what the ranks ``able`` evaluate (None: it is not among them),
-    with a name of the attempt that all of them agree on. All ranks call it together."""
+    """Return this rank's share of an evaluation by the ranks ``able``, or None if it is not able.
+
+    All ranks call it together and agree on the name of the attempt.
+    """
     attempt = all_gather(uuid4().hex)[0]
     return Share(able.index(ranks.rank), len(able), attempt) if ranks.rank in able else None
 
 
 _waiting: list[dist.ProcessGroup] = []
-"""The group in which ranks wait for what one of them does alone, where there are several ranks."""
+"""The group in which several ranks wait for the work of one; empty for a single rank."""
 
 
 def waiting_group() -> dist.ProcessGroup | None:
@@ -219,7 +221,8 @@ def limit_collectives(seconds: float) -> None:
         return
     dist.barrier(group=waiting_group())  # pending operations keep the old timeout
     on_devices = [g for g, backend in _world.pg_backend_config.items() if "nccl" in backend]
-    # As in torchtitan; torch has no public function for existing groups. None: the default group.
+    # Torch has no public function for existing groups; torchtitan does the same. None: the default
+    # group.
     for group in (None, *on_devices):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -1,4 +1,4 @@
-"""Schema of a checkpoint's ``state.json``: what every reader needs, and what training needs.
+"""Schema of a checkpoint's ``state.json``: fields of every reader, and fields of training.
 
 The file may be damaged or forged: everything that is read from it is declared here.
 """
@@ -198,7 +198,7 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_run_state(checkpoint: Path, state: dict[str, Any]) -> RunState:
-    """Return what training resumes from; ``state``: what :func:`read_saved` returned.
+    """Return the state that training resumes from; ``state``: the result of :func:`read_saved`.
 
     Raises:
         UserError: something that training needs is damaged.
@@ -213,11 +213,7 @@ def read_run_state(checkpoint: Path, state: dict[str, Any]) -> RunState:
 
 
 def _from_first_format(state: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields that format 1 named after classes and private attributes.
-
-    Raises:
-        ValueError: a field that is renamed is damaged.
-    """
+    """Rename the fields that format 1 named after classes and private attributes."""
     state = dict(state)
     if "callbacks" in state:
         callbacks = _dictionary("callbacks", state.pop("callbacks"))
@@ -255,11 +251,6 @@ FIRST_TALLY = {
 
 
 def _dictionary(name: str, value: Any) -> dict[str, Any]:
-    """Return ``value`` if it is a dictionary.
-
-    Raises:
-        ValueError: it is something else.
-    """
     if not isinstance(value, dict):
         raise ValueError(f"{name}: expected a dictionary")
     return value
@@ -278,11 +269,7 @@ def _as(kind: type[Any], state: dict[str, Any]) -> Any:
 
 
 def _check(state: Any) -> None:
-    """Check the description of the model.
-
-    Raises:
-        ValueError: it describes no model.
-    """
+    """Check the description of the model; raise ``ValueError`` if it describes none."""
     if not isinstance(state, dict):
         raise ValueError("layout: expected the encodings of all layers")
     layout = in_todays_form(state.get("layout"))

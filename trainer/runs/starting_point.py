@@ -171,7 +171,7 @@ NUMERICS = {
     "fp32": "float32",
     "bf16": "bfloat16 activations and products, float32 weights, gradients and optimizer",
 }
-"""What is computed in which type, by ``trainer.precision``, under every strategy."""
+"""Dtypes of a run by ``trainer.precision``, the same under every strategy."""
 
 
 def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:

@@ -1,5 +1,4 @@
-"""Groups ``optimizer``, ``trainer``, ``strategy``, ``logger`` and ``monitor``: how a run trains, on
-what, and what is measured meanwhile."""
+"""Groups ``optimizer``, ``trainer``, ``strategy``, ``logger`` and ``monitor`` of a run."""
 
 from __future__ import annotations
 
@@ -274,7 +273,7 @@ class BenchmarksConfig:
 
 @configuration
 class MonitorConfig:
-    """Measurements of the model in training; they change nothing of what is trained."""
+    """Measurements of the model in training; they do not affect it."""
 
     lengths_every: Count | None = None
     """Steps between measurements of retrieval and held-out loss by length; null: never."""
