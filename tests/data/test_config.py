@@ -67,12 +67,9 @@ WRONG = [
         {"mixture": {"a": FILES | {"weigth": 1.0}}},
         "data.mixture.a.weigth: unknown key. Did you mean 'weight'?",
     ),
-    *(
-        (
-            {"mixture": {"a": FILES | {"weight": weight}}},
-            f"data.mixture.a.weight: expected a positive number, got {weight!r}.",
-        )
-        for weight in (0, -1.0)
+    (
+        {"mixture": {"a": FILES | {"weight": 0}}},
+        "data.mixture.a.weight: expected a positive number, got 0.",
     ),
     (
         {"mixture": {"a": FILES | {"files": "a"}}},

@@ -151,7 +151,7 @@ def test_a_log_on_a_full_disk_says_so_once_and_stops_nothing(capsys):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        *((text, ".*") for text in ("", "a: [", "\tx: 1", "a: !!python/object:os.system {}")),
+        *((text, ".*") for text in ("\1", "", "a: [", "\tx: 1", "a: !!python/object:os.system {}")),
         ("7", "it holds no configuration"),
         ("trainer: 7", "trainer: .*"),
         ("sead: 7\nmodel: {hidden_size: x}", "model.hidden_size: .*"),

@@ -21,13 +21,6 @@ from trainer.runs.parsing import control_config, merged, parse, parse_without_we
 from trainer.workflows.requests import EvaluationRequest
 
 
-def test_a_length_in_tokens_becomes_steps_that_reach_it():
-    values = {"trainer": {"max_tokens": 100_000, "batch_size": 8}, "data": {"sequence_length": 128}}
-    config = parse(RunConfig, values)
-    assert config.trainer.max_steps == 98  # 97 steps of 1,024 tokens are 99,328
-    assert config.tokens_per_step * 98 >= 100_000 > config.tokens_per_step * 97
-
-
 def test_a_run_may_leave_the_controls_of_its_experiment_out():
     assert parse(RunConfig, {"controls": None}).controls == {}
 
@@ -243,6 +236,13 @@ def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
             "trainer.log_every: expected 1 or more, got 0.",
             "controls.a.trainer.keep_best: expected 0 or more, got -1.",
         )
+
+
+@pytest.mark.parametrize("branch", ["x", "drop", 11])
+def test_a_branch_is_judged_only_of_a_run_without_problems(branch):
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, controlled(a={"branch": branch}), [Problem("before", "something.")])
+    assert [problem.key for problem in error.value.problems] == ["before"]
 
 
 NORM = "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose 'never' or"

@@ -101,10 +101,6 @@ def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
 
 IMPOSSIBLE = {
     "phases.a: how long is it? Give phases.a.steps or phases.a.tokens.": {"a": {}},
-    "phases.a.steps: expected 1 or more, got 0.": {"a": {"steps": 0}},
-    "phases.a.sequence_lenght: unknown key. Did you mean 'sequence_length'?": {
-        "a": {"steps": 1, "sequence_lenght": 64}
-    },
     "phases.a.weights: there is one text; data.mixture names several.": {
         "a": {"steps": 1, "weights": {"x": 1.0}}
     },
@@ -122,9 +118,6 @@ IMPOSSIBLE = {
     },
     "phases.b.drop.windows: a window of 64 tokens does not fit sequences of 32": {
         "a": {"steps": 1}, "b": {"steps": 1, "drop": {"windows": [64]}}
-    },
-    "phases.a.rescale.factor: expected more than 1, got 0.5.": {
-        "a": {"steps": 1, "rescale": {"factor": 0.5}}
     },
     "phases.b.rescale.layers: layer 4 does not exist in a model of 2 layers; expected 0 to 1": {
         "a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0, "layers": [0, 4]}}
@@ -175,9 +168,6 @@ IMPOSSIBLE = {
     },
     "phases.a.until.back_within: the phase drops and rescales nothing; give flat.": {
         "a": {"steps": 1, "until": {"back_within": 0.1}}
-    },
-    "phases.b.schedule: needed, since 'a' may end early": {
-        "a": {"steps": 1, "until": {"every": 1, "flat": 0.1}}, "b": {"steps": 1}
     },
     "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
 }  # fmt: skip
@@ -330,34 +320,11 @@ MIXED = {
 }
 ENDS = "needed, since 'a' may end early, and the run's is laid out over all steps."
 REFUSED = {
-    **{
-        f"phases.a.{key}: expected 1 or more, got 0.": {"a": {"steps": 1, key: 0}}
-        for key in ("batch_size", "micro_batch_size", "log_every")
-    },
-    "phases.a.tokens: expected 1 or more, got 0.": {"a": {"tokens": 0}},
     "phases.a.tokens: expected 1 or more, got -3.": {"a": {"tokens": -3, "steps": 5}},
-    "phases.a.sequence_length: expected 2 or more, got 1.": {
-        "a": {"steps": 1, "sequence_length": 1}
-    },
     "phases.a.weights.oen: no text of data.mixture. Did you mean 'one'?": {
         "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
     },
-    "phases.a.weights.one: expected a positive number, got 0.0.": {
-        "a": {"steps": 1, "weights": {"one": 0.0, "two": 1.0}}
-    },
     "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
-    "phases.b.rescale: give it a phase apart from phases.b.drop.": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {}, "rescale": {}}
-    },
-    "phases.a.until.every: expected 1 or more, got 0.": {
-        "a": {"steps": 1, "until": {"flat": 0.1, "every": 0}}
-    },
-    "phases.a.until.patience: expected 1 or more, got 0.": {
-        "a": {"steps": 1, "until": {"flat": 0.1, "patience": 0}}
-    },
-    "phases.a.until.flat: expected a positive number, got 0.0.": {
-        "a": {"steps": 1, "until": {"flat": 0.0}}
-    },
     f"phases.b.schedule: {ENDS}": {
         "a": {"steps": 1, "until": {"every": 1, "flat": 0.1}}, "b": {"steps": 1},
         "c": {"steps": 1, "schedule": {}},

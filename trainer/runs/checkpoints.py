@@ -41,7 +41,7 @@ from trainer.runs.training_config import TrainerConfig
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
-CHOSEN = "attention_backend", "from_pretrained", "from_run"
+FREE_MODEL_KEYS = "attention_backend", "from_pretrained", "from_run"
 """Keys of the model's configuration that do not affect its shape."""
 
 
@@ -257,5 +257,5 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
             f"the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}.",
         )
         for key in wanted
-        if saved[key] != wanted[key] and key not in CHOSEN
+        if saved[key] != wanted[key] and key not in FREE_MODEL_KEYS
     )

@@ -122,7 +122,7 @@ def _control_problems(
         for key in ("run_dir", "controls", "evaluation")
         if key in changes
     ]
-    if not problems and not known:
+    if not problems and not known:  # the run's own problems may be the reason for these
         problems = _branch_problems(config, branch)
     if not problems:
         try:
@@ -132,7 +132,7 @@ def _control_problems(
         else:
             step = config.drop_step if branch == "drop" else branch
             problems = _ignored_changes(control, changes)
-            if not problems and step is not None:
+            if not problems and not known and step is not None:
                 problems = branch_problems(config, control, step)
     return [problem.under(f"controls.{name}") for problem in problems]
 
