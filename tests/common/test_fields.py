@@ -238,4 +238,4 @@ def _numbers(hint: Any, key: str) -> list[str]:
     if get_origin(hint) is dict:
         named = "a" if dataclasses.is_dataclass(arguments[1]) else "x"
         return _numbers(arguments[1], f"{key}.{named}")
-    return list(dict.fromkeys(key for argument in arguments for key in _numbers(argument, key)))
+    return list(dict.fromkeys(name for argument in arguments for name in _numbers(argument, key)))

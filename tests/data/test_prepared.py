@@ -92,23 +92,6 @@ def test_text_that_is_nowhere_says_what_is_missing(config):
         Preparation.find(replace(config, files=["gone"]), BPE, None)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"min_characters": 50},
-        {"validation": 0.2},
-        {"test": 0.1},
-        {"validation_tokens": 50},
-        {"test_tokens": 50},
-        {"revision": "second"},
-        {"text_field": "body"},
-    ],
-    ids=str,
-)
-def test_another_request_is_another_text(config, directory, change):
-    assert Preparation.find(replace(config, **change), BPE, None).directory != directory
-
-
 def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies(directory):
     text = open_prepared(directory)
 
@@ -129,9 +112,11 @@ def test_a_source_of_another_size_is_another_text(config, directory, tmp_path):
     assert not work.is_done
 
 
-def test_what_bounds_do_not_change_is_the_same_text(config, directory):
+def test_another_request_is_another_text_and_other_sequences_are_the_same(config, directory):
     for change in ({"sequence_length": 99}, {"bad_rows": 0.5}, {"document_mask": True}):
         assert Preparation.find(replace(config, **change), BPE, None).directory == directory
+    other = replace(config, min_characters=50)
+    assert Preparation.find(other, BPE, None).directory != directory
 
 
 def harm(directory, damage):

@@ -239,15 +239,6 @@ def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch
     assert_same_state(checkpoint_of(config), checkpoint_of(whole))
 
 
-def test_the_last_checkpoint_must_be_written(run, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(saving, "save", full)
-    with pytest.raises(UserError, match=r"step 12 could not be written .*No space left"):
-        run()
-
-
 def test_what_a_killed_process_left_is_swept_and_never_taken(run):
     config, _ = run()
     directory = Path(config.run_dir) / "checkpoints"
