@@ -271,6 +271,10 @@ RUN = [
         "choose 'auto' or 'sdpa'.",
     ),
     ({"model": {"qk_norm": {"when": "after_drop"}}}, f"{NORM} 'always'."),
+    (
+        {"model": {"head_dim": 7}},
+        "model.head_dim: 7 is odd, but channels rotate in pairs; use 8 or 6.",
+    ),
     ({"drop": {"to": "rpe"}}, "drop.to: unknown encoding 'rpe'. Did you mean 'rope'?"),
 ]
 

@@ -117,7 +117,7 @@ def prepare_corpus(
         known = dict(zip(texts, map(str, wanted), strict=True))
     for index, (name, (text, _)) in enumerate(texts.items(), 1):
         with of_mixture(config, name):
-            work = Preparation.find(text, tokenizer_config, tokenizer, name, wanted=known.get(name))
+            work = Preparation.find(text, tokenizer_config, tokenizer, wanted=known.get(name))
             if not work.is_done:
                 if not alone or not work.is_small:
                     raise UserError(work.missing)

@@ -50,7 +50,6 @@ class Preparation:
     config: DataConfig
     tokenizer_config: TokenizerConfig
     tokenizer: Tokenizer | None
-    name: str
     directory: Path
     listing: Listing | None = None
 
@@ -65,7 +64,6 @@ class Preparation:
         config: DataConfig,
         tokenizer_config: TokenizerConfig,
         tokenizer: Tokenizer | None,
-        name: str = "text",
         network: bool = False,
         wanted: str | None = None,
     ) -> Preparation:
@@ -77,7 +75,7 @@ class Preparation:
         Raises:
             UserError: there is no such source, or it cannot be read.
         """
-        preparation = partial(cls, config, tokenizer_config, tokenizer, name)
+        preparation = partial(cls, config, tokenizer_config, tokenizer)
         if config.prepared:
             read_manifest(Path(config.prepared))
             return preparation(Path(config.prepared))

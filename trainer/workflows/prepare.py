@@ -44,7 +44,7 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
     tokenizer = tokenizer_of_weights(config)
     for name, (text, _) in data.texts.items():
         with of_mixture(data, name):
-            work = Preparation.find(text, config.tokenizer, tokenizer, name, network=True)
+            work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
             if request.verify:
                 said = _verified(work)
             elif work.is_done:
