@@ -31,7 +31,7 @@ from trainer.data.prepared import (
     read_manifest,
 )
 from trainer.data.sources import Listing, describe, is_here, list_source, source_problems
-from trainer.data.units import Report, naming, prepare_units, write_manifest
+from trainer.data.units import Report, prepare_units, reporting_failures, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Preparation:
             UserError: the source cannot be read, has too little text or too many bad rows, or the
                 directory cannot be written.
         """
-        with naming(self.directory):
+        with reporting_failures(self.directory):
             if not is_prepared(self.directory):
                 plan = self._plan(part[1])
                 planned(plan)

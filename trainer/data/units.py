@@ -196,7 +196,7 @@ def prepare_units(
 
 
 @contextmanager
-def naming(directory: Path) -> Iterator[None]:
+def reporting_failures(directory: Path) -> Iterator[None]:
     """Turn errors of the disk and of worker processes into one that names the directory.
 
     Raises:
