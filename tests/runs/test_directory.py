@@ -230,7 +230,7 @@ def test_a_place_that_can_be_is_left_as_it_is(tmp_path):
     ("where", "message"),
     [
         ("file/run", "'{}/file' is a file; give the name of a directory."),
-        ("circle/run", "'{}/circle/run' cannot be written (its links go in a circle)."),
+        ("circle/run", "'{}/circle' is a file; give the name of a directory."),
         ("circle", "'{}/circle' cannot be written (its links go in a circle)."),
         ("nowhere", "'{}/nowhere' cannot be written (No such file or directory)."),
         ("nowhere/run", "'{}/nowhere' is a file; give the name of a directory."),
