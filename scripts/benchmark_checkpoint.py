@@ -10,7 +10,7 @@ end of the step before, its checkpoint included.
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -88,7 +88,7 @@ def prepare(paths: list[str], workers: int) -> None:
             of_library = time.perf_counter() - began
             config = DataConfig(source="files", files=paths, cache_dir=f"{directory}/{turn}")
             began = time.perf_counter()
-            work = Preparation.of(config, TokenizerConfig(path=str(path)), None)
+            work = Preparation.find(config, TokenizerConfig(path=str(path)), None)
             work.run(workers=workers)
             ours = time.perf_counter() - began
             print(
@@ -122,7 +122,7 @@ def memory(tokens: int, workers: int) -> None:
         config = DataConfig(
             source="made_up", arguments={"words": tokens // 2}, cache_dir=f"{directory}/cache"
         )
-        work = Preparation.of(config, TokenizerConfig(path=str(path)), None)
+        work = Preparation.find(config, TokenizerConfig(path=str(path)), None)
         began = time.perf_counter()
         work.run(workers=workers)
         seconds = time.perf_counter() - began

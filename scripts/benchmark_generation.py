@@ -12,7 +12,7 @@ rounds, with its quartiles. ``--quick`` takes a tiny model.
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -13,7 +13,7 @@ a process, which shares cores and disk but no interpreter. The ways take turns i
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -14,7 +14,7 @@ the checkpoint, and 2,048 tokens for ``smollm2``, as scripts/fetch_smollm2.py fe
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse
@@ -111,7 +111,7 @@ def checkpoint(given: str) -> Pair:
 
 def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:
     """Make the prompts of the demo's trials."""
-    vocabulary = NeedleVocabulary.of(haystack.tokenizer)
+    vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
     random = np.random.default_rng(settings.seed)
     count = settings.trials * len(settings.depths)
     text = np.array([haystack.excerpt(length, random).tokens for _ in range(count)])

@@ -13,7 +13,7 @@ MALLOC_MMAP_THRESHOLD_=1048576 it gives them back.
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

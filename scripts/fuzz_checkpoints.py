@@ -11,7 +11,7 @@ and take little memory. Prints how many were made, by kind and by what came of t
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -10,7 +10,7 @@ no sample may be lost, repeated or out of place, and metrics and weights must en
 
 from __future__ import annotations
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

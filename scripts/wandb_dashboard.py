@@ -14,7 +14,7 @@ import argparse
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.runs.metric_panels import LENGTH, SECTIONS, Panel
+from trainer.runs.metrics_file import LENGTH, SECTIONS, Panel
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

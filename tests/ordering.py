@@ -26,7 +26,7 @@ def pytest_addoption(parser):
 
 def pytest_xdist_auto_num_workers(config):
     """One more than cores: workers wait for processes that they start, and for disks."""
-    from trainer.cores import cores
+    from trainer.common.processes import cores
 
     return cores() + 1
 

@@ -1,6 +1,6 @@
 """What processes that tests/program.py starts have imported and read before they are forked."""
 
-from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+import trainer
 
 # isort: split
 import gc

@@ -136,13 +136,13 @@ def test_no_two_files_import_each_other_in_a_circle():
 
 
 def imported_modules(path, modules):
-    found = set()
+    offences = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            offences |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found & modules.keys()
+            offences |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return offences & modules.keys()
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports():
@@ -163,17 +163,17 @@ MESSAGES = re.compile(
 
 def test_no_message_is_taken_apart():
     """Problems are values: their key, hint and kind are fields, and nobody reads their text."""
-    found = []
+    offences = []
     for path in (ROOT / "trainer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 is_message = MESSAGES.fullmatch(ast.unparse(node.func.value))
                 if is_message and node.args and node.func.attr in STRING_METHODS:
-                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+                    offences.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
             elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
                 if re.fullmatch(r"(\w+\.)?(message|hint)", ast.unparse(node.comparators[0])):
-                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                    offences.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert offences == []
 
 
 def test_help_needs_no_pydantic_and_a_wrong_configuration_no_torch():

@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with leaving_ranks(), exit_codes():
         check_other_trainer()
-        command, rest = split_command(words)
-        run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, rest)
+        command, words = split_command(words)
+        run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, words)
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
@@ -62,7 +62,7 @@ def check_other_trainer() -> None:
     Raises:
         UserError: it is installed into the same directory, so that one has overwritten the other.
     """
-    own = Path(__file__).resolve().parents[1]
+    installation = Path(__file__).resolve().parents[1]
     for directory in dict.fromkeys(Path(entry).resolve() for entry in sys.path):
         try:
             names = os.listdir(directory)  # noqa: PTH208  pathlib takes three times as long
@@ -73,7 +73,7 @@ def check_other_trainer() -> None:
             if distribution not in DISTRIBUTIONS or not name.endswith(".dist-info"):
                 continue
             package = f"Coqui's package {distribution.replace('_', '-')} {version}"
-            if directory == own:
+            if directory == installation:
                 raise UserError.at(
                     "",
                     f"{package} is installed in the same directory as Unrope, {directory}, and "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import sys
+import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.commands.console import print_report
 from trainer.commands.exit_codes import exit_codes
@@ -57,15 +60,22 @@ def test_ranks_that_lost_each_other_have_their_traceback(error):
         raise error
 
 
-@pytest.mark.parametrize("error", [UserError.at("", "a"), UserError.at("", "a", transient=True)])
-def test_only_what_would_fail_again_keeps_a_job_from_being_started_again(
-    tmp_path, monkeypatch, error
+@pytest.mark.parametrize(
+    ("error", "is_marked"),
+    [
+        (UserError.at("", "a"), True),
+        (UserError.at("", "a", transient=True), False),
+        (RuntimeError("a"), False),
+    ],
+)
+def test_only_a_mistake_of_the_user_keeps_a_job_from_being_started_again(
+    tmp_path, monkeypatch, error, is_marked
 ):
     mark = tmp_path / "mistake"
     monkeypatch.setenv("UNROPE_MISTAKE_FILE", str(mark))
-    with pytest.raises(SystemExit), exit_codes():
+    with pytest.raises((SystemExit, RuntimeError)), exit_codes():
         raise error
-    assert mark.exists() == (not error.is_transient)
+    assert mark.exists() == is_marked
 
 
 def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
@@ -120,3 +130,23 @@ def test_names_in_a_report_are_no_markup(capsys):
     said = capsys.readouterr().out
     assert "shown: [ours] beats [/bold] (a [paper])" in said
     assert "runs/[b]/report.html" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_s_summary_names_the_mistake_and_the_terminal_once(
+    tmp_path, monkeypatch, capsys, rank
+):
+    """As torchrun itself reads what a worker leaves it."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(SystemExit) as stop, exit_codes():
+        raise UserError(Problem("model.x", "unknown key."), Problem("seed", "expected a number."))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("error: ") == (2 if rank == 0 else 0)
+    failure = ProcessFailure(rank, pid=1, exitcode=2, error_file=str(path))
+    assert abs(failure.timestamp - time.time()) < 60
+    summary = str(ChildFailedError("trainer", {rank: failure}))
+    assert "model.x: unknown key." in summary
+    assert "seed: expected a number." in summary
+    assert json.loads(path.read_text())["message"].keys() == {"message", "extraInfo"}

@@ -219,12 +219,12 @@ def test_the_table_has_every_number_of_every_configuration():
 
 def numbers(schema: Any, path: str = "") -> list[str]:
     """Keys of numbers at any depth; ``a`` and ``x`` are names that users choose."""
-    found = []
+    result = []
     for name, hint in get_type_hints(schema, include_extras=True).items():
         key = f"{path}{name}"
         if dataclasses.is_dataclass(schema) and name in schema.__dataclass_fields__:
-            found += _numbers(hint, key)
-    return found
+            result += _numbers(hint, key)
+    return result
 
 
 def _numbers(hint: Any, key: str) -> list[str]:
@@ -238,4 +238,4 @@ def _numbers(hint: Any, key: str) -> list[str]:
     if get_origin(hint) is dict:
         named = "a" if dataclasses.is_dataclass(arguments[1]) else "x"
         return _numbers(arguments[1], f"{key}.{named}")
-    return list(dict.fromkeys(one for argument in arguments for one in _numbers(argument, key)))
+    return list(dict.fromkeys(name for argument in arguments for name in _numbers(argument, key)))

@@ -67,12 +67,9 @@ WRONG = [
         {"mixture": {"a": FILES | {"weigth": 1.0}}},
         "data.mixture.a.weigth: unknown key. Did you mean 'weight'?",
     ),
-    *(
-        (
-            {"mixture": {"a": FILES | {"weight": weight}}},
-            f"data.mixture.a.weight: expected a positive number, got {weight!r}.",
-        )
-        for weight in (0, -1.0)
+    (
+        {"mixture": {"a": FILES | {"weight": 0}}},
+        "data.mixture.a.weight: expected a positive number, got 0.",
     ),
     (
         {"mixture": {"a": FILES | {"files": "a"}}},
@@ -103,26 +100,26 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("values", "said"), WRONG)
-def test_what_is_impossible_is_said_in_one_sentence(values, said):
-    assert [*map(str, DataConfig(**values).problems())] == [said]
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_what_is_impossible_is_said_in_one_sentence(values, message):
+    assert [*map(str, DataConfig(**values).problems())] == [message]
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"path": ""}, "tokenizer.path: expected a file, or null to train one, got ''."),
         ({"vocab_size": 256}, f"{VOCABULARY} 256."),
         ({"vocab_size": 1_000_001}, f"{VOCABULARY} 1000001."),
     ],
 )
-def test_what_is_impossible_of_a_tokenizer(values, said):
-    assert [*map(str, TokenizerConfig(**values).problems())] == [said]
+def test_what_is_impossible_of_a_tokenizer(values, message):
+    assert [*map(str, TokenizerConfig(**values).problems())] == [message]
 
 
 def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
-    own = FILES | {"files": ["b.txt"], "weight": 3}
-    mixed = DataConfig(sequence_length=128, text_field="body", mixture={"a": FILES, "b": own})
+    weighted = FILES | {"files": ["b.txt"], "weight": 3}
+    mixed = DataConfig(sequence_length=128, text_field="body", mixture={"a": FILES, "b": weighted})
     first, second = mixed.texts.values()
     assert mixed.texts.keys() == {"a", "b"}
     assert (first[1], second[1]) == (1.0, 3.0)

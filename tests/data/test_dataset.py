@@ -63,17 +63,17 @@ def test_restart_reads_on_and_workers_change_nothing(corpus_and_config):
 
 def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
     """Of blocks and of statements."""
-    samples, other = (TrainingSamples(*corpus_and_config, seed=seed) for seed in (3, 4))
-    size = len(samples.blocks[0])
+    first, second = (TrainingSamples(*corpus_and_config, seed=seed) for seed in (3, 4))
+    size = len(first.blocks[0])
     orders = [
-        of.where(np.arange(epoch * size, (epoch + 1) * size))[1]
-        for of in (samples, other)
+        samples.where(np.arange(epoch * size, (epoch + 1) * size))[1]
+        for samples in (first, second)
         for epoch in range(3)
     ]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert all((a == b).mean() < 0.2 for a, b in itertools.combinations(orders, 2))
     numbers = np.arange(200)
-    weights = [of.targets(numbers)[1] > 1 for of in (samples, other)]
+    weights = [samples.targets(numbers)[1] > 1 for samples in (first, second)]
     assert weights[0].any()
     assert (weights[0] != weights[1]).any(axis=1).mean() > 0.3
 
@@ -153,10 +153,10 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     config = DataConfig(document_mask=True)
     batch = as_batch(targets, 0, np.ones(targets.shape, dtype=np.float32), config)
     expected = bounds_of(batch["documents"]).tolist()
-    found = batch["bounds"].tolist()
-    assert found[: len(expected)] == expected
-    assert set(found[len(expected) :]) <= {targets.size}
-    assert len(found) % BOUNDS == 0
+    result = batch["bounds"].tolist()
+    assert result[: len(expected)] == expected
+    assert set(result[len(expected) :]) <= {targets.size}
+    assert len(result) % BOUNDS == 0
     longest = max(np.diff(expected))
     assert longest <= batch["longest"] < 2 * longest
     assert batch["longest"].bit_count() == 1

@@ -186,9 +186,9 @@ def test_links_are_followed_and_a_file_counts_once(tmp_path, monkeypatch):
         ["texts/*.txt", "texts/deep/*.txt", "texts/linked/*.txt"],
         ["texts", "./texts/a.txt", str(tmp_path / "texts")],
     ):
-        found = find_files(patterns, "data.files")
-        assert [file.name for file in found] == names, patterns
-        assert [file.size for file in found] == [1, 1, 1]
+        result = find_files(patterns, "data.files")
+        assert [file.name for file in result] == names, patterns
+        assert [file.size for file in result] == [1, 1, 1]
 
 
 def test_what_cannot_be_read_in_a_directory_is_an_error_not_less_text(tmp_path):
@@ -210,10 +210,10 @@ def test_every_file_that_is_none_is_named_at_once(tmp_path):
     patterns = [str(tmp_path / name) for name in ("missing.txt", "empty.txt", "a.csv", "*.nothing")]
     with pytest.raises(UserError) as error:
         find_files(patterns, "data.files")
-    said = " ".join(map(str, error.value.problems))
+    sentence = " ".join(map(str, error.value.problems))
     assert len(error.value.problems) == 4
     for expected in ("there is no file", "is empty", "is not in .txt", "names no file"):
-        assert expected in said
+        assert expected in sentence
 
 
 def test_addresses_of_other_file_systems_are_read_as_files_here():
@@ -222,8 +222,8 @@ def test_addresses_of_other_file_systems_are_read_as_files_here():
     memory = fsspec.filesystem("memory")
     for name in ("b", "a"):
         memory.pipe(f"/texts/{name}.jsonl", json.dumps({"text": name}).encode())
-    found = find_files(["memory://texts/*.jsonl"], "data.files")
-    assert [file.name for file in found] == ["a.jsonl", "b.jsonl"]
-    assert [row for file in found for row in read_rows(file.path, "text")] == ["a", "b"]
+    result = find_files(["memory://texts/*.jsonl"], "data.files")
+    assert [file.name for file in result] == ["a.jsonl", "b.jsonl"]
+    assert [row for file in result for row in read_rows(file.path, "text")] == ["a", "b"]
     with pytest.raises(UserError, match="nowhere:"):
         find_files(["nowhere://x.txt"], "data.files")

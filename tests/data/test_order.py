@@ -13,16 +13,16 @@ from trainer.data.order import PERIOD, Mixture, keys, permuted, sample_indices, 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
 @settings(max_examples=60, deadline=None)
 def test_every_item_comes_once_in_an_epoch(size, seed, epoch):
-    found = sample_indices(seed, np.arange(epoch * size, (epoch + 1) * size), size)
-    assert sorted(found) == list(range(size))
+    result = sample_indices(seed, np.arange(epoch * size, (epoch + 1) * size), size)
+    assert sorted(result) == list(range(size))
 
 
 @given(size=st.integers(1, 2000), group=st.integers(1, 500), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, group, seed):
-    found = sample_indices(seed, np.arange(size), size, group)
-    assert sorted(found) == list(range(size))
-    whole = found[: size // group * group].reshape(-1, group)
+    result = sample_indices(seed, np.arange(size), size, group)
+    assert sorted(result) == list(range(size))
+    whole = result[: size // group * group].reshape(-1, group)
     assert (whole // group == whole[:, :1] // group).all()
 
 
@@ -73,13 +73,13 @@ def test_each_item_is_as_likely_in_each_place(size):
 
 def test_neighbours_in_order_are_no_neighbours_in_the_text():
     """Rank correlation of places and items, and of successive items, is that of chance."""
-    found = sample_indices(0, np.arange(50_000), 50_000)
-    assert abs(np.corrcoef(found, np.arange(50_000))[0, 1]) < 0.02
-    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.02
+    result = sample_indices(0, np.arange(50_000), 50_000)
+    assert abs(np.corrcoef(result, np.arange(50_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(result[1:], result[:-1])[0, 1]) < 0.02
 
 
 def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
-    mixture = Mixture.of([0.7, 0.2, 0.1])
+    mixture = Mixture.from_weights([0.7, 0.2, 0.1])
     texts, numbers = mixture.assign(3, np.arange(10**6))
     shares = np.bincount(texts) / 10**6
     np.testing.assert_allclose(shares, [0.7, 0.2, 0.1], atol=1e-3)
@@ -91,7 +91,7 @@ def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
 def test_quotas_fill_a_period_and_are_the_nearest(weights):
-    quotas = np.array(Mixture.of(weights).quotas)
+    quotas = np.array(Mixture.from_weights(weights).quotas)
     assert quotas.sum() == PERIOD
     exact = np.array(weights) / sum(weights) * PERIOD
     assert (np.abs(quotas - exact) <= len(weights)).all()
@@ -99,7 +99,7 @@ def test_quotas_fill_a_period_and_are_the_nearest(weights):
 
 
 def test_a_text_of_next_to_no_weight_has_one_sample_a_period():
-    assert Mixture.of([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
+    assert Mixture.from_weights([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
 
 
 def test_uniforms_depend_on_seed_and_row_alone():

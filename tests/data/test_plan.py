@@ -27,10 +27,10 @@ def source(place, files, documents, characters):
 
 def sampled(config, tokenizer=MEGABYTE):
     """How many documents of each file are sampled, and whether they are its first."""
-    found = [text[:5].split("-") for text in _sample(config, list_source(config), tokenizer)]
-    counts = Counter(file for file, _ in found)
+    result = [text[:5].split("-") for text in _sample(config, list_source(config), tokenizer)]
+    counts = Counter(file for file, _ in result)
     for name, count in counts.items():
-        assert [int(number) for file, number in found if file == name] == [*range(count)]
+        assert [int(number) for file, number in result if file == name] == [*range(count)]
     return dict(counts)
 
 
@@ -45,10 +45,10 @@ def test_every_file_gives_as_much_to_the_tokenizer(tmp_path):
 
 def test_of_many_files_some_are_sampled_from_the_first_to_the_last_part(tmp_path):
     config = source(tmp_path, files=40, documents=2, characters=10)
-    found = sampled(config)
-    assert len(found) == 16
-    assert set(found.values()) == {2}
-    assert [int(name) for name in found] == [i * 40 // 16 for i in range(16)]
+    result = sampled(config)
+    assert len(result) == 16
+    assert set(result.values()) == {2}
+    assert [int(name) for name in result] == [i * 40 // 16 for i in range(16)]
 
 
 def test_a_tokenizer_of_large_text_sees_no_held_out_document(tmp_path, monkeypatch):
@@ -92,7 +92,7 @@ OWN = {
 def test_a_request_changes_with_every_key_of_its_source(kind):
     """Of a source of another kind no key is read; how many rows may be malformed, and what a text
     is about, change no token."""
-    assert {one.name for one in fields(SourceConfig)} == {*OTHERS}
+    assert {field.name for field in fields(SourceConfig)} == {*OTHERS}
     config = SourceConfig(source=kind)
     before = digest(request_of(config, MEGABYTE, None))
     others = OTHERS | {"source": "files" if kind == "hub" else "hub"}
@@ -107,9 +107,9 @@ def test_a_request_changes_with_every_key_of_its_source(kind):
 def test_a_request_changes_with_the_tokenizer_that_is_trained():
     config = SourceConfig()
     others = {"vocab_size": 300, "sample_megabytes": 2, "path": "some/model"}
-    assert {one.name for one in fields(TokenizerConfig)} == {*others}
-    found = [
+    assert {field.name for field in fields(TokenizerConfig)} == {*others}
+    result = [
         digest(request_of(config, tokenizer, None))
         for tokenizer in (MEGABYTE, *(replace(MEGABYTE, **{k: v}) for k, v in others.items()))
     ]
-    assert len(set(found)) == 4
+    assert len(set(result)) == 4

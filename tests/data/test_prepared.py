@@ -16,15 +16,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.data import plan
+from trainer.data import preparing
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.files import find_files
-from trainer.data.manifest import Shard
 from trainer.data.plan import make_plan
 from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
-from trainer.data.shards import OPEN, Place, TokenStream, write_synchronised
+from trainer.data.shards import OPEN, Place, Shard, TokenStream
 from trainer.data.sources import Listing
 from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
 
@@ -34,16 +33,16 @@ BPE = TokenizerConfig(vocab_size=300)
 @pytest.fixture
 def directory(config):
     """Of a text that is prepared."""
-    work = Preparation.of(config, BPE, None)
+    work = Preparation.find(config, BPE, None)
     work.run(workers=1)
     return work.directory
 
 
 def test_text_is_found_without_its_source_and_under_other_paths(config, directory, tmp_path):
     (tmp_path / "texts").rename(tmp_path / "moved")
-    assert Preparation.of(config, BPE, None).directory == directory
+    assert Preparation.find(config, BPE, None).directory == directory
     moved = replace(config, files=[str(tmp_path / "moved")])
-    assert Preparation.of(moved, BPE, None).directory == directory
+    assert Preparation.find(moved, BPE, None).directory == directory
     elsewhere = replace(config, files=["gone"], prepared=str(directory))
     assert prepare_corpus(elsewhere, BPE).fingerprint == open_prepared(directory).fingerprint
 
@@ -57,8 +56,8 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
         prepare_corpus(config, TokenizerConfig(path=str(path)))
     with pytest.raises(UserError, match="another tokenizer than the model's"):
         prepare_corpus(config, BPE, other)
-    own = str(directory / "tokenizer.json")
-    assert prepare_corpus(config, TokenizerConfig(path=own)).directories == [str(directory)]
+    path_of_own = str(directory / "tokenizer.json")
+    assert prepare_corpus(config, TokenizerConfig(path=path_of_own)).directories == [str(directory)]
 
 
 def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory, tmp_path):
@@ -75,9 +74,9 @@ def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory
     read = TokenizerConfig(path=str(tmp_path / "published.json"))
     assert prepare_corpus(as_it_is, read).directories == [str(directory)]
     text = "some words that are more than four tokens"
-    found = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
-    assert len(found.ids) > 4
-    assert found.ids == open_prepared(directory).tokenizer.encode(text).ids
+    result = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
+    assert len(result.ids) > 4
+    assert result.ids == open_prepared(directory).tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
@@ -90,24 +89,7 @@ def test_a_cache_that_cannot_be_is_one_line(config, tmp_path, name):
 
 def test_text_that_is_nowhere_says_what_is_missing(config):
     with pytest.raises(UserError, match="there is no file 'gone'"):
-        Preparation.of(replace(config, files=["gone"]), BPE, None)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"min_characters": 50},
-        {"validation": 0.2},
-        {"test": 0.1},
-        {"validation_tokens": 50},
-        {"test_tokens": 50},
-        {"revision": "second"},
-        {"text_field": "body"},
-    ],
-    ids=str,
-)
-def test_another_request_is_another_text(config, directory, change):
-    assert Preparation.of(replace(config, **change), BPE, None).directory != directory
+        Preparation.find(replace(config, files=["gone"]), BPE, None)
 
 
 def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies(directory):
@@ -125,21 +107,23 @@ def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies
 def test_a_source_of_another_size_is_another_text(config, directory, tmp_path):
     with (tmp_path / "texts" / "0.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
-    work = Preparation.of(config, BPE, None)
+    work = Preparation.find(config, BPE, None)
     assert work.directory != directory
     assert not work.is_done
 
 
-def test_what_bounds_do_not_change_is_the_same_text(config, directory):
+def test_another_request_is_another_text_and_other_sequences_are_the_same(config, directory):
     for change in ({"sequence_length": 99}, {"bad_rows": 0.5}, {"document_mask": True}):
-        assert Preparation.of(replace(config, **change), BPE, None).directory == directory
+        assert Preparation.find(replace(config, **change), BPE, None).directory == directory
+    other = replace(config, min_characters=50)
+    assert Preparation.find(other, BPE, None).directory != directory
 
 
-def harm(directory, what):
+def harm(directory, damage):
     shard = directory / "train-00000-0000.bin"
     manifest = directory / "manifest.json"
     plain = json.loads(manifest.read_text())
-    match what:
+    match damage:
         case "cut":
             os.truncate(shard, shard.stat().st_size - 2)
         case "missing":
@@ -167,7 +151,7 @@ def harm(directory, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("damage", "message"),
     [
         ("cut", r"train-00000-0000\.bin has .* bytes instead of"),
         ("missing", r"train-00000-0000\.bin is missing"),
@@ -182,9 +166,9 @@ def harm(directory, what):
         ("no tokenizer", r"tokenizer\.json: Model missing"),
     ],
 )
-def test_damage_is_one_line_that_names_the_directory(directory, what, said):
-    harm(directory, what)
-    with pytest.raises(UserError, match=said) as error:
+def test_damage_is_one_line_that_names_the_directory(directory, damage, message):
+    harm(directory, damage)
+    with pytest.raises(UserError, match=message) as error:
         open_prepared(directory)
     (problem,) = map(str, error.value.problems)
     assert str(directory) in problem
@@ -195,18 +179,18 @@ def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
     """The hub's newest commit may come between two jobs, or two parts."""
     files = tuple(find_files(config.files, "data.files"))
     listing = {"now": Listing(files, "first")}
-    monkeypatch.setattr(plan, "list_source", lambda _: listing["now"])
+    monkeypatch.setattr(preparing, "list_source", lambda _: listing["now"])
     config = replace(config, source="hub", hub_name="some/text", files=[])
-    begun = Preparation.of(config, BPE, None, network=True)
+    begun = Preparation.find(config, BPE, None, network=True)
     make_plan(config, BPE, None, listing["now"]).write(begun.directory)
     listing["now"] = Listing(files, "second")
-    work = Preparation.of(config, BPE, None, network=True)
+    work = Preparation.find(config, BPE, None, network=True)
     assert work.directory == begun.directory
     assert work.run(workers=1)
-    again = Preparation.of(config, BPE, None, network=True)
+    again = Preparation.find(config, BPE, None, network=True)
     assert again.is_done
     assert open_prepared(again.directory).manifest.source["revision"] == "first"
-    named = Preparation.of(replace(config, revision="second"), BPE, None, network=True)
+    named = Preparation.find(replace(config, revision="second"), BPE, None, network=True)
     assert not named.is_done
 
 
@@ -235,10 +219,10 @@ def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
 def test_a_manifest_that_says_what_cannot_be_is_damaged(directory, path, value):
     file = directory / "manifest.json"
     manifest = json.loads(file.read_text())
-    at = manifest
+    group = manifest
     for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
+        group = group[key]
+    group[path[-1]] = value
     file.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="is damaged") as error:
         open_prepared(directory)
@@ -251,7 +235,7 @@ def test_a_record_of_other_content_is_damaged(config, directory, content):
     (directory / "manifest.json").unlink()
     (directory / "pieces" / "00000-0000.json").write_text(content)
     with pytest.raises(UserError, match=r"00000-0000.json' is damaged \(.*\); remove it"):
-        Preparation.of(config, BPE, None).run(workers=1)
+        Preparation.find(config, BPE, None).run(workers=1)
 
 
 @pytest.mark.parametrize(
@@ -263,24 +247,14 @@ def test_a_plan_of_other_content_is_damaged(config, directory, change):
     plan = directory / "plan.json"
     plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
     with pytest.raises(UserError, match=r"the plan in .* is damaged .*; remove the directory"):
-        Preparation.of(config, BPE, None).run(workers=1)
-
-
-def test_what_cannot_be_synchronised_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_synchronised(tmp_path / "a", b"data")
-    assert not list(tmp_path.iterdir())
+        Preparation.find(config, BPE, None).run(workers=1)
 
 
 def test_no_manifest_is_written_over_a_shard_that_is_gone(config, directory):
     (directory / "manifest.json").unlink()
     (directory / "train-00000-0000.bin").unlink()
     with pytest.raises(UserError, match=r"train-00000-0000.bin is missing; remove the directory"):
-        Preparation.of(config, BPE, None).run(workers=1)
+        Preparation.find(config, BPE, None).run(workers=1)
     assert not (directory / "manifest.json").exists()
 
 
@@ -307,12 +281,12 @@ def test_ids_that_are_no_tokens_are_named_where_they_are_read(directory):
     path.write_bytes(ids.tobytes())
     stream = open_prepared(directory).train
     assert stream.windows(np.array([0]), 40)[0, 3] == size - 1
-    said = f"'{path}' is damaged: it holds the id {size}, and those of the tokenizer end at "
-    said += f"{size - 1}; remove the directory and prepare it again."
+    message = f"'{path}' is damaged: it holds the id {size}, and those of the tokenizer end at "
+    message += f"{size - 1}; remove the directory and prepare it again."
     for train in (stream, pickle.loads(pickle.dumps(stream))):
-        with pytest.raises(UserError, match=re.escape(said)):
+        with pytest.raises(UserError, match=re.escape(message)):
             train.windows(np.array([0]), 41)
-        with pytest.raises(UserError, match=re.escape(said)):
+        with pytest.raises(UserError, match=re.escape(message)):
             train.documents(len(ids))
 
 
@@ -344,8 +318,8 @@ def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
 
 def open_below(directory):
     """Files of a directory that this process has open."""
-    found = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    return sum(path.startswith(str(directory)) for path in found)
+    result = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum(path.startswith(str(directory)) for path in result)
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):
@@ -387,10 +361,10 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_where_prepared_text_lies(monkeypatch, kind):
-    given, expected = CACHES[kind]
+    variables, expected = CACHES[kind]
     for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "home")
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_directory(DataConfig()) == Path(expected)

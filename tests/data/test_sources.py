@@ -45,11 +45,11 @@ def test_files_have_one_identity_wherever_they_lie(tmp_path):
         (tmp_path / place / "sub").mkdir(parents=True)
         (tmp_path / place / "a.txt").write_text("some text")
         (tmp_path / place / "sub" / "b.txt").write_text("more text")
-    here, there = (
+    first, second = (
         list_source(DataConfig(source="files", files=[str(tmp_path / place)])).identity
         for place in ("here", "there")
     )
-    assert here == there == {"revision": None, "files": [["a.txt", 9], ["sub/b.txt", 9]]}
+    assert first == second == {"revision": None, "files": [["a.txt", 9], ["sub/b.txt", 9]]}
 
 
 def test_a_list_of_addresses_stands_for_its_lines(tmp_path):
@@ -75,8 +75,8 @@ def test_of_a_list_only_addresses_that_match_a_pattern_are_read(tmp_path):
     assert names() == ["books-0.txt", "web-0.txt", "web-1.txt"]
     assert names("*/web-*") == ["web-0.txt", "web-1.txt"]
     assert names("*/web-1*", "*/books-*") == ["books-0.txt", "web-1.txt"]
-    said = r"data.allow_patterns: none of the 3 addresses in .*books-0.txt', matches \['web'\]"
-    with pytest.raises(UserError, match=said):
+    sentence = r"data.allow_patterns: none of the 3 addresses in .*books-0.txt', matches \['web'\]"
+    with pytest.raises(UserError, match=sentence):
         names("web")
 
 
@@ -151,16 +151,16 @@ def _stops():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "sentence"),
     [
         (_stops, r"'mine' failed: SystemExit\(7\)"),
         (lambda: "one text", "gave one text instead of several"),
         (lambda: None, "failed: TypeError"),
     ],
 )
-def test_a_source_that_fails_is_named(monkeypatch, function, said):
+def test_a_source_that_fails_is_named(monkeypatch, function, sentence):
     monkeypatch.setattr("trainer.data.sources.TEXT_SOURCES", {"mine": function})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=sentence):
         list(read_source(DataConfig(source="mine"), File("mine", "mine", 0)))
 
 

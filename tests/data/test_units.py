@@ -17,6 +17,7 @@ import pytest
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
+from trainer.common.locks import locked
 from trainer.data import plan, units
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -26,7 +27,6 @@ from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
 from trainer.data.units import DocumentBatch, batches_of
-from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -40,7 +40,7 @@ def many_pieces(monkeypatch):
 
 
 def work_of(config, **kwargs):
-    return Preparation.of(config, BPE, None, **kwargs)
+    return Preparation.find(config, BPE, None, **kwargs)
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
@@ -62,11 +62,11 @@ def test_there_are_shards_of_every_split_with_their_documents(config, many_piece
     assert len(text.train.places) > 6
     streams = (text.train, text.validation, text.test)
     documents = [d for stream in streams for d in stream.documents(10**6)]
-    said = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
+    message = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
     assert all(ids[-1] == text.end_of_text for ids in documents)
     expected = [f"Document {i} says something. " * (1 + i % 7) for i in range(120)]
-    assert sorted(said) == sorted(expected)
-    trained = said[: len(text.train.documents(10**6))]
+    assert sorted(message) == sorted(expected)
+    trained = message[: len(text.train.documents(10**6))]
     assert trained == [s for s in expected if s in set(trained)]  # in the order of the source
     manifest = text.manifest
     assert sum(manifest.documents.values()) == 120
@@ -152,20 +152,20 @@ def _killed_with_workers(config, sender):
 
 
 def _runs(pid):
-    found = subprocess.run(
+    result = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
-    return found.stdout.strip()[:1] not in {"", "Z"}
+    return result.stdout.strip()[:1] not in {"", "Z"}
 
 
 def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):
     work = work_of(config)
     work.run(workers=1)
-    monkeypatch.setattr(units, "read_source", lambda *_: pytest.fail("it was read again"))
+    monkeypatch.setattr(plan, "read_source", lambda *_: pytest.fail("it was read again"))
     assert work_of(config).run(workers=1)
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, whole, monkeypatch):
+def test_a_full_disk_is_one_line_and_the_same_command_resumes(config, whole, monkeypatch):
     original, count = units.ShardWriter.add, 0
 
     def add(self, encoded):
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, whole, mon
 
     monkeypatch.setattr(units.ShardWriter, "add", add)
     work = work_of(config)
-    with pytest.raises(UserError, match=r"no room left .* the same command goes on") as error:
+    with pytest.raises(UserError, match=r"no room left .* the same command resumes") as error:
         work.run(workers=1)
     assert len(error.value.problems) == 1
     assert not list(work.directory.glob(".*.tmp"))
@@ -210,7 +210,7 @@ def test_a_share_of_malformed_rows_may_be_left_out_and_is_counted(config, tmp_pa
 def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces, tmp_path):
     work_of(config).run((1, 3), workers=1)
     path = tmp_path / "texts" / "1.jsonl"
-    unfinished = Preparation.of(config, BPE, None)
+    unfinished = Preparation.find(config, BPE, None)
     path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
     with pytest.raises(UserError, match=r"1\.jsonl' has .* bytes, and had"):
         unfinished.run((2, 3), workers=1)
@@ -218,18 +218,18 @@ def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces,
 
 def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
     waits, calls = [], 0
-    original = units.read_source
+    original = units.rows_of
 
-    def read_source(given, file):
+    def rows_of(*arguments):
         nonlocal calls
         calls += 1
-        rows = list(original(given, file))
+        rows = list(original(*arguments))
         yield from rows[:25]
         if calls < 3:
             raise units.UnreachableError.at("data.files", "'hf://x' cannot be read.")
         yield from rows[25:]
 
-    monkeypatch.setattr(units, "read_source", read_source)
+    monkeypatch.setattr(units, "rows_of", rows_of)
     monkeypatch.setattr(units.time, "sleep", waits.append)
     work = work_of(config)
     assert work.run(workers=1)
@@ -343,10 +343,10 @@ def rows():
 CONFIG = SourceConfig(bad_rows=1.0, min_characters=2)
 
 
-def in_batches(given, start=None, config=CONFIG):
+def in_batches(rows, start=None, config=CONFIG):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "BATCH", 8)  # characters
-        return [*batches_of(iter(given), config, start or DocumentBatch())]
+        return [*batches_of(iter(rows), config, start or DocumentBatch())]
 
 
 def test_a_batch_has_its_own_documents_and_counts_all_rows_up_to_its_end():
@@ -359,18 +359,18 @@ def test_a_batch_has_its_own_documents_and_counts_all_rows_up_to_its_end():
 
 
 def test_small_documents_fill_a_batch_again_after_the_first():
-    found = in_batches(["aa"] * 9)
-    assert [len(batch.texts) for batch in found] == [4, 4, 1]
-    assert [batch.text_bytes for batch in found] == [8, 8, 2]
+    result = in_batches(["aa"] * 9)
+    assert [len(batch.texts) for batch in result] == [4, 4, 1]
+    assert [batch.text_bytes for batch in result] == [8, 8, 2]
 
 
 def test_batches_go_on_where_a_checkpoint_was_and_leave_it_as_it_is():
     """Whatever was counted before, the second call counts the same as one call would."""
     whole = in_batches(rows())
     start = whole[1]
-    kept = list(start.named)
+    named = list(start.named)
     assert in_batches(rows()[4:], start) == whole[2:]
-    assert start.named == kept
+    assert start.named == named
     assert in_batches(rows()[4:], start) == whole[2:]
 
 

@@ -56,7 +56,7 @@ def evaluation(model, corpus, tmp_path):
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
         recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
-        vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+        vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
         tasks = [
             perplexity(corpus, lengths),
             Statements.of(corpus.test, lengths, vocabulary, end, trials, 2, 1),

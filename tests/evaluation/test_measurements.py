@@ -19,7 +19,7 @@ LENGTHS = [32, 64]
 
 
 def test_ranks_share_trials_and_windows(corpus):
-    vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+    vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     windows = windows_with_common_ends(corpus.test, 3, LENGTHS)
     perplexity = Perplexity(windows, corpus.end_of_text, 32)
     whole = Statements.of(corpus.test, LENGTHS, vocabulary, corpus.end_of_text, 6, 2, 1)
@@ -63,7 +63,7 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
 @pytest.mark.parametrize("reads", [None, 40, 64, 65])
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
-    vocabulary, end = NeedleVocabulary.of(corpus.tokenizer), corpus.end_of_text
+    vocabulary, end = NeedleVocabulary.from_tokenizer(corpus.tokenizer), corpus.end_of_text
     task = Statements.of(corpus.test, [64], vocabulary, end, 8, 2, 1)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.common.errors import UserError
-from trainer.plugins import load_plugins
+from trainer.common.plugins import load_plugins
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, make_spectrum
 from trainer.positional.spectrum import Spectrum
 

@@ -48,8 +48,8 @@ def arms():
 def test_there_is_a_configuration_for_every_phase_of_every_arm(arms):
     assert [*arms] == [MAIN, *CONTROLS]
     assert arms["small"].run_dir == "runs/run/controls/small"
-    found = [(n, c.trainer.batch_size, c.data.sequence_length) for n, c in phase_configs(arms)]
-    assert found == ALL
+    result = [(n, c.trainer.batch_size, c.data.sequence_length) for n, c in phase_configs(arms)]
+    assert result == ALL
 
 
 @pytest.mark.parametrize("place", range(len(ALL)))
@@ -60,9 +60,9 @@ def test_a_fault_in_any_phase_of_any_arm_is_found(arms, place):
         wrong = (config.trainer.batch_size, config.data.sequence_length) == (batch, length)
         return [Problem("trainer.batch_size", str(batch))] if wrong else []
 
-    said = "" if name == MAIN or (batch, length) == (4, 64) else f"controls.{name}."
-    found = arm_problems(arms, of_phase=[fault])
-    assert found == [Problem(f"{said}trainer.batch_size", str(batch))]
+    message = "" if name == MAIN or (batch, length) == (4, 64) else f"controls.{name}."
+    result = arm_problems(arms, of_phase=[fault])
+    assert result == [Problem(f"{message}trainer.batch_size", str(batch))]
 
 
 def test_what_is_wrong_with_all_is_said_once_and_of_a_control_alone_under_its_name(arms):
@@ -73,8 +73,8 @@ def test_what_is_wrong_with_all_is_said_once_and_of_a_control_alone_under_its_na
         return [Problem("seed", str(config.seed))] if config.seed else []
 
     arms["late"] = replace(arms["late"], seed=7)
-    found = arm_problems(arms, of_run=[dtype, seed], of_phase=[seed, dtype])
-    assert [*map(str, found)] == ["trainer.precision: bf16", "controls.late.seed: 7"]
+    result = arm_problems(arms, of_run=[dtype, seed], of_phase=[seed, dtype])
+    assert [*map(str, result)] == ["trainer.precision: bf16", "controls.late.seed: 7"]
 
 
 @pytest.mark.parametrize("file", ["workflows/experiment", "commands/slurm", "commands/plan"])
@@ -113,12 +113,12 @@ def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
     batch, micro, processes, near
 ):
     config = RunConfig(trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
-    said = (
+    message = (
         f"trainer.batch_size: {batch} sequences do not divide into micro-batches of {micro or 1} "
         f"on {processes} ranks; the nearest that does is {near}."
     )
     problems = spread_problems(config, processes, processes)
-    assert [*map(str, problems)] == ([said] if near else [])
+    assert [*map(str, problems)] == ([message] if near else [])
 
 
 @pytest.mark.parametrize(

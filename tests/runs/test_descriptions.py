@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainer
-from trainer.cores import cores
+from trainer.common.processes import cores
 from trainer.positional.config import PositionalConfig
 from trainer.recalibration.config import DropConfig
 from trainer.runs.config import RunConfig, TrainerConfig

@@ -26,7 +26,6 @@ from trainer.runs.directory import (
     overwrite_problems,
     saved_run,
 )
-from trainer.runs.parsing import parse
 
 
 @pytest.fixture
@@ -85,44 +84,19 @@ def test_overwriting_names_files_it_does_not_know_and_deletes_nothing(place, whe
     assert contents(place) == before
 
 
-def test_overwriting_leaves_a_directory_alone_that_another_program_marked(place):
-    place.mkdir()
-    (place / MARK).write_text('{"program": "other", "format": 1}')
-    before = contents(place)
-    with pytest.raises(UserError, match="of another program, 'other'"):
-        opened(place, overwrite=True)
-    assert contents(place) == before
-
-
 def test_overwriting_replaces_all_that_a_run_leaves(place, run):
     """A trained run with its checkpoints, a measured temperature and interrupted writes."""
     opened(place)
     run()
-    for left in ("evaluation-2/report.json", f"evaluation/cells/claims-{'a' * 32}/worked-1",
+    for leftover in ("evaluation-2/report.json", f"evaluation/cells/claims-{'a' * 32}/worked-1",
                  f"evaluation-2/cells/claims-{'a' * 32}/{'0' * 20}"):  # fmt: skip
-        write_atomically(place / left, "{}")
+        write_atomically(place / leftover, "{}")
     (place / "checkpoints" / "step-000012" / "temperature.json").write_text("{}")
     (place / "checkpoints" / ".step-000015.partial").mkdir()
     (place / "checkpoints" / ".step-000015.partial" / "__0_0.distcp").write_text("")
     (place / ".report.json.77.tmp").write_text("")
     opened(place, overwrite=True)
     assert not (place / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("damage", ["", "7", "a: [", "\tx: 1", "a: !!python/object:os.system {}"])
-def test_a_damaged_record_is_named(place, damage):
-    opened(place)
-    (place / "config.yaml").write_text(damage)
-    with pytest.raises(UserError, match=r"config\.yaml' is damaged"):
-        opened(place)
-
-
-@pytest.mark.parametrize("where", ["file/run", "circle", "circle/run"])
-def test_a_place_that_cannot_be_is_named_before_anything_starts(tmp_path, where):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(UserError, match=r"^run_dir: "):
-        check_writable(str(tmp_path / where))
 
 
 def test_overwriting_does_not_follow_a_link(place, tmp_path):
@@ -133,11 +107,6 @@ def test_overwriting_does_not_follow_a_link(place, tmp_path):
     assert (tmp_path / "elsewhere" / MARK).exists()
 
 
-def test_an_empty_run_dir_is_an_error():
-    with pytest.raises(UserError, match="run_dir: expected a directory"):
-        parse(RunConfig, {"run_dir": ""})
-
-
 def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):
     opened(place)
     (place / MARK).unlink()
@@ -146,17 +115,17 @@ def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):
 
 
 @pytest.mark.parametrize(
-    ("mark", "said"),
+    ("mark", "message"),
     [
         ('{"program": "unrope", "format": 99}', "format 99.*newer"),
         ("[", "damaged"),
         ("{}", "damaged"),
     ],
 )
-def test_a_directory_of_another_format_is_refused(place, mark, said):
+def test_a_directory_of_another_format_is_refused(place, mark, message):
     opened(place)
     (place / MARK).write_text(mark)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         opened(place)
 
 
@@ -175,13 +144,14 @@ def test_a_log_on_a_full_disk_says_so_once_and_stops_nothing(capsys):
     handler = LogFile("/dev/full")
     for number in range(3):
         handler.handle(logging.LogRecord("trainer", 20, "", 0, "line %d", (number,), None))
-    said = capsys.readouterr().err
-    assert said == "/dev/full: No space left on device; the run goes on\n"
+    message = capsys.readouterr().err
+    assert message == "/dev/full: No space left on device; the run goes on\n"
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
+        *((text, ".*") for text in ("\1", "", "a: [", "\tx: 1", "a: !!python/object:os.system {}")),
         ("7", "it holds no configuration"),
         ("trainer: 7", "trainer: .*"),
         ("sead: 7\nmodel: {hidden_size: x}", "model.hidden_size: .*"),
@@ -193,7 +163,8 @@ def test_a_log_on_a_full_disk_says_so_once_and_stops_nothing(capsys):
 def test_a_record_says_what_is_wrong_in_it(place, content, why):
     place.mkdir()
     (place / "config.yaml").write_text(content)
-    with pytest.raises(UserError, match=rf"^run_dir: '.*config\.yaml' is damaged: {why}\.$"):
+    reason = rf"^run_dir: '.*config\.yaml' is damaged( in line \d+)?: {why}\.$"
+    with pytest.raises(UserError, match=reason):
         saved_run(place)
 
 
@@ -221,10 +192,10 @@ def test_what_differs_is_named_but_for_what_trains_nothing(place):
     changed = OptimizerConfig(lr=1.0, eps=1.0)
     with pytest.raises(UserError) as error:
         check_run_directory(RunConfig(run_dir=str(place), optimizer=changed, **free), finished=True)
-    at = f"the run in {str(place)!r} has"
+    where = f"the run in {str(place)!r} has"
     assert tuple(map(str, error.value.problems)) == (
-        f"optimizer.lr: {at} 0.0003, this command 1.0.",
-        f"optimizer.eps: {at} 1e-08, this command 1.0.",
+        f"optimizer.lr: {where} 0.0003, this command 1.0.",
+        f"optimizer.eps: {where} 1e-08, this command 1.0.",
         "Choose another name=, or overwrite=true to start again; `python -m trainer evaluate "
         f"checkpoint={place}` evaluates a run anew.",
     )
@@ -235,7 +206,7 @@ def test_what_differs_is_named_but_for_what_trains_nothing(place):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "found"),
+    ("old", "new", "result"),
     [
         ({"a": 1}, {"a": 1}, []),
         ({"a": 1, "b": 2}, {"a": 2, "c": 3}, [("a", 1, 2), ("b", 2, None), ("c", None, 3)]),
@@ -244,8 +215,8 @@ def test_what_differs_is_named_but_for_what_trains_nothing(place):
         ({"free": 1, "g": {"h": {"a": [1]}}}, {"g": {"h": {"a": [2]}}}, [("g.h.a", [1], [2])]),
     ],
 )
-def test_differences_are_named_by_their_keys(old, new, found):
-    assert differences(old, new, ("free", "g.free")) == found
+def test_differences_are_named_by_their_keys(old, new, result):
+    assert differences(old, new, ("free", "g.free")) == result
 
 
 def test_a_place_that_can_be_is_left_as_it_is(tmp_path):
@@ -256,21 +227,22 @@ def test_a_place_that_can_be_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ("file/run", "'{}/file' is a file; give the name of a directory."),
+        ("circle/run", "'{}/circle' is a file; give the name of a directory."),
         ("circle", "'{}/circle' cannot be written (its links go in a circle)."),
         ("nowhere", "'{}/nowhere' cannot be written (No such file or directory)."),
         ("nowhere/run", "'{}/nowhere' is a file; give the name of a directory."),
     ],
 )
-def test_a_place_that_cannot_be_is_named_with_the_reason(tmp_path, where, said):
+def test_a_place_that_cannot_be_is_named_with_the_reason(tmp_path, where, message):
     (tmp_path / "file").write_text("")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     with pytest.raises(UserError) as error:
         check_writable(str(tmp_path / where), "to")
-    assert str(error.value) == f"to: {said.format(tmp_path)}"
+    assert str(error.value) == f"to: {message.format(tmp_path)}"
 
 
 def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):
@@ -291,15 +263,15 @@ def test_an_error_of_logging_that_is_no_disk_s_is_shown_as_ever(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("taken", "wanted", "found"),
+    ("taken", "wanted", "result"),
     [
         ((), "a.html", "a.html"),
         (("a.html",), "a.html", "a-2.html"),
         (("a", "a-2", "a-3"), "a", "a-4"),
     ],
 )
-def test_a_name_that_is_taken_gets_the_first_free_number(taken, wanted, found):
-    assert free_place(Path("x", wanted), lambda path: path.name not in taken) == Path("x", found)
+def test_a_name_that_is_taken_gets_the_first_free_number(taken, wanted, result):
+    assert free_place(Path("x", wanted), lambda path: path.name not in taken) == Path("x", result)
 
 
 def test_of_many_files_it_does_not_know_five_are_named(place):
@@ -325,11 +297,11 @@ def test_problems_of_all_controls_and_of_the_run_are_named(place):
         (place / "controls" / control / "mine").write_text("")
     (place / "deep" / "controls").mkdir(parents=True)
     (place / "deep" / "controls" / "mine").write_text("")
-    a, b, own = map(str, overwrite_problems(place))
+    a, b, of_run = map(str, overwrite_problems(place))
     assert "controls/a/mine'" in a
     assert "controls/b/mine'" in b
-    assert "deep/controls/mine'" in own
-    assert "controls/a" not in own
+    assert "deep/controls/mine'" in of_run
+    assert "controls/a" not in of_run
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_coefficient_of_nothing_changes_nothing(tmp_path):
 def test_one_that_was_fitted_for_some_layers_is_theirs_alone(tmp_path):
     layout = Layout(32, LAYOUT.layers * 3)
     keep_temperature(tmp_path, FITTED | {"layers": [0, 2]})
-    found, words = with_fitted_temperature(layout, tmp_path)
-    of_layers = [layer.spectra[0].temperature.coefficient for layer in found.layers]
+    result, words = with_fitted_temperature(layout, tmp_path)
+    of_layers = [layer.spectra[0].temperature.coefficient for layer in result.layers]
     assert of_layers == [0.3, 0.0, 0.3]
     assert words.endswith("beyond in layers 0, 2")
     with pytest.raises(UserError, match=r"^checkpoint: .*json': layers: layer 2 does not exist"):
@@ -76,9 +76,9 @@ def test_a_temperature_of_every_head_is_read_as_it_was_kept(tmp_path):
     layout = Layout(32, (layer,) * 2)
     rows = [[0.1, 0.2, 0.3, 0.4]]
     keep_temperature(tmp_path, FITTED | {"layers": [1], "heads": rows})
-    found, words = with_fitted_temperature(layout, tmp_path)
-    assert found.layers[0] == layer
-    assert [s.temperature.coefficient for s in found.layers[1].spectra] == rows[0]
+    result, words = with_fitted_temperature(layout, tmp_path)
+    assert result.layers[0] == layer
+    assert [s.temperature.coefficient for s in result.layers[1].spectra] == rows[0]
     assert words == (
         ", logits of each head times 1 + c ln(n / 32) beyond, c 0.3 on average in layers 1"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.common.errors import UserError
-from trainer.formats import check_format
+from trainer.common.formats import check_format
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests
 from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name
 from trainer.runs.directory import MARK
@@ -85,7 +85,7 @@ def test_checkpoints_in_a_run_directory_of_a_newer_format_are_refused(run):
             read()
 
 
-@pytest.mark.parametrize("found", [0, -1, "1", None, 1.5, True])
-def test_what_is_no_number_of_a_format_is_damage(found):
+@pytest.mark.parametrize("result", [0, -1, "1", None, 1.5, True])
+def test_what_is_no_number_of_a_format_is_damage(result):
     with pytest.raises(UserError, match="output: 'x' is damaged"):
-        check_format(found, 1, "output", "'x'", "choose another")
+        check_format(result, 1, "output", "'x'", "choose another")

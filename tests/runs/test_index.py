@@ -57,17 +57,17 @@ def written(directory, dtype=torch.float32, size=(4, 3), chunks=HALVES, places=N
 
 
 def test_what_an_index_says_is_read_to_the_last_number(tmp_path):
-    found = read_index(written(tmp_path))
-    about = found.state_dict_metadata["a"]
+    result = read_index(written(tmp_path))
+    about = result.state_dict_metadata["a"]
     assert (about.size, about.properties.dtype) == (torch.Size([4, 3]), torch.float32)
     assert about.chunks == HALVES
     for i, chunk in enumerate(HALVES):
-        stored = found.storage_data[MetadataIndex("a", chunk.offsets)]
+        stored = result.storage_data[MetadataIndex("a", chunk.offsets)]
         assert (stored.relative_path, stored.offset, stored.length) == ("file", 1 + 24 * i, 24)
 
 
-NO_SIZE = "it has a number that is no size."
-NO_SHAPE = "it has a shape that is none."
+NO_SIZE = "it has a size that is not a whole number from 0."
+NO_SHAPE = "it has an invalid tensor shape."
 REFUSED = {
     "it names files elsewhere (../b).": {"relative_path": "../b"},
     "it names files elsewhere (..).": {"relative_path": ".."},
@@ -94,11 +94,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_has_no_place_in_an_index_is_refused(tmp_path, said):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_place_in_an_index_is_refused(tmp_path, message):
     with pytest.raises(UserError) as error:
-        read_index(written(tmp_path, **REFUSED[said]))
-    why = said.rstrip()
+        read_index(written(tmp_path, **REFUSED[message]))
+    why = message.rstrip()
     assert str(error.value) == f"checkpoint: the index of {tmp_path.name!r} is refused: {why}"
 
 
@@ -115,7 +115,7 @@ def test_what_takes_nothing_is_let_through(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (pickle.dumps(print), "builtins.print has no place in a checkpoint's index."),
         (pickle.dumps(Metadata), "it has 'type' where 'Metadata' belongs."),
@@ -127,11 +127,11 @@ def test_what_takes_nothing_is_let_through(tmp_path, changes):
         (b"", "it is damaged (pickle exhausted before seeing STOP)."),
     ],
 )
-def test_what_is_no_index_is_refused(tmp_path, content, said):
+def test_what_is_no_index_is_refused(tmp_path, content, message):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError) as error:
         read_index(tmp_path)
-    assert str(error.value) == f"checkpoint: the index of {tmp_path.name!r} is refused: {said}"
+    assert str(error.value) == f"checkpoint: the index of {tmp_path.name!r} is refused: {message}"
     assert type(error.value) is UserError
 
 

@@ -88,8 +88,8 @@ def needs(config, ranks=1):
     return low, problems(low - 1)
 
 
-def activations(micro, length=512, width=1024, layers=8, kept=4):
-    return 2 * micro * length * width * layers * kept
+def activations(micro, length=512, width=1024, layers=8, copies=4):
+    return 2 * micro * length * width * layers * copies
 
 
 LONG = replace(PLAIN.data, sequence_length=512)
@@ -111,7 +111,7 @@ STATE = 12 * WEIGHTS
         ),
         (
             {"strategy": StrategyConfig(activation_checkpointing="full")},
-            1, STATE + activations(4, kept=1),
+            1, STATE + activations(4, copies=1),
         ),
     ],
 )  # fmt: skip
@@ -211,10 +211,10 @@ def test_an_evaluation_needs_weights_keys_and_values_and_a_chunk_of_activations(
     """86 GB of keys and values for a million tokens in float32, from a plain sum."""
     asked = EvaluationConfig()
     about = asked, 32768, dtype, "cuda"
-    weights, kept, activations = evaluation_memory(SMOLLM2_360M, MILLION, *about)
+    weights, cached, activations = evaluation_memory(SMOLLM2_360M, MILLION, *about)
     assert weights == size * weights_of(SMOLLM2_360M)
     of_a_layer = torch.empty(2, 5, MILLION, 64, device="meta", dtype=memory_type(size))
-    assert kept == 32 * of_a_layer.nbytes == {4: 85_899_345_920, 2: 42_949_672_960}[size]
+    assert cached == 32 * of_a_layer.nbytes == {4: 85_899_345_920, 2: 42_949_672_960}[size]
     a_chunk = 32768 * (4 * 960 + 3 * 2560 + 2 * (15 + 2 * 5) * 64)
     of_heads = torch.empty(2, 15, MILLION, 64, device="meta", dtype=memory_type(size))
     assert activations == size * a_chunk + of_heads.nbytes
@@ -259,8 +259,8 @@ def test_an_evaluation_that_does_not_fit_names_what_would(free, changes, availab
     asked = EvaluationConfig(**changes)
     free(available)
     (problem,) = evaluation_problems({"a": SMOLLM2_360M}, MILLION, asked, "cuda")
-    beginning, _, said = str(problem).partition("; ")
-    assert said == f"{remedy}."
+    beginning, _, message = str(problem).partition("; ")
+    assert message == f"{remedy}."
     assert beginning.startswith("evaluation.lengths: 1,048,576 tokens of a need at least ")
     assert beginning.endswith(f" GiB), and {memory.gib(available)} are free")
     free(200 * 10**9)

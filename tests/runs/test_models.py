@@ -20,7 +20,7 @@ from trainer.runs.models import _files_fingerprint, distinct, find_candidate
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
     config, _ = finished
     newest = find_candidate(config.run_dir)
-    assert (newest.given, newest.name, newest.role) == (config.run_dir, "DroPE", "drope")
+    assert (newest.reference, newest.name, newest.role) == (config.run_dir, "DroPE", "drope")
     assert newest.path == checkpoint_of(config)
     assert newest.home == Path(config.run_dir)
     assert newest.run == config
@@ -38,10 +38,13 @@ def test_published_weights_begin_as_their_tokenizer_does(finished):
     run = find_candidate(finished[0].run_dir)
     assert replace(run, run=None).bos_token is None
     assert replace(run, run=None, name="a/b").home == Path("runs/a/b")
-    own = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
-    own.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
-    assert replace(run, tokenizer=own).bos_token == replace(run, tokenizer=own, run=None).bos_token
-    assert replace(run, tokenizer=own).bos_token == 3
+    tokenizer = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
+    assert (
+        replace(run, tokenizer=tokenizer).bos_token
+        == replace(run, tokenizer=tokenizer, run=None).bos_token
+    )
+    assert replace(run, tokenizer=tokenizer).bos_token == 3
 
 
 def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
@@ -50,16 +53,16 @@ def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
     place.mkdir()
     file, beside = place / "a.bin", place / "b.bin"
 
-    def written(content=b"1234", at=5, name="b.bin"):
+    def written(content=b"1234", time=5, name="b.bin"):
         for path in place.iterdir():
             path.unlink()
-        for path, data, time in ((file, b"first", 1), (place / name, content, at)):
+        for path, data, when in ((file, b"first", 1), (place / name, content, time)):
             path.write_bytes(data)
-            os.utime(path, ns=(time, time))
+            os.utime(path, ns=(when, when))
         return _files_fingerprint(place), _files_fingerprint(place / name)
 
     first = written()
-    others = [written(b"12345"), written(at=6), written(name="c.bin")]
+    others = [written(b"12345"), written(time=6), written(name="c.bin")]
     assert all(a != b for other in others for a, b in zip(first, other, strict=True))
     assert written() == first
     assert _files_fingerprint(file) != _files_fingerprint(beside)
@@ -75,20 +78,20 @@ def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):
 def test_models_of_one_name_are_told_apart(finished):
     first = find_candidate(finished[0].run_dir)
     path = Path("runs/second/checkpoints/last")
-    second = replace(first, given="b", path=path)
-    third = replace(first, given="c", name="Other", path=Path("runs/third/checkpoints/last"))
-    hf = replace(first, given="hf:a", computed_by="transformers")
+    second = replace(first, reference="b", path=path)
+    third = replace(first, reference="c", name="Other", path=Path("runs/third/checkpoints/last"))
+    hf = replace(first, reference="hf:a", computed_by="transformers")
     assert [model.name for model in distinct([first, third])] == ["DroPE", "Other"]
     assert [model.name for model in distinct([first, second, third])] == [
         "DroPE (run)", "DroPE (second)", "Other",
     ]  # fmt: skip
     # Of one directory: by what they were called.
     assert [model.name for model in distinct([first, hf])] == [
-        f"DroPE ({first.given})", "DroPE (hf:a)",
+        f"DroPE ({first.reference})", "DroPE (hf:a)",
     ]  # fmt: skip
     for twice in ([first, first], [first, third, replace(third, name="Another")]):
-        with pytest.raises(UserError, match=f"^compare: '{twice[-1].given}' is named twice.$"):
+        with pytest.raises(UserError, match=f"^compare: '{twice[-1].reference}' is named twice.$"):
             distinct(twice)
-    alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), given=first.given)
+    alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), reference=first.reference)
     with pytest.raises(UserError, match=r"^compare: two models are called .*; give one of the"):
         distinct([first, alike])

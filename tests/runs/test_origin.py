@@ -28,10 +28,10 @@ def test_the_command_can_be_typed_again(argv, typed):
 def test_the_commit_is_that_of_the_package_s_own_repository(tmp_path):
     def git(*words):
         name = ("-c", "user.name=a", "-c", "user.email=a@b")
-        said = subprocess.run(
+        message = subprocess.run(
             ["git", "-C", str(tmp_path), *name, *words], capture_output=True, text=True, check=True
         )
-        return said.stdout.strip()
+        return message.stdout.strip()
 
     assert commit(tmp_path) == ""
     git("init", "--quiet")
@@ -52,10 +52,10 @@ def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
     published = SimpleNamespace(
         name="SmolLM", path=Path("models/s"), state={}, computed_by="transformers 5.23"
     )
-    found = origin([run, published])
-    assert found["Of"] == (
+    result = origin([run, published])
+    assert result["Of"] == (
         "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s, computed by transformers 5.23"
     )
-    assert found["Program"].startswith(f"unrope {trainer.__version__}")
-    made = datetime.strptime(found["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
+    assert result["Program"].startswith(f"unrope {trainer.__version__}")
+    made = datetime.strptime(result["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - made).total_seconds()) < 3600

@@ -13,16 +13,12 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.fields import configuration
 from trainer.common.validation import validated
 from trainer.evaluation.config import EvaluationConfig
-from trainer.runs.config import RunConfig
+from trainer.model.config import ModelConfig
+from trainer.positional.config import PositionalConfig, TemperatureConfig
+from trainer.recalibration.config import ChangeConfig
+from trainer.runs.config import RunConfig, layout_problems
 from trainer.runs.parsing import control_config, merged, parse, parse_without_weights
 from trainer.workflows.requests import EvaluationRequest
-
-
-def test_a_length_in_tokens_becomes_steps_that_reach_it():
-    values = {"trainer": {"max_tokens": 100_000, "batch_size": 8}, "data": {"sequence_length": 128}}
-    config = parse(RunConfig, values)
-    assert config.trainer.max_steps == 98  # 97 steps of 1,024 tokens are 99,328
-    assert config.tokens_per_step * 98 >= 100_000 > config.tokens_per_step * 97
 
 
 def test_a_run_may_leave_the_controls_of_its_experiment_out():
@@ -108,7 +104,7 @@ class Outer:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "sentence"),
     [
         ({"numbr": 1}, ["numbr: unknown key. Did you mean 'number'?"]),
         ({"inner": {"siz": 1}}, ["inner.siz: unknown key. Did you mean 'size'?"]),
@@ -134,16 +130,16 @@ class Outer:
         ({"several": [1]}, "several[0]: expected a text, got 1."),
     ],
 )  # fmt: skip
-def test_every_mistake_of_a_group_is_one_sentence(values, said):
-    found, problems = validated(Outer, values)
-    assert [*map(str, problems)] == ([said] if isinstance(said, str) else said)
-    assert isinstance(found, Outer)
+def test_every_mistake_of_a_group_is_one_sentence(values, sentence):
+    outcome, problems = validated(Outer, values)
+    assert [*map(str, problems)] == ([sentence] if isinstance(sentence, str) else sentence)
+    assert isinstance(outcome, Outer)
 
 
 def test_keys_that_are_wrong_have_their_defaults_and_the_others_what_was_given():
     values = {"number": "x", "inner": {"size": "y"}, "several": ["a"], "either": "z", "named": 3}
-    found, problems = validated(Outer, values)
-    assert found == Outer(several=["a"])
+    outcome, problems = validated(Outer, values)
+    assert outcome == Outer(several=["a"])
     assert [problem.key for problem in problems] == ["number", "either", "inner.size", "named"]
 
 
@@ -189,7 +185,7 @@ STEPS = "until which the run is as every branch begins, got"
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "sentence"),
     [
         (controlled(**{"a/b": {}}), "controls: 'a/b' names a directory in the run's; expected "
          "letters, digits and ._+- only."),
@@ -217,10 +213,10 @@ STEPS = "until which the run is as every branch begins, got"
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_control_is_one_sentence(values, said):
+def test_what_is_wrong_with_a_control_is_one_sentence(values, sentence):
     with pytest.raises(UserError) as error:
         parse(RunConfig, values)
-    assert tuple(map(str, error.value.problems)) == (said,)
+    assert tuple(map(str, error.value.problems)) == (sentence,)
 
 
 def test_branches_are_possible_from_the_first_step_to_the_last_before_a_drop():
@@ -232,14 +228,21 @@ def test_branches_are_possible_from_the_first_step_to_the_last_before_a_drop():
 def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
     values = controlled(a={"trainer": {"keep_best": -1}})
     values["trainer"]["log_every"] = 0
-    for found in (), (Problem("before", "something."),):
+    for outcome in (), (Problem("before", "something."),):
         with pytest.raises(UserError) as error:
-            parse(RunConfig, values, found)
+            parse(RunConfig, values, outcome)
         assert tuple(map(str, error.value.problems)) == (
-            *map(str, found),
+            *map(str, outcome),
             "trainer.log_every: expected 1 or more, got 0.",
             "controls.a.trainer.keep_best: expected 0 or more, got -1.",
         )
+
+
+@pytest.mark.parametrize("branch", ["x", "drop", 11])
+def test_a_branch_is_judged_only_of_a_run_without_problems(branch):
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, controlled(a={"branch": branch}), [Problem("before", "something.")])
+    assert [problem.key for problem in error.value.problems] == ["before"]
 
 
 NORM = "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose 'never' or"
@@ -268,15 +271,19 @@ RUN = [
         "choose 'auto' or 'sdpa'.",
     ),
     ({"model": {"qk_norm": {"when": "after_drop"}}}, f"{NORM} 'always'."),
+    (
+        {"model": {"head_dim": 7}},
+        "model.head_dim: 7 is odd, but channels rotate in pairs; use 8 or 6.",
+    ),
     ({"drop": {"to": "rpe"}}, "drop.to: unknown encoding 'rpe'. Did you mean 'rope'?"),
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), RUN)
-def test_what_is_impossible_between_groups_is_one_sentence(values, said):
+@pytest.mark.parametrize(("values", "sentence"), RUN)
+def test_what_is_impossible_between_groups_is_one_sentence(values, sentence):
     with pytest.raises(UserError) as error:
         parse(RunConfig, {"run_dir": "x", **values})
-    assert tuple(map(str, error.value.problems)) == (said,)
+    assert tuple(map(str, error.value.problems)) == (sentence,)
 
 
 @pytest.mark.parametrize(
@@ -350,3 +357,21 @@ def test_without_weights_mistakes_are_found_all_the_same():
         "seed: known.",
         "optimizer.lr: expected a positive number, got 0.",
     )
+
+
+TEMPERED = PositionalConfig(temperature=TemperatureConfig(coefficient=0.1, reference=8))
+
+
+@pytest.mark.parametrize("positional", [PositionalConfig(), TEMPERED])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_encoding_is_dropped_in_one_step_or_several_with_any_temperature(positional, steps):
+    change = {"drop": ChangeConfig(anneal_steps=steps)}
+    assert layout_problems(positional, ModelConfig(), 64, change) == []
+
+
+def test_an_encoding_that_does_not_rotate_is_not_dropped_in_steps():
+    positional = PositionalConfig(layers=["alibi"])
+    (problem,) = layout_problems(
+        positional, ModelConfig(), 64, {"drop": ChangeConfig(anneal_steps=5)}
+    )
+    assert problem.key == "drop.anneal_steps"

@@ -65,18 +65,6 @@ def test_torchrun_says_who_it_is(environment):
     assert not ranks.is_rank_zero
 
 
-def test_srun_says_who_it_is(environment):
-    step = {
-        "PROCID": "5", "LOCALID": "1", "NODEID": "1", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
-        "STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": "gpu[07-08]",
-    }  # fmt: skip
-    for name, value in step.items():
-        environment.setenv(f"SLURM_{name}", value)
-    assert current_ranks() == Ranks(5, 8, 1, 4)
-    assert os.environ["MASTER_ADDR"] == "gpu07"
-    assert os.environ["MASTER_PORT"] == "18456"
-
-
 def test_a_batch_script_without_srun_is_alone(environment):
     """SLURM tells the script itself of the tasks it may start; it is none of them."""
     environment.setenv("SLURM_NTASKS", "8")
@@ -144,26 +132,30 @@ def said_by_two(tmp_path_factory):
 
 
 def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two):
-    assert [said["alone"] for said in said_by_two] == ["done", "done"]
-    assert [said["collective"] for said in said_by_two] == ["late", "gave up"]
+    assert [message["alone"] for message in said_by_two] == ["done", "done"]
+    assert [message["collective"] for message in said_by_two] == ["late", "gave up"]
 
 
 def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
-    assert [said["disk"] for said in said_by_two] == ["nowhere: No such file or directory."] * 2
+    assert [message["disk"] for message in said_by_two] == [
+        "nowhere: No such file or directory."
+    ] * 2
 
 
 def test_a_node_that_sees_no_gpu_is_named_by_all(said_by_two):
-    said = f"trainer.accelerator: torch sees no GPU on {os.uname().nodename}, but other processes"
-    assert all(of_rank["device"].startswith(said) for of_rank in said_by_two)
+    message = (
+        f"trainer.accelerator: torch sees no GPU on {os.uname().nodename}, but other processes"
+    )
+    assert all(of_rank["device"].startswith(message) for of_rank in said_by_two)
 
 
 def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):
-    first, second = (said["dashboard"] for said in said_by_two)
+    first, second = (message["dashboard"] for message in said_by_two)
     assert first == second == Path(said_by_two[0]["file"]).read_text()
 
 
 def test_ranks_of_a_machine_share_its_cores(said_by_two):
-    assert [int(said["threads"]) for said in said_by_two] == [
+    assert [int(message["threads"]) for message in said_by_two] == [
         max(len(os.sched_getaffinity(0)) // 2, 1)
     ] * 2
 
@@ -172,16 +164,16 @@ def test_ranks_of_a_machine_share_its_cores(said_by_two):
     ("nodes", "first"),
     [("gpu07", "gpu07"), ("gpu[07-08,12],login1", "gpu07"), ("a1,a2", "a1"), ("n[3,5]", "n3")],
 )
-def test_the_first_host_of_a_job_is_where_ranks_meet(environment, nodes, first):
+def test_ranks_of_srun_meet_at_the_first_host_of_the_job(environment, nodes, first):
     step = {
-        "PROCID": "0", "LOCALID": "0", "NODEID": "1", "STEP_NUM_TASKS": "2", "JOB_ID": "20001",
-        "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": nodes,
+        "PROCID": "5", "LOCALID": "1", "NODEID": "2", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
+        "STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": nodes,
     }  # fmt: skip
     for name, value in step.items():
         environment.setenv(f"SLURM_{name}", value)
-    assert current_ranks() == Ranks(0, 2, 0, 1)
+    assert current_ranks() == Ranks(5, 8, 1, 4)
     names = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "RANK", "WORLD_SIZE")
-    assert [os.environ[name] for name in names] == [first, "15001", "1", "0", "2"]
+    assert [os.environ[name] for name in names] == [first, "18456", "2", "5", "8"]
 
 
 def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
@@ -202,12 +194,12 @@ def test_machines_that_are_not_full_count(size, local, nodes):
 def test_a_process_computes_where_it_may(monkeypatch):
     everywhere, cpu = RunConfig(), RunConfig(trainer=TrainerConfig(accelerator="cpu"))
     ranks = Ranks(1, 2, 1, 2)
-    for here, config, device in (
+    for has_gpu, config, device in (
         (False, everywhere, torch.device("cpu")),
         (True, cpu, torch.device("cpu")),
         (True, everywhere, torch.device("cuda", 1)),
     ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert device_of(config, ranks) == device
         assert device_type(config) == device.type
@@ -324,9 +316,8 @@ def test_of_several_the_group_stays_where_one_may_have_failed_alone(
     assert ("RuntimeError: x" in capsys.readouterr().err) == printed
 
 
-def test_cores_are_divided_and_one_is_left_at_least():
+def test_cores_of_which_some_are_shared_are_divided():
     assert fair_share(frozenset({1, 2, 3}), [frozenset({1, 2, 3}), frozenset({3})]) == 2
-    assert fair_share(frozenset({1}), [frozenset({1})] * 3) == 1
     assert share_of_cores() == len(os.sched_getaffinity(0))
 
 
@@ -338,8 +329,8 @@ def others(monkeypatch):
     def all_reduce(mine, group, async_op):
         assert async_op
         assert group == "waiting"
-        own = cast.pop(0)
-        return SimpleNamespace(wait=lambda: mine.add_(own))
+        vote = cast.pop(0)
+        return SimpleNamespace(wait=lambda: mine.add_(vote))
 
     monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda: 2)

@@ -16,7 +16,7 @@ from trainer.runs.run_lock import LEASE, RunLock
 
 
 @pytest.fixture(params=["on the node alone", "nowhere"])
-def kept(request, monkeypatch):
+def lock_keeping(request, monkeypatch):
     """Where the file system keeps locks: another node's process is not known to either."""
 
     def flock(*_):
@@ -51,9 +51,9 @@ def locks(monkeypatch):
 
 def ended(lock, directory):
     """What a process leaves whose node was cut off: the lock, for which nobody cares any more."""
-    left = (directory / ".lock").read_text()
+    content = (directory / ".lock").read_text()
     lock.release()
-    (directory / ".lock").write_text(left)
+    (directory / ".lock").write_text(content)
 
 
 def silent_for(directory, seconds):
@@ -72,18 +72,20 @@ def test_a_run_directory_is_locked_once_however_often_it_is_asked_for(tmp_path, 
 
 
 def test_another_node_is_refused_while_the_first_lives_and_is_told_who_that_is(
-    tmp_path, locks, kept
+    tmp_path, locks, lock_keeping
 ):
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)  # of which only the file is seen from there
     silent_for(tmp_path, LEASE - 10)
-    said = r"process \d+ of gpu07 \(SLURM job 17\) is training in .* sign of life came 1\d\d s ago"
-    with pytest.raises(UserError, match=said):
+    message = (
+        r"process \d+ of gpu07 \(SLURM job 17\) is training in .* sign of life came 1\d\d s ago"
+    )
+    with pytest.raises(UserError, match=message):
         locks("gpu08", job="18").acquire(tmp_path)
 
 
-def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, kept):
+def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, lock_keeping):
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)
@@ -92,14 +94,14 @@ def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, 
     assert json.loads((tmp_path / ".lock").read_text())["host"] == "gpu08"
 
 
-def test_a_job_that_was_started_again_never_waits_for_itself(tmp_path, locks, kept):
+def test_a_job_that_was_started_again_never_waits_for_itself(tmp_path, locks, lock_keeping):
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)
     locks("gpu08", job="17", restarts="1").acquire(tmp_path)
 
 
-def test_two_steps_of_one_job_are_two(tmp_path, locks, kept):
+def test_two_steps_of_one_job_are_two(tmp_path, locks, lock_keeping):
     first = locks("gpu07", job="17", restarts="1")
     first.acquire(tmp_path)
     ended(first, tmp_path)
@@ -132,7 +134,7 @@ def test_where_nothing_keeps_locks_a_process_of_this_node_is_looked_for(
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)
-    monkeypatch.setattr(run_lock, "runs", lambda process: alive)
+    monkeypatch.setattr(run_lock, "is_running", lambda process: alive)
     if alive:
         with pytest.raises(UserError, match="is training in"):
             locks("gpu07", job="17").acquire(tmp_path)

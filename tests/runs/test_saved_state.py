@@ -22,16 +22,16 @@ def state(finished):
 
 def changed(state, path, value):
     """A copy with the value at a path of keys; None of them: without it."""
-    found = copy.deepcopy(state)
+    result = copy.deepcopy(state)
     *groups, last = path
-    place = found
+    place = result
     for key in groups:
         place = place[key]
     if value is ...:
         del place[last]
     else:
         place[last] = value
-    return found
+    return result
 
 
 def refusal(checkpoint, state):
@@ -43,7 +43,7 @@ def refusal(checkpoint, state):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (["step"], -1, "step: Input should be greater than or equal to 0."),
         (["step"], 1.5, "step: "),
@@ -67,8 +67,8 @@ def refusal(checkpoint, state):
         (["skips"], [[1, -1]], "skips.0.1: Input should be greater than or equal to 0."),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_by_its_place(state, tmp_path, path, value, said):
-    assert refusal(tmp_path, changed(state, path, value)).startswith(said)
+def test_what_is_wrong_is_named_by_its_place(state, tmp_path, path, value, message):
+    assert refusal(tmp_path, changed(state, path, value)).startswith(message)
 
 
 @pytest.mark.parametrize("content", [[], 3, None, "x"])
@@ -90,7 +90,7 @@ def test_what_training_needs_is_checked_where_it_goes_on(state, tmp_path):
     read_run_state(tmp_path / "step-000012", state)
     read_run_state(tmp_path / "before-drop", state)
     read_run_state(tmp_path / "step-1200000", changed(state, ["step"], 1_200_000))
-    for place, found, said in (
+    for place, result, message in (
         ("step-000013", state, "step: 12."),
         ("step-000012", changed(state, ["data"], None), "data: "),
         ("step-000012", changed(state, ["certificate", "samples"], "x"), "certificate.samples: "),
@@ -104,8 +104,8 @@ def test_what_training_needs_is_checked_where_it_goes_on(state, tmp_path):
         ),
     ):
         with pytest.raises(UserError) as error:
-            read_run_state(tmp_path / place, found)
-        begins = f"checkpoint: state.json of {place!r} is damaged: {said}"
+            read_run_state(tmp_path / place, result)
+        begins = f"checkpoint: state.json of {place!r} is damaged: {message}"
         assert str(error.value).startswith(begins)
 
 
@@ -149,9 +149,9 @@ def test_the_first_format_is_read_as_today(state, tmp_path, numbered):
     if not numbered:
         del old["format"]
     (tmp_path / "state.json").write_text(json.dumps(old))
-    found = read_saved(tmp_path)
-    assert {**found, "format": 2} == state
-    assert read_run_state(tmp_path, found) == read_run_state(tmp_path, state)
+    result = read_saved(tmp_path)
+    assert {**result, "format": 2} == state
+    assert read_run_state(tmp_path, result) == read_run_state(tmp_path, state)
 
 
 REACH = {
@@ -176,13 +176,13 @@ def test_the_one_drop_of_versions_without_phases_is_that_of_a_phase(
     old = in_first_format(state)
     old["callbacks"] = {"Metrics": {"pending": {}}, **callbacks}
     (tmp_path / "state.json").write_text(json.dumps(old))
-    found = read_run_state(tmp_path, read_saved(tmp_path))
-    assert {name: effect.step for name, effect in found.effects.items()} == effects
-    assert (found.lengths, found.held_out_losses, found.layout_before_drop) == ([], [], None)
+    result = read_run_state(tmp_path, read_saved(tmp_path))
+    assert {name: effect.step for name, effect in result.effects.items()} == effects
+    assert (result.lengths, result.held_out_losses, result.layout_before_drop) == ([], [], None)
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (["callbacks"], 3, "callbacks: expected a dictionary."),
         (["callbacks", "Transitions"], 3, "callbacks.Transitions: expected a dictionary."),
@@ -191,8 +191,8 @@ def test_the_one_drop_of_versions_without_phases_is_that_of_a_phase(
         (["loggers"], [], "loggers: expected a dictionary."),
     ],
 )
-def test_a_first_format_that_is_damaged_is_refused(state, tmp_path, path, value, said):
-    assert refusal(tmp_path, changed(in_first_format(state), path, value)) == said
+def test_a_first_format_that_is_damaged_is_refused(state, tmp_path, path, value, message):
+    assert refusal(tmp_path, changed(in_first_format(state), path, value)) == message
 
 
 def test_a_run_resumes_from_the_first_format_to_the_same_bits(run, tmp_path):

@@ -1,24 +1,27 @@
-"""What a run that begins with another's weights takes over from it."""
+"""A run that begins with another's weights: what it takes over, and the other run's end."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.test_run import checkpoint_of
+from tests.training.test_run import assert_same_state, checkpoint_of
 from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.runs import starting_weights as module
 from trainer.runs.checkpoint_files import MANIFEST, digests
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
-from trainer.runs.parsing import parse
+from trainer.runs.directory import open_run_directory
+from trainer.runs.parsing import merged, parse
 from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
+from trainer.training.run import train
+from trainer.workflows.training_text import open_corpus
 
 
 def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
@@ -49,7 +52,7 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("reference", "message"),
     [
         (
             "",
@@ -59,11 +62,11 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
         ("no/where", "model.from_run: 'no/where' is neither a run directory nor a checkpoint."),
     ],
 )
-def test_what_is_no_run_is_said_of_its_key(given, said):
-    for find in (encodings_of, lambda given: starting_weights(ModelConfig(from_run=given))):
+def test_what_is_no_run_is_said_of_its_key(reference, message):
+    for find in (encodings_of, lambda reference: starting_weights(ModelConfig(from_run=reference))):
         with pytest.raises(UserError) as error:
-            find(given)
-        assert tuple(map(str, error.value.problems)) == (said,)
+            find(reference)
+        assert tuple(map(str, error.value.problems)) == (message,)
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_a_rank_reads_weights_without_the_others(finished, monkeypatch):
     monkeypatch.setattr(
         module,
         "load",
-        lambda *given, alone=False: (asked.append(alone), load(*given, alone=alone)),
+        lambda *reference, alone=False: (asked.append(alone), load(*reference, alone=alone)),
     )
     weights = dict(starting_weights(ModelConfig(from_run=finished[0].run_dir)).weights())
     assert asked == [True] * len(weights) != []
@@ -150,16 +153,60 @@ def test_a_drop_of_some_layers_leaves_the_others_their_heads(described):
 
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
-    given = str(checkpoint_of(finished[0]))
-    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": given}})
-    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=given)
+    reference = str(checkpoint_of(finished[0]))
+    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": reference}})
+    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
     assert config.model == replace(saved, vocab_size=config.model.vocab_size)
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
     assert (config.label, config.positional.layers) == ("DroPE", ["nope"])
-    own = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": given}})
-    assert own.label == "Own"
+    labelled = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": reference}})
+    assert labelled.label == "Own"
     before = str(checkpoint_of(finished[0], 6))
     values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
         parse(RunConfig, values)
     assert Path(before).name == "step-000006"
+
+
+@pytest.fixture
+def begun(base, finished, tmp_path):
+    """Values of a run that begins with a copy of another, and its end; three steps are undone."""
+    shutil.copytree(finished[0].run_dir, tmp_path / "other")
+    changes = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"from_run": str(tmp_path / "other"), "qk_norm": {"when": "never"}},
+        "drop": {"at": None},
+    }
+    values = merged(base, changes)
+    config = parse(RunConfig, values)
+    open_run_directory(config)
+    train(config, open_corpus(config))
+    shutil.copytree(checkpoint_of(config), tmp_path / "end")
+    shutil.rmtree(checkpoint_of(config))
+    return values, config, tmp_path
+
+
+def test_it_goes_on_from_its_own_checkpoint_where_the_other_run_has_gone(begun):
+    values, config, place = begun
+    shutil.rmtree(place / "other")
+    again = parse(RunConfig, values)
+    assert asdict(again) == asdict(config)
+    other = parse(RunConfig, merged(values, {"model": {"attention_backend": "sdpa"}}))
+    assert other.model == replace(config.model, attention_backend="sdpa")
+    open_run_directory(again)
+    train(again, open_corpus(again))
+    assert_same_state(checkpoint_of(again), place / "end")
+
+
+@pytest.mark.parametrize("case", ["another", "not begun", "overwrite"])
+def test_whatever_still_needs_the_other_run_misses_it(begun, case):
+    values, _, place = begun
+    shutil.rmtree(place / "other")
+    if case == "another":
+        values = merged(values, {"model": {"from_run": "elsewhere"}})
+    elif case == "not begun":
+        shutil.rmtree(place / "run" / "checkpoints")
+    else:
+        values = {**values, "overwrite": True}
+    with pytest.raises(UserError, match=r"^model\.from_run: '.*' is neither a run directory nor"):
+        parse(RunConfig, values)

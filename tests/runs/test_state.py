@@ -35,15 +35,15 @@ def untrained(build, **options):
 
 def test_names_say_whose_tensors_they_are(trained):
     model, optimizer = trained
-    found = tensors_of(model, optimizer)
+    result = tensors_of(model, optimizer)
     names = [name for name, _ in model.named_parameters()]
     moments = ("step", "exp_avg", "exp_avg_sq")
-    assert found.keys() == {
+    assert result.keys() == {
         "rng.cpu.0", *(f"model.{n}" for n in names),
         *(f"optimizer.{n}.{key}" for n in names for key in moments),
     }  # fmt: skip
-    assert not any(value.requires_grad for value in found.values())
-    assert torch.equal(found["rng.cpu.0"], torch.get_rng_state())
+    assert not any(value.requires_grad for value in result.values())
+    assert torch.equal(result["rng.cpu.0"], torch.get_rng_state())
     assert random_states(3).keys() == {"rng.cpu.3"}
 
 
@@ -61,7 +61,7 @@ def test_what_was_saved_comes_back_into_a_model_and_an_optimizer(trained, tiny_d
         assert torch.equal(after[name], value), name
         assert after[name].dtype == value.dtype
     assert all(p.requires_grad for p in model.parameters())
-    of_optimizer = [x for of in optimizer.state.values() for x in of.values()]
+    of_optimizer = [x for state in optimizer.state.values() for x in state.values()]
     assert of_optimizer
     assert not any(x.requires_grad for x in of_optimizer)
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_without_a_state_of_generators_leaves_them(trained, tiny_de
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             {"optimizer.nobody.step": torch.ones(1)},
@@ -90,11 +90,11 @@ def test_a_checkpoint_without_a_state_of_generators_leaves_them(trained, tiny_de
         ),
     ],
 )
-def test_what_belongs_to_nothing_is_refused(trained, tiny_decoder, tmp_path, more, said):
+def test_what_belongs_to_nothing_is_refused(trained, tiny_decoder, tmp_path, more, message):
     save(tensors_of(*trained) | more, tmp_path / "a", None)
     with pytest.raises(UserError) as error:
         restore(*untrained(tiny_decoder), tmp_path / "a")
-    assert str(error.value) == f"checkpoint: 'a' {said}"
+    assert str(error.value) == f"checkpoint: 'a' {message}"
 
 
 def test_a_state_of_generators_of_another_size_is_refused_for_good(trained, tiny_decoder, tmp_path):
@@ -109,7 +109,7 @@ def test_weights_that_do_not_fit_are_counted(tmp_path):
     saved = read_metadata(tmp_path)
     assert saved.keys() == {"model.a", "model.b"}
     check_shapes({"model.a": torch.zeros(2, 3)}, saved, "x")
-    for wanted, said in (
+    for wanted, message in (
         ({"model.a": torch.zeros(3, 2)}, "'a' is (2, 3) in 'x', but (3, 2) in the model."),
         ({"model.c": torch.zeros(1)}, "'x' has no parameter 'c'."),
         (
@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_counted(tmp_path):
     ):
         with pytest.raises(UserError) as error:
             check_shapes(wanted, saved, "x")
-        assert str(error.value) == f"checkpoint: {said}"
+        assert str(error.value) == f"checkpoint: {message}"
 
 
 def test_files_that_are_not_as_their_index_says_may_be_read_another_time(tmp_path):

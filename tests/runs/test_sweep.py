@@ -19,7 +19,7 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RuntimeError("out of memory\nand more"), "RuntimeError: out of memory"),
         (RuntimeError(), "RuntimeError:"),
@@ -28,10 +28,10 @@ def place(tmp_path, monkeypatch):
         (KeyboardInterrupt(), None),
     ],
 )
-def test_what_a_job_failed_with_is_kept_until_it_is_tried_again(error, said, place):
+def test_what_a_job_failed_with_is_kept_until_it_is_tried_again(error, message, place):
     with pytest.raises(type(error)), noting_failure(place, "runs/a"):
         raise error
-    assert (failure(place, "runs/a"), failure(place, "runs/b")) == (said, None)
+    assert (failure(place, "runs/a"), failure(place, "runs/b")) == (message, None)
     with noting_failure(place, "runs/a"):
         pass
     assert failure(place, "runs/a") is None
@@ -90,14 +90,14 @@ def test_its_record_says_what_was_set_in_each_run(place):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ("[", "is damaged: Invalid JSON"),
         ("{}", "is damaged: runs: Field required."),
         ('{"runs": [], "format": 2}', "has format 2, .* or name the runs themselves."),
     ],
 )
-def test_a_record_that_is_none_is_named(place, record, said):
+def test_a_record_that_is_none_is_named(place, record, message):
     (place / RECORD).write_text(record)
-    with pytest.raises(UserError, match=f"^runs: .*sweep.json' {said}"):
+    with pytest.raises(UserError, match=f"^runs: .*sweep.json' {message}"):
         read_sweep(place)

@@ -91,9 +91,9 @@ IMPOSSIBLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "values", "said"), IMPOSSIBLE)
-def test_what_is_impossible_is_said_in_one_sentence(group, values, said):
-    assert [*map(str, group(**values).problems())] == [said]
+@pytest.mark.parametrize(("group", "values", "message"), IMPOSSIBLE)
+def test_what_is_impossible_is_said_in_one_sentence(group, values, message):
+    assert [*map(str, group(**values).problems())] == [message]
 
 
 @pytest.mark.parametrize(

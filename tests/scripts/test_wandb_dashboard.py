@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import wandb_dashboard
-from trainer.runs.metric_panels import SECTIONS
-from trainer.runs.metrics_file import COLUMNS
+from trainer.runs.metrics_file import COLUMNS, SECTIONS
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--entity", "team", "--project", "needles", "--name", "Lengths"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.common.validation import adapter
 from trainer.data.order import as_text
-from trainer.formats import adapter
 from trainer.runs.saved_state import SavedCertificate, SavedTally
 from trainer.training import tally as tallies
 from trainer.training.tally import Certificate, Spikes, StepTimer, Tally

@@ -109,13 +109,13 @@ def beside(tiny_decoder, monkeypatch):
         def candidate(given, layers, words):
             tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
             layout = tiny_decoder(layers=list(layers)).layout
-            return SimpleNamespace(given=given, tokenizer=tokenizer, layout=layout)
+            return SimpleNamespace(reference=given, tokenizer=tokenizer, layout=layout)
 
         monkeypatch.setattr(
             analyze, "find_candidate", lambda given, key: candidate(given, layers, words)
         )
         request = AnalysisRequest("this", compare="that")
-        return analyze._other(request, candidate("this", ["rope"], ["a", "b"]), kind).given
+        return analyze._other(request, candidate("this", ["rope"], ["a", "b"]), kind).reference
 
     return found
 

@@ -464,7 +464,7 @@ def test_two_seeds_of_a_recipe_are_told_apart_by_their_directories(runs, tmp_pat
 
 def test_models_whose_directories_have_one_name_are_told_apart_by_their_paths(runs):
     first = find_candidate(str(runs))
-    other = replace(first, given="elsewhere/tiny", path=Path("elsewhere/tiny/checkpoints/last"))
+    other = replace(first, reference="elsewhere/tiny", path=Path("elsewhere/tiny/checkpoints/last"))
     names = [candidate.name for candidate in distinct([first, other])]
     assert names == [f"DroPE ({runs})", "DroPE (elsewhere/tiny)"]
     with pytest.raises(UserError, match=r"two models are called 'DroPE \(elsewhere/tiny\)'"):

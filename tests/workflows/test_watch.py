@@ -22,8 +22,7 @@ from trainer.common.errors import UserError
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory, plain
-from trainer.runs.metric_panels import SECTIONS
-from trainer.runs.metrics_file import PARTS, write_metrics
+from trainer.runs.metrics_file import PARTS, SECTIONS, write_metrics
 from trainer.runs.parsing import control_config, parse
 from trainer.runs.run_lock import LEASE, RunLock
 from trainer.runs.sweep import Swept, noting_failure, open_sweep

@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command, Named
-from trainer.stopping import stopping_at_once
+from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -33,7 +33,7 @@ def execute(named: Named[AnalysisRequest]) -> None:
     from trainer.workflows.analyze import analyze
 
     set_up_console()
-    with stopping_at_once("Stopped", signal.SIGTERM, kept=False):
+    with stopping_at_once("Stopped", signal.SIGTERM, is_resumable=False):
         report, page = analyze(named.request, named.name)
     print("\n".join(summary(report) if len(report.sections) > 2 else findings(report)))
     for note in report.notes:

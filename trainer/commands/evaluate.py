@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.stopping import stopping_at_once
+from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -35,7 +35,7 @@ def read(composed: Composed) -> Named[Any]:
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
-    from trainer.runs.job_files import ask_for_requeue
+    from trainer.common.processes import ask_for_requeue
     from trainer.workflows.remarks import say_idle_settings
     from trainer.workflows.requests import EvaluationRequest
 

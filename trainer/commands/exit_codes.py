@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
-from trainer.runs.job_files import say_mistake, tell_torchrun
+from trainer.common.processes import say_mistake, tell_torchrun
 
 MISTAKE = 2
 """Of what the user can mend."""
@@ -48,8 +48,9 @@ def exit_codes() -> Iterator[None]:
         _discard(sys.stdout)
         sys.exit(MISTAKE)
     except PreemptedError as stop:
-        _say(f"{stop} The same command {'goes on from there' if stop.kept else 'begins anew'}.")
-        sys.exit(REQUEUE_EXIT_CODE if stop.kept else STOPPED)
+        effect = "goes on from there" if stop.is_resumable else "begins anew"
+        _say(f"{stop} The same command {effect}.")
+        sys.exit(REQUEUE_EXIT_CODE if stop.is_resumable else STOPPED)
     except KeyboardInterrupt:
         _say("Interrupted; the same command goes on from what was kept, if anything.")
         sys.exit(130)

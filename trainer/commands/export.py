@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command
-from trainer.stopping import stopping_at_once
+from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -28,7 +28,7 @@ def execute(request: ExportRequest) -> None:
     set_up_console()
     from trainer.workflows.export import export_checkpoint
 
-    with stopping_at_once("Stopped", signal.SIGTERM, kept=False):
+    with stopping_at_once("Stopped", signal.SIGTERM, is_resumable=False):
         exported = export_checkpoint(request)
     trust = "" if exported.plan.is_native else ", trust_remote_code=True"
     print(f"AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")

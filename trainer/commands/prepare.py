@@ -10,7 +10,7 @@ from trainer.commands.hydra.command import Command
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem
 from trainer.common.fields import configuration
-from trainer.stopping import stopping_at_once
+from trainer.common.processes import stopping_at_once
 from trainer.workflows.requests import PrepareConfig, PrepareRequest
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def read_run(
 
 def _ignored(composed: Composed, source: str) -> list[Problem]:
     """Return the problems of words that set what the weights of ``source`` already have."""
-    from trainer.runs.trained_shape import ignored_keys
+    from trainer.runs.parsing import ignored_keys
 
     model = composed.values.get("model")
     if not isinstance(model, dict) or model.get(source) is None:

@@ -1,1 +1,1 @@
-"""Errors as values, files, progress and checked values, used by every room."""
+"""Errors as values, checked values, files, locks, processes and progress, used by every room."""

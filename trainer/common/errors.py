@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,16 @@ class UserError(Exception):
         return "\n".join(map(str, self.problems))
 
 
+def listed(rules: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:
+    """Make a function that yields problems return them as a list."""
+
+    @wraps(rules)
+    def problems(*args: P.args, **kwargs: P.kwargs) -> list[Problem]:
+        return list(rules(*args, **kwargs))
+
+    return problems
+
+
 def raise_all(problems: Iterable[Problem]) -> None:
     """Raise a ``UserError`` of the problems, each once, if there are any."""
     if distinct := dict.fromkeys(problems):
@@ -104,11 +118,11 @@ REQUEUE_EXIT_CODE = 85
 
 
 class PreemptedError(Exception):
-    """Work stopped because it was asked to: a run at a step boundary, with a checkpoint."""
+    """Work that stopped on request: a run at a step boundary, with a checkpoint."""
 
-    def __init__(self, message: str, kept: bool = True) -> None:
-        self.kept = kept
-        """Whether the same command resumes from what is there."""
+    def __init__(self, message: str, is_resumable: bool = True) -> None:
+        self.is_resumable = is_resumable
+        """Whether the same command resumes from finished files."""
         super().__init__(message)
 
 
@@ -118,15 +132,15 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def near_path(path: Path, pattern: str = "*") -> str:
-    """Return a hint with the path beside a missing one that is spelt most like it, or "".
+    """Return a hint with the path beside a missing one whose spelling is nearest, or "".
 
     For a name alone, runs of that name count too. ``pattern``: glob of the names beside it.
     """
     places = [path.parent, *([Path("runs")] if len(path.parts) == 1 else [])]
-    beside = [one for place in places if place.is_dir() for one in place.glob(pattern)]
-    names = {one.name: one for one in reversed(beside)}
-    near = nearest(path.name, names)
-    return "" if near is None else f"Did you mean {str(names[near])!r}?"
+    others = [other for place in places if place.is_dir() for other in place.glob(pattern)]
+    by_name = {other.name: other for other in reversed(others)}
+    near = nearest(path.name, by_name)
+    return "" if near is None else f"Did you mean {str(by_name[near])!r}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 LARGEST = 1 << 62
-"""Larger whole numbers overflow in what is computed from them."""
+"""Largest whole number; sums and products of larger ones overflow."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -25,10 +25,10 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 class RefusedError(ValueError):
-    """A value that is not what was expected; ``at``: its place in a group that users name."""
+    """A value of a wrong kind; ``place``: its key within a group whose keys users choose."""
 
-    def __init__(self, expected: str, value: Any, at: str = "") -> None:
-        self.expected, self.value, self.at = expected, value, at
+    def __init__(self, expected: str, value: Any, place: str = "") -> None:
+        self.expected, self.value, self.place = expected, value, place
         super().__init__(f"expected {expected}")
 
 

@@ -1,20 +1,28 @@
-"""Atomic file writes, and the text of CSV files."""
+"""Files that are written whole or not at all, their checksums, and the text of CSV files."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
 from io import StringIO
 from pathlib import Path
 from secrets import randbelow
 from typing import Any
 
+from trainer.common.processes import is_running
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, creating parent directories.
 
     A reader sees the old file or the new one, never a part. If the write fails, the old file stays
-    and no temporary file is left. Raises ``OSError`` as the file system does.
+    and no temporary file is left. Raises ``OSError`` as the file system does. ``durable``: the new
+    file survives a power failure.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,11 +30,60 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     # unique: processes in containers on several machines often have the same one.
     temporary = path.with_name(f".{path.name}.{randbelow(10**12)}.tmp")
     try:
-        temporary.write_bytes(data)
+        if durable:
+            write_durably(temporary, data)
+        else:
+            temporary.write_bytes(data)
         temporary.replace(path)
+        if durable:
+            synchronise(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def synchronise(directory: Path) -> None:
+    """Flush a directory's entries to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def partial_directory(final: Path) -> Iterator[Path]:
+    """Create a directory beside ``final``, to be written and renamed; remove it at the end.
+
+    The parent of ``final`` exists. Directories that killed processes of this machine left are
+    removed, too.
+    """
+    prefix = f".{final.name}.partial-{os.uname().nodename}-"
+    for leftover in final.parent.glob(f"{escape(prefix)}*"):
+        process = leftover.name.removeprefix(prefix)
+        if process.isdecimal() and not is_running(int(process)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = final.with_name(f"{prefix}{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -98,8 +98,10 @@ class Progress:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
         elif done and not self.silent and self._is_time(step, elapsed):
-            left = elapsed / done * (self.total - step)
-            line = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
+            remaining = elapsed / done * (self.total - step)
+            line = (
+                f"{self.title}  {int(100 * step / self.total)}%  {details}  {remaining:.0f} s left"
+            )
             with suppress(OSError):  # a full disk must not stop the work
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 

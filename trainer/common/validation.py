@@ -1,4 +1,4 @@
-"""Plain values as a configuration: what pydantic finds in them becomes problems."""
+"""Plain values as a configuration: pydantic's errors become problems."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def adapter(kind: type[S]) -> TypeAdapter[S]:
 
 
 def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:
-    """Return ``values`` as the dataclass ``schema``, and a problem for each key or value that it
-    cannot have. Values that are wrong have their defaults, so that the rest can be checked too."""
+    """Return ``values`` as the dataclass ``schema``, and its unknown keys and wrong values.
+
+    Wrong values are replaced by defaults, so that all others can be checked too.
+    """
     config, unknown, wrong = checked(schema, values)
     return config, [*unknown, *wrong]
 
@@ -43,8 +45,8 @@ def checked(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem], 
             return adapter(schema).validate_python(values), [*unknown.values()], [*wrong.values()]
         except ValidationError as error:
             errors_at: dict[Place, list[Any]] = {}
-            for one in error.errors(include_url=False):
-                errors_at.setdefault(_place(values, one["loc"]), []).append(one)
+            for error_details in error.errors(include_url=False):
+                errors_at.setdefault(_place(values, error_details["loc"]), []).append(error_details)
         for place, errors in errors_at.items():
             if errors[0]["type"] in ("unexpected_keyword_argument", "invalid_key"):
                 problem = _unknown_key(schema, place)
@@ -70,9 +72,9 @@ def _place(values: Any, location: Sequence[str | int]) -> Place:
 def _unknown_key(schema: Any, place: Place) -> Problem:
     *group, key = place
     names = _hints(_type_at(schema, group))
-    first, *rest = str(key).split(".")
-    if first in names and rest:
-        nested = first + "".join(f": {{{part}" for part in rest) + ": ..." + "}" * len(rest)
+    first, *inner = str(key).split(".")
+    if first in names and inner:
+        nested = first + "".join(f": {{{part}" for part in inner) + ": ..." + "}" * len(inner)
         return Problem(_dotted(place), f"a key with dots; write {nested}.")
     return Problem(_dotted(place), "unknown key.", did_you_mean(str(key), names))
 
@@ -82,10 +84,10 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     first, kind = errors[0], _type_at(schema, place)
     inside, value = "", first["input"]
     if isinstance(refused := first.get("ctx", {}).get("error"), RefusedError):
-        inside, value = refused.at, refused.value
-    expected = list(dict.fromkeys(_expected(one, kind) for one in errors))
+        inside, value = refused.place, refused.value
+    expected = list(dict.fromkeys(_expected(details, kind) for details in errors))
     if len(expected) > 1 and "a text" not in expected:
-        expected = [one for one in expected if one != "a whole number"]
+        expected = [details for details in expected if details != "a whole number"]
     if isinstance(value, float) and not math.isfinite(value):
         expected = ["a finite number"]
     hint = ""
@@ -128,7 +130,7 @@ _KINDS = {
 
 
 def _expected(error: Any, kind: Any) -> str:
-    """Return what one of pydantic's errors asks for."""
+    """Describe the value that one of pydantic's errors expected."""
     context: dict[str, Any] = error.get("ctx", {})
     bounds = {
         "gt": "more than {}",
@@ -159,7 +161,7 @@ def _type_at(kind: Any, place: Iterable[str | int]) -> Any:
             if is_dataclass(arm):
                 kind = _hints(arm).get(str(key), Any)
             elif get_origin(arm) in (dict, list, tuple):
-                kind = next((one for one in reversed(get_args(arm)) if one is not ...), Any)
+                kind = next((item for item in reversed(get_args(arm)) if item is not ...), Any)
             else:
                 continue
             break
@@ -174,7 +176,7 @@ def _arms(kind: Any) -> tuple[Any, ...]:
 
 def _choices(kind: Any) -> list[Any]:
     """Return the words that a value may be, none where it may be something else."""
-    return [one for arm in _arms(kind) if get_origin(arm) is Literal for one in get_args(arm)]
+    return [choice for arm in _arms(kind) if get_origin(arm) is Literal for choice in get_args(arm)]
 
 
 _type_hints = cache(get_type_hints)

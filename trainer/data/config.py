@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.common.fields import (
     Count,
     FreeForm,
@@ -48,31 +49,24 @@ class NeedlesConfig:
     """Share of the mentions after a name's first that state a new number, which holds from then
     on. Above 0 the content of statements does not suffice: their order decides."""
 
-    def problems(self, sequence_length: int) -> list[Problem]:
+    @listed
+    def problems(self, sequence_length: int) -> Iterator[Problem]:
         """Check the values for sequences of this length."""
-        found = [
-            Problem(
-                f"data.needles.{key}",
-                f"expected smallest and largest, got {list(value)}.",
-            )
-            for key in ("names", "mentions")
-            if (value := getattr(self, key))[0] > value[1]
-        ]
+        for key, (least, most) in (("names", self.names), ("mentions", self.mentions)):
+            if least > most:
+                yield Problem(
+                    f"data.needles.{key}", f"expected smallest and largest, got {[least, most]}."
+                )
         if self.names[1] > MOST_NAMES:
-            found.append(
-                Problem(
-                    "data.needles.names", f"expected at most {MOST_NAMES}, got {self.names[1]}."
-                )
+            yield Problem(
+                "data.needles.names", f"expected at most {MOST_NAMES}, got {self.names[1]}."
             )
-        if not found and self.share and 3 * self.mentions[1] >= sequence_length:
-            found.append(
-                Problem(
-                    "data.needles.mentions",
-                    f"{self.mentions[1]} statements of 3 tokens do not fit data.sequence_length "
-                    f"{sequence_length}; at most {(sequence_length - 1) // 3}.",
-                )
+        if self.share and 3 * self.mentions[1] >= sequence_length:
+            yield Problem(
+                "data.needles.mentions",
+                f"{self.mentions[1]} statements of 3 tokens do not fit data.sequence_length "
+                f"{sequence_length}; at most {(sequence_length - 1) // 3}.",
             )
-        return found
 
 
 @configuration
@@ -125,40 +119,31 @@ class SourceConfig:
             return self.bad_rows
         return 0.001 if self.source == "hub" else 0.0
 
-    def source_problems(self, at: str) -> list[Problem]:
-        """Check the source's keys, which begin with ``at``."""
-        found = []
+    @listed
+    def source_problems(self, group: str) -> Iterator[Problem]:
+        """Check the source's keys, which lie in ``group``."""
         if self.source == "files" and not self.files:
-            found.append(Problem(f"{at}.files", f"{at}.source is 'files', but no file is named."))
-        found += [
-            Problem(
-                f"{at}.files",
-                "an address with a password in it would be written into every run; leave it to "
-                "the environment or ~/.netrc.",
-            )
-            for path in self.files
-            if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path)
-        ]
-        if self.allow_patterns and not any(path.startswith("@") for path in self.files):
-            found.append(
-                Problem(
-                    f"{at}.allow_patterns",
-                    f"they choose from a list, and {at}.files names none, as @LIST does; a glob "
-                    "may stand there itself.",
+            yield Problem(f"{group}.files", f"{group}.source is 'files', but no file is named.")
+        for path in self.files:
+            if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path):
+                yield Problem(
+                    f"{group}.files",
+                    "an address with a password in it would be written into every run; leave it "
+                    "to the environment or ~/.netrc.",
                 )
+        if self.allow_patterns and not any(path.startswith("@") for path in self.files):
+            yield Problem(
+                f"{group}.allow_patterns",
+                f"they choose from a list, and {group}.files names none, as @LIST does; a glob "
+                "may stand there itself.",
             )
         if self.source == "hub" and not self.hub_name:
-            found.append(
-                Problem(f"{at}.hub_name", f"{at}.source is 'hub', but no dataset is named.")
-            )
+            yield Problem(f"{group}.hub_name", f"{group}.source is 'hub', but no dataset is named.")
         if self.validation + self.test >= 1:
-            found.append(
-                Problem(
-                    f"{at}.validation",
-                    f"{self.validation} and {at}.test {self.test} leave no documents to train on.",
-                )
+            yield Problem(
+                f"{group}.validation",
+                f"{self.validation} and {group}.test {self.test} leave no documents to train on.",
             )
-        return found
 
 
 @configuration
@@ -201,50 +186,44 @@ class DataConfig(SourceConfig):
     cache_dir: OptionalText = None
     """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
 
-    def source_problems(self, at: str) -> list[Problem]:
-        """Nothing of a source is read where the text is prepared."""
-        return [] if self.prepared else super().source_problems(at)
-
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = [
-            Problem(f"data.{key}", "a name cannot hold a NUL character.")
-            for key in ("cache_dir", "prepared")
-            if "\0" in (getattr(self, key) or "")
-        ]
+        for key in ("cache_dir", "prepared"):
+            if "\0" in (getattr(self, key) or ""):
+                yield Problem(f"data.{key}", "a name cannot hold a NUL character.")
         if self.restart_positions and not self.document_mask:
-            found.append(Problem("data.restart_positions", "needs data.document_mask=true."))
+            yield Problem("data.restart_positions", "needs data.document_mask=true.")
         if self.mixture and self.prepared:
-            found.append(
-                Problem("data.prepared", "one text, but data.mixture names several; name it there.")
+            yield Problem(
+                "data.prepared", "one text, but data.mixture names several; name it there."
             )
-        found += self._mixture_problems() if self.mixture else self.source_problems("data")
-        return found + self.needles.problems(self.sequence_length)
+        if self.mixture:
+            yield from self._mixture_problems()
+        elif not self.prepared:  # the source of prepared text is not read
+            yield from self.source_problems("data")
+        yield from self.needles.problems(self.sequence_length)
 
-    def _mixture_problems(self) -> list[Problem]:
-        found = []
+    def _mixture_problems(self) -> Iterator[Problem]:
         weights: dict[str, float] = {}
         for name, changes in self.mixture.items():
-            at = f"data.mixture.{name}"
-            text, problems = validated(MixedText, changes)
-            weights[name] = text.weight
-            found += [problem.under(at) for problem in problems]
-            found += [] if problems else self.of(name).source_problems(at)
+            group = f"data.mixture.{name}"
+            mixed, problems = validated(MixedText, changes)
+            weights[name] = mixed.weight
+            yield from (problem.under(group) for problem in problems)
+            if not problems and not (text := self._mixed(changes)).prepared:
+                yield from text.source_problems(group)
         least = sum(weights.values()) / PERIOD
-        return found + [
-            Problem(
-                f"data.mixture.{name}.weight",
-                f"{weight:g} is less than one of {PERIOD:,} samples, in which shares are exact; "
-                f"give {least:.2g} or more.",
-            )
-            for name, weight in weights.items()
-            if weight < least
-        ]
+        for name, weight in weights.items():
+            if weight < least:
+                yield Problem(
+                    f"data.mixture.{name}.weight",
+                    f"{weight:g} is less than one of {PERIOD:,} samples, in which shares are "
+                    f"exact; give {least:.2g} or more.",
+                )
 
-    def of(self, name: str) -> DataConfig:
-        """Return the configuration of one text of the mixture."""
-        changes = {key: value for key, value in self.mixture[name].items() if key != "weight"}
-        return replace(self, mixture={}, **changes)
+    def _mixed(self, changes: dict[str, Any]) -> DataConfig:
+        return replace(self, mixture={}, **{k: v for k, v in changes.items() if k != "weight"})
 
     @property
     def texts(self) -> dict[str, tuple[DataConfig, float]]:
@@ -252,7 +231,7 @@ class DataConfig(SourceConfig):
         if not self.mixture:
             return {"text": (self, 1.0)}
         return {
-            name: (self.of(name), float(changes.get("weight", 1.0)))
+            name: (self._mixed(changes), float(changes.get("weight", 1.0)))
             for name, changes in self.mixture.items()
         }
 
@@ -269,19 +248,14 @@ class TokenizerConfig:
     sample_megabytes: Count = 64
     """Megabytes of the training text to train it on."""
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = []
         if self.path == "":
-            found.append(
-                Problem("tokenizer.path", "expected a file, or null to train one, got ''.")
-            )
+            yield Problem("tokenizer.path", "expected a file, or null to train one, got ''.")
         if self.path is None and not 257 <= self.vocab_size <= LARGEST_VOCABULARY:
-            found.append(
-                Problem(
-                    "tokenizer.vocab_size",
-                    f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
-                    f"{self.vocab_size}.",
-                )
+            yield Problem(
+                "tokenizer.vocab_size",
+                f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
+                f"{self.vocab_size}.",
             )
-        return found

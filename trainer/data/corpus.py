@@ -44,8 +44,8 @@ class Corpus:
         if len(self.parts) == 1:
             return self.parts[0].text.fingerprint
         weights = [part.weight for part in self.parts]
-        whole = [list(one) for one in zip(self.fingerprints, weights, strict=True)]
-        return digest(whole) + digest(whole[::-1])
+        texts = [list(text) for text in zip(self.fingerprints, weights, strict=True)]
+        return digest(texts) + digest(texts[::-1])
 
     @property
     def fingerprints(self) -> list[str]:
@@ -81,7 +81,7 @@ class Corpus:
     def documents(self, stream: TokenStream, tokens: int) -> list[str]:
         """Decode the first documents of a split, at most ``tokens`` tokens in total."""
         ids = stream.documents(tokens)
-        return self.tokenizer.decode_batch([of_one[:-1].tolist() for of_one in ids])
+        return self.tokenizer.decode_batch([document[:-1].tolist() for document in ids])
 
 
 def _joined(streams: Sequence[TokenStream]) -> TokenStream:
@@ -115,20 +115,20 @@ def prepare_corpus(
     known: dict[str, str] = {}
     if isinstance(wanted, list) and len(wanted) == len(texts):
         known = dict(zip(texts, map(str, wanted), strict=True))
-    begun: set[str] = set()
-    for name, (text, _) in texts.items():
-        begun.add(name)
+    for index, (name, (text, _)) in enumerate(texts.items(), 1):
         with of_mixture(config, name):
-            work = Preparation.of(text, tokenizer_config, tokenizer, name, wanted=known.get(name))
+            work = Preparation.find(text, tokenizer_config, tokenizer, wanted=known.get(name))
             if not work.is_done:
                 if not alone or not work.is_small:
                     raise UserError(work.missing)
-                _check_sources([one for other, (one, _) in texts.items() if other not in begun])
+                for later, _ in [*texts.values()][index:]:
+                    if not later.prepared and is_here(later):
+                        list_source(later)  # fail now if it is missing, not after the first text
                 if not is_prepared(work.directory):
                     log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
             directories.append(str(work.directory))
-            if len(directories) < len(texts):  # later texts use the first one's tokenizer
+            if index < len(texts):  # later texts use the first one's tokenizer
                 tokenizer = tokenizer or open_prepared(work.directory).tokenizer
     corpus = corpus_at(config, directories)
     if any(text.prepared for text, _ in texts.values()):
@@ -136,31 +136,17 @@ def prepare_corpus(
     return corpus
 
 
-def _check_sources(texts: list[DataConfig]) -> None:
-    """Check that the sources still to be read exist, before spending time on the first.
+def _check_tokenizer(corpus: Corpus, path: str | None, tokenizer: Tokenizer | None) -> None:
+    """Check that prepared text was tokenized with the file ``path``, or else with ``tokenizer``.
 
-    Raises:
-        UserError: a source on this machine is missing.
+    A tokenizer on the hub is not loaded: without a network only its name is known.
     """
-    for text in texts:
-        if not text.prepared and is_here(text):
-            list_source(text)
-
-
-def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) -> None:
-    """Check that prepared text was tokenized with the model's tokenizer.
-
-    A tokenizer on the hub is not loaded: it is known by its name alone, without a network.
-
-    Raises:
-        UserError: the text was prepared with a tokenizer other than the configured or given one.
-    """
-    wanted = load_tokenizer(path) if path and is_tokenizer_file(path) else given
+    wanted = load_tokenizer(path) if path and is_tokenizer_file(path) else tokenizer
     if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
-        of = f"tokenizer.path={path}" if path else "the model's"
+        expected = f"tokenizer.path={path}" if path else "the model's"
         raise UserError.at(
             "data.prepared",
-            f"{corpus.directories[0]!r} was prepared with another tokenizer than {of}.",
+            f"{corpus.directories[0]!r} was prepared with another tokenizer than {expected}.",
         )
 
 

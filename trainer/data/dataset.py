@@ -52,8 +52,10 @@ class TrainingSamples(Dataset[Batch]):
             else BestFitBlocks(part.text, C)
             for part in corpus.parts
         ]
-        self.mixture = Mixture.of([part.weight for part in corpus.parts])
-        self.vocabulary = NeedleVocabulary.of(corpus.tokenizer) if config.needles.share else None
+        self.mixture = Mixture.from_weights([part.weight for part in corpus.parts])
+        self.vocabulary = (
+            NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None
+        )
 
     def where(self, counters: Integers) -> tuple[Integers, Integers]:
         """Return for each sample number its part of the corpus and the block within that part."""
@@ -138,7 +140,7 @@ def as_batch(
 
 
 BOUNDS = 64
-"""So that their number, which compiled code would be specialised to, takes few values."""
+"""Bounds are padded to a multiple of this number: compiled code is specialised to their number."""
 
 
 def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:

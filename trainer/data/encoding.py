@@ -11,15 +11,13 @@ import signal
 import threading
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from trainer.data.manifest import Split
-
+Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 LONGEST_WORK = 1 << 20
 """Characters that are tokenised at once; merging needs many times the memory of the text."""
@@ -39,10 +37,10 @@ class Thresholds:
 
     def split_of(self, text: str) -> Split:
         """Return the split of a document; equal documents always share a split."""
-        found = document_hash(text)
-        if found < self.validation:
+        number = document_hash(text)
+        if number < self.validation:
             return "train"
-        return "validation" if found < self.test else "test"
+        return "validation" if number < self.test else "test"
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,13 @@ class Encoder:
         """Tokenize documents; return them by split, in order, without empty splits."""
         parts = [cut(text) for text in texts]
         flat = [part for of_text in parts for part in of_text]
-        found = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        encodings = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         ids: dict[Split, list[NDArray[Any]]] = {}
         lengths: dict[Split, list[int]] = {}
         end = np.array([self.end], self.dtype)
         for text, of_text in zip(texts, parts, strict=True):
             split = self.thresholds.split_of(text)
-            pieces = [np.array(next(found).ids, self.dtype) for _ in of_text]
+            pieces = [np.array(next(encodings).ids, self.dtype) for _ in of_text]
             ids.setdefault(split, []).extend([*pieces, end])
             lengths.setdefault(split, []).append(sum(map(len, pieces)) + 1)
         return {

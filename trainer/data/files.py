@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
-from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.errors import Problem, UserError, first_line, raise_all
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 READABLE = f"{', '.join(KINDS)}, .gz or .zst"
 AT_ONCE = 16
-"""Addresses that are asked about at once."""
+"""Addresses that are looked up concurrently."""
 READ = 1 << 20
 """Bytes read at a time."""
 LONGEST = 64 << 20
@@ -85,7 +85,7 @@ def find_files(patterns: list[str], key: str) -> list[File]:
     Raises:
         UserError: some patterns match no file, or files of unknown type; names all of them.
     """
-    found: dict[str, tuple[str, int]] = {}
+    sizes: dict[str, tuple[str, int]] = {}
     problems: list[Problem] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:  # a list may have thousands of addresses
         outcomes = list(pool.map(_attempt, patterns))
@@ -102,11 +102,10 @@ def find_files(patterns: list[str], key: str) -> list[File]:
                     problems.append(Problem(key, f"{path!r} is empty."))
                 # One file may be named twice, in two spellings.
                 whole = path if "://" in path else str(Path(path).absolute())
-                found.setdefault(whole, (path, size))
-    if problems:
-        raise UserError(*problems)
-    root = _common_root(list(found))
-    return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(found.items())]
+                sizes.setdefault(whole, (path, size))
+    raise_all(problems)
+    root = _common_root(list(sizes))
+    return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(sizes.items())]
 
 
 def _attempt(pattern: str) -> tuple[dict[str, int], str]:
@@ -135,8 +134,8 @@ def _local(pattern: Path) -> dict[str, int]:
     elif os.path.lexists(pattern):
         return {str(pattern): _size(pattern)}
     else:
-        found = map(Path, glob.glob(str(pattern), recursive=True))  # noqa: PTH207  absolute ones too
-        paths = [path for path in found if not path.is_dir()]
+        matches = map(Path, glob.glob(str(pattern), recursive=True))  # noqa: PTH207  absolute ones too
+        paths = [path for path in matches if not path.is_dir()]
     return {str(path): _size(path) for path in paths if _is_read(path.name)}
 
 
@@ -161,10 +160,10 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def _size(path: Path) -> int:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return found.st_size
+    return status.st_size
 
 
 def _remote(pattern: str) -> dict[str, int]:
@@ -178,13 +177,13 @@ def _remote(pattern: str) -> dict[str, int]:
         about = system.info(path)
         if about["type"] == "file":
             return {pattern: about["size"]}
-        found = system.find(path, detail=True)
-        found = {k: v for k, v in found.items() if not k.rpartition("/")[2].startswith(".")}
+        entries = system.find(path, detail=True)
+        entries = {k: v for k, v in entries.items() if not k.rpartition("/")[2].startswith(".")}
     except FileNotFoundError:
-        found = system.glob(path, detail=True)
+        entries = system.glob(path, detail=True)
     files = {
         system.unstrip_protocol(name): info["size"]
-        for name, info in found.items()
+        for name, info in entries.items()
         if info["type"] == "file"
     }
     return {name: size for name, size in files.items() if _is_read(name)}
@@ -268,19 +267,20 @@ def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
 def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
     """Yield lines with their line ends; a very long line comes in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    rest, done = "", 0
+    unfinished, done = "", 0
     while data := file.read(READ):
         if (zero := data.find(b"\0")) >= 0:
             raise UserError.at("data.files", f"{path!r} is not text: byte {done + zero:,} is NUL.")
-        text = rest + _decoded(decoder, data, path, done)
+        text = unfinished + _decoded(decoder, data, path, done)
         *lines, last = text.splitlines(keepends=True) or [""]
         yield from lines
         # The line may continue, even after a carriage return.
-        rest = last if len(last) < READ else ""
-        if not rest:
+        unfinished = last if len(last) < READ else ""
+        if not unfinished:
             yield last
         done += len(data)
-    yield from (rest + _decoded(decoder, b"", path, done, final=True)).splitlines(keepends=True)
+    text = unfinished + _decoded(decoder, b"", path, done, final=True)
+    yield from text.splitlines(keepends=True)
 
 
 def _decoded(
@@ -296,16 +296,16 @@ def _decoded(
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
     """Yield lines without line ends; None for a line that is too long."""
-    rest, skipping = b"", False
+    unfinished, skipping = b"", False
     while data := file.read(READ):
-        *lines, rest = (rest + data).split(b"\n")
+        *lines, unfinished = (unfinished + data).split(b"\n")
         for line in lines:
             yield None if skipping or len(line) > LONGEST else line
             skipping = False
-        if len(rest) > LONGEST:
-            rest, skipping = b"", True
-    if rest or skipping:
-        yield None if skipping else rest
+        if len(unfinished) > LONGEST:
+            unfinished, skipping = b"", True
+    if unfinished or skipping:
+        yield None if skipping else unfinished
 
 
 def _json_lines(file: IO[bytes], path: str, text_field: str) -> Iterator[str | BadRow]:

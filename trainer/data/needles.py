@@ -36,7 +36,7 @@ class NeedleVocabulary:
     full_stop: int
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> NeedleVocabulary:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> NeedleVocabulary:
         """Look up the token ids.
 
         Raises:
@@ -119,7 +119,7 @@ def mix_needles(
     B, T = text.shape
     most_names, M = config.names[1], config.mentions[1]
     u = uniforms(seed, counters, 3 + len(NAMES) + most_names + 4 * M)
-    head, order, values, which, places, change, later = np.split(
+    head, order, values, speakers, places, change, later = np.split(
         u, np.cumsum([3, len(NAMES), most_names, M, M, M]), axis=1
     )
     carries = head[:, 0] < config.share
@@ -128,7 +128,7 @@ def mix_needles(
 
     pool = order.argsort(axis=1)[:, :most_names]
     numbers = (values * len(vocabulary.numbers)).astype(np.int64)
-    chosen = (which * names_used[:, None]).astype(np.int64)
+    chosen = (speakers * names_used[:, None]).astype(np.int64)
     active = np.arange(M) < mentions[:, None]
     room = T - STATEMENT * mentions[:, None]
     cuts = np.where(active, (places * (room + 1)).astype(np.int64), 2 * T)
@@ -136,7 +136,7 @@ def mix_needles(
 
     same_name = (chosen[:, :, None] == chosen[:, None, :]) & np.tri(M, k=-1, dtype=bool)
     changed = same_name.any(axis=2) & (change < config.changes)
-    # The number that holds is that of the name's last change; -1: still its first.
+    # A name has the number of its last change; -1: still its first number.
     until_now = same_name | np.eye(M, dtype=bool)
     last_change = np.where(until_now & changed[:, None, :], np.arange(M), -1).max(axis=2)
     rows = np.arange(B)[:, None]

@@ -18,11 +18,11 @@ Words = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 ROUNDS = 8
-"""Of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988) of a large
-domain, small ones need more."""
+"""Rounds of the Feistel network. Four make a pseudorandom permutation of a large domain (Luby and
+Rackoff 1988); small domains need more."""
 
 PERIOD = 10_000
-"""Samples after which the texts of a mixture have had exactly their shares."""
+"""Samples in which each text of a mixture has exactly its share."""
 
 
 def _mix(x: Words) -> Words:
@@ -36,10 +36,10 @@ def _mix(x: Words) -> Words:
 def keys(*numbers: int | Integers) -> Words:
     """Return 64 bits that depend on all the numbers and on their order."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
-        found = np.asarray(0, np.uint64)
+        bits = np.asarray(0, np.uint64)
         for number in numbers:
-            found = _mix(found + np.asarray(number).astype(np.uint64) * _GOLDEN + _GOLDEN)
-        return found
+            bits = _mix(bits + np.asarray(number).astype(np.uint64) * _GOLDEN + _GOLDEN)
+        return bits
 
 
 def permuted(numbers: Integers, size: int, key: Words) -> Integers:
@@ -51,19 +51,19 @@ def permuted(numbers: Integers, size: int, key: Words) -> Integers:
     """
     half = max(((size - 1).bit_length() + 1) // 2, 1)
     shift, low = np.uint64(half), np.uint64((1 << half) - 1)
-    found = numbers.astype(np.uint64)
-    chosen = np.broadcast_to(key, found.shape)
-    outside = np.ones(found.shape, dtype=bool)
+    values = numbers.astype(np.uint64)
+    chosen = np.broadcast_to(key, values.shape)
+    outside = np.ones(values.shape, dtype=bool)
     with np.errstate(over="ignore"):
         while outside.any():
-            x, k = found[outside], chosen[outside]
-            left, right = x >> shift, x & low
+            x, k = values[outside], chosen[outside]
+            high, lower = x >> shift, x & low
             for turn in range(ROUNDS):
-                scrambled = _mix(right + k + np.uint64(turn) * _GOLDEN)
-                left, right = right, left ^ (scrambled & low)
-            found[outside] = (left << shift) | right
-            outside = found >= np.uint64(size)
-    return found.astype(np.int64)
+                scrambled = _mix(lower + k + np.uint64(turn) * _GOLDEN)
+                high, lower = lower, high ^ (scrambled & low)
+            values[outside] = (high << shift) | lower
+            outside = values >= np.uint64(size)
+    return values.astype(np.int64)
 
 
 def sample_indices(seed: int, counters: Integers, size: int, group: int | None = None) -> Integers:
@@ -76,16 +76,16 @@ def sample_indices(seed: int, counters: Integers, size: int, group: int | None =
     if group is None or group >= size:
         return permuted(places, size, keys(seed, epochs))
     whole = size // group * group
-    found = np.empty_like(places)
+    indices = np.empty_like(places)
     inside = places < whole
     turns, within = np.divmod(places[inside], group)
     of_inside = epochs[inside]
     groups = permuted(turns, size // group, keys(seed, of_inside))
-    found[inside] = groups * group + permuted(within, group, keys(seed, of_inside, 1 + groups))
+    indices[inside] = groups * group + permuted(within, group, keys(seed, of_inside, 1 + groups))
     if (~inside).any():
-        rest = permuted(places[~inside] - whole, size - whole, keys(seed, epochs[~inside], 0))
-        found[~inside] = whole + rest
-    return found
+        remainder = permuted(places[~inside] - whole, size - whole, keys(seed, epochs[~inside], 0))
+        indices[~inside] = whole + remainder
+    return indices
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,17 @@ class Mixture:
     quotas: tuple[int, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[float]) -> Mixture:
+    def from_weights(cls, weights: Sequence[float]) -> Mixture:
         """Round weights to quotas by largest remainders; every text gets at least one sample."""
         total = sum(weights)
         exact = [weight / total * PERIOD for weight in weights]
         quotas = [max(int(share), 1) for share in exact]
-        left = PERIOD - sum(quotas)
+        missing = PERIOD - sum(quotas)
         order = sorted(range(len(exact)), key=lambda i: exact[i] - quotas[i], reverse=True)
-        for index in order[: max(left, 0)]:
+        for index in order[: max(missing, 0)]:
             quotas[index] += 1
         # Texts with a smaller share take their one sample from the largest.
-        quotas[quotas.index(max(quotas))] += min(left, 0)
+        quotas[quotas.index(max(quotas))] += min(missing, 0)
         return cls(tuple(quotas))
 
     def assign(self, seed: int, counters: Integers) -> tuple[Integers, Integers]:

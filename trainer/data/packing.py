@@ -21,11 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.common.errors import UserError
-from trainer.data.manifest import Packing, Table, TableName, read_json
+from trainer.common.files import write_atomically
+from trainer.common.locks import locked
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
-from trainer.data.shards import FlatFile, TokenStream, write_synchronised, wrong_bytes, wrong_size
-from trainer.lock import locked
+from trainer.data.shards import (
+    FlatFile,
+    Packing,
+    Table,
+    TableName,
+    TokenStream,
+    read_json,
+    wrong_bytes,
+    wrong_size,
+)
 
 
 class Blocks(Protocol):
@@ -88,7 +97,7 @@ class BestFitBlocks:
             UserError: a table is damaged.
         """
         tokens = len(self.text.train)
-        found = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
+        sequences = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
         for row, index in enumerate(indices.tolist()):
             first, end = self._tables["blocks"].read(index, 2).tolist()
@@ -101,9 +110,9 @@ class BestFitBlocks:
             for start, size in zip(starts, lengths, strict=True):
                 if not 0 < size <= self.length - filled[row] or not 0 <= start <= tokens - size:
                     raise self._damaged()
-                self.text.train.read(start, found[row, filled[row] : filled[row] + size])
+                self.text.train.read(start, sequences[row, filled[row] : filled[row] + size])
                 filled[row] += size
-        return found, filled
+        return sequences, filled
 
     def _damaged(self) -> UserError:
         return UserError.at(
@@ -131,19 +140,18 @@ def is_packed(directory: Path, length: int) -> bool:
 
 def packing_problems(directory: Path) -> list[str]:
     """Return a clause for each damaged packing file of a prepared text."""
-    found = []
+    problems = []
     for path in sorted(directory.glob("best_fit-*.json")):
         number = path.stem.removeprefix("best_fit-")
         length = int(number) if number.isdecimal() else 0
         tables = _tables(directory, length)
         if not tables:
-            found.append(f"{path.name} is damaged")
+            problems.append(f"{path.name} is damaged")
         problem = _size_problem(directory, length, tables)
         for name, table in tables.items():
-            at = packing_path(directory, length, name)
-            problem = problem or wrong_bytes(at, table.sha256)
-        found += [problem] if problem else []
-    return found
+            problem = problem or wrong_bytes(packing_path(directory, length, name), table.sha256)
+        problems += [problem] if problem else []
+    return problems
 
 
 def _tables(directory: Path, length: int) -> dict[TableName, Table]:
@@ -178,23 +186,22 @@ def _pack(text: Prepared, length: int) -> None:
     final = {name: packing_path(text.directory, length, name) for name in TABLES}
     temporary = {name: path.with_name(f".{path.name}{suffix}") for name, path in final.items()}
     files = {name: path.open("wb") for name, path in temporary.items()}
-    counted, sums = dict.fromkeys(TABLES, 0), {name: hashlib.sha256() for name in TABLES}
+    counts, sums = dict.fromkeys(TABLES, 0), {name: hashlib.sha256() for name in TABLES}
 
     def write(name: TableName, numbers: NDArray[Any]) -> None:
         data = numbers.astype(TABLES[name]).tobytes()
         files[name].write(data)
         sums[name].update(data)
-        counted[name] += len(numbers)
+        counts[name] += len(numbers)
 
     try:
         write("blocks", np.zeros(1, np.int64))
         offset, pieces = 0, 0
         for place in text.train.places:
             for starts, lengths in _best_fit(place.ends(), length):
-                counts = np.array([len(block) for block in starts])
                 write("starts", np.concatenate(starts) + offset)
                 write("lengths", np.concatenate(lengths))
-                ends = pieces + counts.cumsum()
+                ends = pieces + np.cumsum([len(block) for block in starts])
                 write("blocks", ends)
                 pieces = int(ends[-1])
             offset += place.shard.tokens
@@ -203,9 +210,9 @@ def _pack(text: Prepared, length: int) -> None:
             os.fsync(file.fileno())
             file.close()
             temporary[name].replace(final[name])
-        tables = {n: Table(counted[n], sums[n].hexdigest()) for n in TABLES}
+        tables = {name: Table(counts[name], sums[name].hexdigest()) for name in TABLES}
         path = packing_path(text.directory, length, "json")
-        write_synchronised(path, json.dumps(asdict(Packing(tables))).encode())
+        write_atomically(path, json.dumps(asdict(Packing(tables))), durable=True)
     finally:
         for name, file in files.items():
             try:
@@ -226,33 +233,29 @@ def _best_fit(
         owner = np.repeat(np.arange(len(sizes)), whole)
         nth = np.arange(len(owner)) - np.repeat(whole.cumsum() - whole, whole)
         starts = begins[owner] + nth * length
-        yield (
-            list(starts[:, None]),
-            list(np.full((len(starts), 1), length, np.int64)),
-        )
-    rest = sizes - whole * length
-    order = np.argsort(-rest, kind="stable")
-    order = order[rest[order] > 0]
+        yield list(starts[:, None]), list(np.full((len(starts), 1), length, np.int64))
+    remainders = sizes - whole * length
+    order = np.argsort(-remainders, kind="stable")
+    order = order[remainders[order] > 0]
     if not len(order):
         return
     blocks: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
     rooms: list[int] = []  # distinct free lengths of open blocks, ascending
-    for document, size in zip(order.tolist(), rest[order].tolist(), strict=True):
-        at = bisect_left(rooms, size)
-        if at < len(rooms):
-            room = rooms[at]
+    for document, size in zip(order.tolist(), remainders[order].tolist(), strict=True):
+        tightest = bisect_left(rooms, size)
+        if tightest < len(rooms):
+            room = rooms[tightest]
             block = by_room[room].pop()
             if not by_room[room]:
-                rooms.pop(at)
+                rooms.pop(tightest)
         else:
             room, block = length, len(blocks)
             blocks.append([])
         blocks[block].append(document)
-        left = room - size
-        if left:
-            if not by_room[left]:
-                insort(rooms, left)
-            by_room[left].append(block)
+        if remaining := room - size:
+            if not by_room[remaining]:
+                insort(rooms, remaining)
+            by_room[remaining].append(block)
     starts = begins + whole * length
-    yield [starts[block] for block in blocks], [rest[block] for block in blocks]
+    yield [starts[block] for block in blocks], [remainders[block] for block in blocks]

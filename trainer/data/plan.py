@@ -21,12 +21,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.files import write_durably
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
 from trainer.data.files import BadRow, File
-from trainer.data.manifest import read_json
 from trainer.data.needles import WORDS
-from trainer.data.sources import Listing, list_source, read_source
+from trainer.data.shards import read_json
+from trainer.data.sources import Listing, read_source
 from trainer.data.tokenizer import (
     end_of_text,
     load_tokenizer,
@@ -36,27 +37,30 @@ from trainer.data.tokenizer import (
 )
 
 RECIPE = 2
-"""Changes where the same text would become other tokens."""
+"""Number that changes whenever the same text would become other tokens."""
 FORMAT = 2
-"""Of a directory with prepared text; the first was one Arrow data set a split."""
+"""Format of a directory with prepared text; format 1 was one Arrow data set a split."""
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What file systems answer that know no hard links."""
+"""Errors of file systems without hard links."""
 SMALL = 64 << 20
 """Bytes of text that are read once more for a split with exact shares."""
 UNIT = 1 << 30
-"""Bytes of text that one process prepares at a time: whole files, together about so much."""
+"""Bytes of text that one process prepares at a time, roughly: a unit consists of whole files."""
 BYTES_PER_TOKEN = 4
-"""Of English under a vocabulary of 32,000 to 128,000; for estimates."""
+"""Estimate for English with a vocabulary of 32,000 to 128,000."""
 NAMED = 10
 """Malformed rows that are named."""
 SAMPLED_FILES = 16
-"""Of a large source, that a tokenizer is trained on parts of."""
+"""Files of a large source that a tokenizer is trained on parts of."""
 
 
 def request_of(
-    config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenizer | None
+    config: SourceConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the request in plain values; equal requests of one source give equal tokens."""
+    """Return the request in plain values; equal requests of one source give equal tokens.
+
+    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one.
+    """
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
         "files": ("files", *(["allow_patterns"] if config.allow_patterns else []), "text_field"),
@@ -66,7 +70,7 @@ def request_of(
     return {
         "recipe": RECIPE,
         **{key: getattr(config, key) for key in ("source", "revision", *keys, *split)},
-        "tokenizer": tokenizer_identity(tokenizer, given, WORDS),
+        "tokenizer": tokenizer_identity(tokenizer_config, tokenizer, WORDS),
     }
 
 
@@ -75,15 +79,19 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def request_digest(request: dict[str, Any]) -> str:
+    """Return the digest of a request without its locations: the same files elsewhere are the same
+    text."""
+    return digest({key: value for key, value in request.items() if key != "files"})
+
+
 def directory_name(request: dict[str, Any], listing: Listing) -> str:
     """Build the directory's name: a readable word, and hashes of the request and of the source's
     files."""
     first = listing.files[0].name if listing.files else request["source"]
     word = request.get("hub_config") or request.get("hub_name") or Path(first).stem
     readable = re.sub(r"[^\w.-]+", "-", str(word).rpartition("/")[2]).strip("-.")[:40].lower()
-    # Leave out locations: the same files elsewhere are the same text.
-    asked = {key: value for key, value in request.items() if key != "files"}
-    return f"{readable or 'text'}-{digest(asked)}-{digest(listing.identity)}"
+    return f"{readable or 'text'}-{request_digest(request)}-{digest(listing.identity)}"
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,7 @@ class Plan:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".plan.{os.uname().nodename}.{os.getpid()}.tmp"
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, **asdict(self)}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(temporary, json.dumps({"format": FORMAT, **asdict(self)}).encode())
             try:
                 os.link(temporary, directory / "plan.json")
             except FileExistsError:
@@ -151,16 +156,17 @@ class Plan:
 def make_plan(
     config: SourceConfig,
     tokenizer_config: TokenizerConfig,
-    given: Tokenizer | None,
+    tokenizer: Tokenizer | None,
     listing: Listing,
 ) -> Plan:
     """Decide everything that the tokens depend on; small texts are read once to do so.
 
-    ``given``: tokenizer to use if ``tokenizer_config`` names none, instead of training one.
+    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one.
 
     Raises:
         UserError: the text or the tokenizer cannot be read, or there is too little text.
     """
+    request = request_of(config, tokenizer_config, tokenizer)
     size = sum(file.text_bytes for file in listing.files)
     small = _small(config, listing) if size <= SMALL else None
     if small is None:
@@ -171,14 +177,12 @@ def make_plan(
         thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
     if tokenizer_config.path:
         tokenizer = load_tokenizer(tokenizer_config.path)
-    elif given is not None:
-        tokenizer = given
-    else:
+    elif tokenizer is None:
         sample = iter(small) if small is not None else _sample(config, listing, tokenizer_config)
         texts = (text for text in sample if thresholds.split_of(text) == "train")
         tokenizer = train_tokenizer(texts, tokenizer_config.vocab_size, WORDS)
     return Plan(
-        request_of(config, tokenizer_config, given),
+        request,
         listing.files,
         listing.identity,
         tuple(_units(listing.files)),
@@ -188,14 +192,6 @@ def make_plan(
         "<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4",
         tokens,
     )
-
-
-def plan_for(
-    config: SourceConfig, tokenizer_config: TokenizerConfig, given: Tokenizer | None
-) -> tuple[str, Listing]:
-    """Return the directory name for the source's present state, and that state."""
-    listing = list_source(config)
-    return directory_name(request_of(config, tokenizer_config, given), listing), listing
 
 
 def _units(files: tuple[File, ...]) -> Iterator[tuple[int, ...]]:
@@ -210,9 +206,14 @@ def _units(files: tuple[File, ...]) -> Iterator[tuple[int, ...]]:
         yield tuple(unit)
 
 
-def documents_of(config: SourceConfig, files: Iterable[File]) -> Iterator[str]:
+def rows_of(config: SourceConfig, files: Iterable[File]) -> Iterator[str | BadRow]:
+    """Yield the rows of the files, in order."""
+    return chain.from_iterable(read_source(config, file) for file in files)
+
+
+def _documents_of(config: SourceConfig, files: Iterable[File]) -> Iterator[str]:
     """Yield the documents to prepare, without malformed, empty and short ones."""
-    rows = chain.from_iterable(read_source(config, file) for file in files)
+    rows = rows_of(config, files)
     return (row for row in rows if isinstance(row, str) and is_kept(row, config))
 
 
@@ -223,26 +224,21 @@ def is_kept(text: str, config: SourceConfig) -> bool:
 
 def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
     """Return all documents, or None if they exceed :data:`SMALL`."""
-    found, size = [], 0
-    for text in documents_of(config, listing.files):
-        found.append(text)
+    documents, size = [], 0
+    for text in _documents_of(config, listing.files):
+        documents.append(text)
         size += len(text)
         if size > SMALL:
             return None
-    return found
+    return documents
 
 
 def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) -> None:
-    """Check that there are enough documents; otherwise say why there are not more.
-
-    Raises:
-        UserError: there are fewer than three distinct documents.
-    """
+    """Check that there are three distinct documents; otherwise name the reasons for so few."""
     if (count := len(set(documents))) >= 3:
         return
-    rows = chain.from_iterable(read_source(config, file) for file in listing.files)
     bad, empty, short = [], 0, 0
-    for row in rows:
+    for row in rows_of(config, listing.files):
         if isinstance(row, BadRow):
             bad.append(Problem("data", f"{row.place} {row.problem}."))
         elif not row or row.isspace():
@@ -257,8 +253,8 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
         Problem(
             "data",
             f"too few different documents ({count}) for text to train on, data.validation and "
-            f"data.test{''.join(f'; {one}' for one in why)}; give more (a line of a .jsonl is "
-            "never cut).",
+            f"data.test{''.join(f'; {reason}' for reason in why)}; give more (a line of a .jsonl "
+            "is never cut).",
         ),
     )
 
@@ -300,7 +296,7 @@ def _sample(config: SourceConfig, listing: Listing, tokenizer: TokenizerConfig) 
     most = (tokenizer.sample_megabytes << 20) // count
     for file in chosen:
         size = 0
-        for text in documents_of(config, [file]):
+        for text in _documents_of(config, [file]):
             yield text
             size += len(text)
             if size >= most:

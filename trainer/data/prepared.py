@@ -8,15 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
-from trainer.data.manifest import Manifest, Shard, read_json
-from trainer.data.plan import FORMAT, digest
-from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
+from trainer.data.plan import FORMAT, digest, request_digest
+from trainer.data.shards import Manifest, Place, TokenStream, read_json
 from trainer.data.tokenizer import vocabulary_size
 
 
@@ -35,8 +33,7 @@ class Prepared:
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change whenever the tokens change."""
-        asked = {k: v for k, v in self.manifest.request.items() if k != "files"}
-        return digest(asked) + digest(self.manifest.source)
+        return request_digest(self.manifest.request) + digest(self.manifest.source)
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -45,8 +42,8 @@ def cache_directory(config: DataConfig) -> Path:
     if config.cache_dir:
         return Path(config.cache_dir)
     # An empty variable would mean the current directory: treat it as unset.
-    if given := os.environ.get("UNROPE_CACHE"):
-        return Path(given)
+    if from_environment := os.environ.get("UNROPE_CACHE"):
+        return Path(from_environment)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrope"
 
 
@@ -96,8 +93,7 @@ def open_prepared(directory: Path) -> Prepared:
     manifest = read_manifest(directory)
     where = f"the prepared text in {str(directory)!r} is damaged"
     again = "remove the directory and prepare it again"
-    dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
-    shards = {split: manifest.shards.get(split, []) for split in SPLITS}
+    end = manifest.end_of_text
     try:
         text = (directory / "tokenizer.json").read_bytes()
     except OSError as error:
@@ -112,29 +108,25 @@ def open_prepared(directory: Path) -> Prepared:
     vocabulary = vocabulary_size(tokenizer)
     if end >= vocabulary or tokenizer.id_to_token(end) is None:
         raise UserError.at("data", f"{where}: end_of_text is {end}, which is no token; {again}.")
-    problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
-    if found := [problem for problem in problems if problem]:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        raise UserError.at("data", f"{where}: {found[0]}{more}; {again}.")
-    streams = {
-        split: TokenStream(
-            [Place(directory, shard, manifest.dtype, vocabulary) for shard in shards[split]]
-        )
+    places = {
+        split: [
+            Place(directory, shard, manifest.dtype, vocabulary)
+            for shard in manifest.shards.get(split, [])
+        ]
         for split in SPLITS
     }
+    sizes = (place.size_problem() for split in SPLITS for place in places[split])
+    if problems := list(filter(None, sizes)):
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise UserError.at("data", f"{where}: {problems[0]}{more}; {again}.")
+    streams = {split: TokenStream(places[split]) for split in SPLITS}
     return Prepared(directory, tokenizer, end, manifest=manifest, **streams)
 
 
 def verify(prepared: Prepared, threads: int) -> list[str]:
     """Compare all files with the manifest's checksums; return a clause for each that differs."""
-    dtype = np.dtype(prepared.manifest.dtype)
     streams = (prepared.train, prepared.validation, prepared.test)
-    shards = [place.shard for stream in streams for place in stream.places]
-
-    def problem(shard: Shard) -> str | None:
-        return size_problem(prepared.directory, shard, dtype) or checksum_problem(
-            prepared.directory, shard
-        )
-
+    places = [place for stream in streams for place in stream.places]
     with ThreadPoolExecutor(threads) as pool:
-        return [found for found in pool.map(problem, shards) if found]
+        problems = pool.map(lambda place: place.size_problem() or place.checksum_problem(), places)
+        return list(filter(None, problems))

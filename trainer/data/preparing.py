@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, near_path
+from trainer.common.errors import Problem, UserError, near_path, raise_all
+from trainer.common.processes import cores
 from trainer.common.validation import adapter
-from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
-from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of
+from trainer.data.plan import Plan, digest, directory_name, make_plan, request_digest, request_of
 from trainer.data.prepared import (
     cache_directory,
     is_planned,
@@ -29,13 +30,13 @@ from trainer.data.prepared import (
     open_prepared,
     read_manifest,
 )
-from trainer.data.sources import Listing, describe, is_here, source_problems
-from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
+from trainer.data.sources import Listing, describe, is_here, list_source, source_problems
+from trainer.data.units import Report, prepare_units, reporting_failures, write_manifest
 
 log = logging.getLogger(__name__)
 
 LARGEST_BY_ITSELF = 256 << 20
-"""Bytes of local text that a run of one process prepares without being asked."""
+"""Bytes of local text that a run of one process prepares without a command."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,20 @@ class Preparation:
     config: DataConfig
     tokenizer_config: TokenizerConfig
     tokenizer: Tokenizer | None
-    name: str
     directory: Path
-    listing: Listing | None
+    listing: Listing | None = None
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Everything that its tokens depend on, in plain values."""
+        return request_of(self.config, self.tokenizer_config, self.tokenizer)
 
     @classmethod
-    def of(
+    def find(
         cls,
         config: DataConfig,
         tokenizer_config: TokenizerConfig,
         tokenizer: Tokenizer | None,
-        name: str = "text",
         network: bool = False,
         wanted: str | None = None,
     ) -> Preparation:
@@ -71,35 +75,34 @@ class Preparation:
         Raises:
             UserError: there is no such source, or it cannot be read.
         """
-        given = (config, tokenizer_config, tokenizer, name)
+        preparation = partial(cls, config, tokenizer_config, tokenizer)
         if config.prepared:
             read_manifest(Path(config.prepared))
-            return cls(*given, Path(config.prepared), None)
-        if problems := source_problems(config):
-            raise UserError(*problems)
+            return preparation(Path(config.prepared))
+        raise_all(source_problems(config))
         root = cache_directory(config) / "corpora"
-        if wanted and (at := _prepared_as(root, wanted)):
-            return cls(*given, at, None)
-        asked = request_of(config, tokenizer_config, tokenizer)
-        if not is_here(config) and network and (begun := _pinned(config, root, asked)):
-            return cls(*given, begun, None)
+        if wanted and (directory := _prepared_as(root, wanted)):
+            return preparation(directory)
+        request = request_of(config, tokenizer_config, tokenizer)
+        if not is_here(config) and network and (begun := _pinned(config, root, request)):
+            return preparation(begun)
         if is_here(config) or network:
             try:
-                directory, listing = plan_for(config, tokenizer_config, tokenizer)
-                return cls(*given, root / directory, listing)
+                listing = list_source(config)
+                return preparation(root / directory_name(request, listing), listing)
             except UserError:
-                found = _states(root, asked)
-                if len(found) != 1:
+                states = _states(root, request)
+                if len(states) != 1:
                     raise
-                return cls(*given, found[0], None)
-        found = _states(root, asked)
-        if len(found) > 1:
+                return preparation(states[0])
+        states = _states(root, request)
+        if len(states) > 1:
             raise UserError.at(
                 "data.revision",
                 f"several states of {describe(config)} are prepared: "
-                f"{', '.join(str(path) for path in found)}; name one with data.prepared.",
+                f"{', '.join(map(str, states))}; name one with data.prepared.",
             )
-        return cls(*given, found[0] if found else root, None)
+        return preparation(states[0] if states else root)
 
     @property
     def is_done(self) -> bool:
@@ -126,7 +129,7 @@ class Preparation:
 
     @property
     def missing(self) -> Problem:
-        """Message of a run that may not prepare its text itself."""
+        """Problem of a run that may not prepare its text itself."""
         once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return Problem(
@@ -134,8 +137,7 @@ class Preparation:
                 f"{str(self.directory)!r} has no blocks of {self.config.sequence_length} tokens "
                 f"yet; {once}",
             )
-        asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
-        if others := _states(self.directory.parent, asked):
+        if others := _states(self.directory.parent, self.request):
             return Problem(
                 "data",
                 f"{describe(self.config)} has other files or sizes than when it was prepared "
@@ -160,7 +162,7 @@ class Preparation:
             UserError: the source cannot be read, has too little text or too many bad rows, or the
                 directory cannot be written.
         """
-        with said_in_one_line(self.directory):
+        with reporting_failures(self.directory):
             if not is_prepared(self.directory):
                 plan = self._plan(part[1])
                 planned(plan)
@@ -188,12 +190,12 @@ class Preparation:
     def _plan(self, parts: int) -> Plan:
         if not (self.directory / "plan.json").is_file():
             assert self.listing is not None
-            asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
-            if parts > 1 and (begun := _states(self.directory.parent, asked, finished=False)):
+            unfinished = _states(self.directory.parent, self.request, finished=False)
+            if parts > 1 and unfinished:
                 raise UserError.at(
                     "data",
-                    f"parts of {describe(self.config)} lie in {str(begun[0])!r}, begun when it "
-                    "had other files or sizes; bring those back, or remove that directory.",
+                    f"parts of {describe(self.config)} lie in {str(unfinished[0])!r}, begun when "
+                    "it had other files or sizes; bring those back, or remove that directory.",
                 )
             plan = make_plan(self.config, self.tokenizer_config, self.tokenizer, self.listing)
             plan.write(self.directory)
@@ -213,20 +215,19 @@ def _prepared_as(root: Path, fingerprint: str) -> Path | None:
     return None
 
 
-def _states(root: Path, request: dict[str, object], finished: bool = True) -> list[Path]:
+def _states(root: Path, request: dict[str, Any], finished: bool = True) -> list[Path]:
     """Return the texts with this request, in any state of the source, finished or unfinished."""
-    asked = {key: value for key, value in request.items() if key != "files"}
-    found = []
-    for directory in sorted(root.glob(f"*-{digest(asked)}-*")):
-        if is_prepared(directory) != finished or not (finished or is_planned(directory)):
-            continue
-        of = read_manifest(directory).request if finished else Plan.read(directory).request
-        if of.get("files") == request.get("files"):
-            found.append(directory)
-    return found
+    is_stored, read = (is_prepared, read_manifest) if finished else (is_planned, Plan.read)
+    return [
+        directory
+        for directory in sorted(root.glob(f"*-{request_digest(request)}-*"))
+        if is_stored(directory)
+        and is_prepared(directory) == finished
+        and read(directory).request.get("files") == request.get("files")
+    ]
 
 
-def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path | None:
+def _pinned(config: DataConfig, root: Path, request: dict[str, Any]) -> Path | None:
     """Return the directory in which preparing a remote source began, or None.
 
     Work continues there even if the source has changed, so that all parts and jobs see one state. A
@@ -255,7 +256,7 @@ def not_prepared(config: DataConfig) -> Problem:
 
 
 def unprepared(values: Any) -> list[Problem]:
-    """Describe each remote text of which nothing is prepared, with any tokenizer."""
+    """Return a problem for each remote text that is prepared with no tokenizer."""
     try:
         config = adapter(DataConfig).validate_python(values)
         texts = [text for text, _ in config.texts.values()]
@@ -273,18 +274,18 @@ def missing_files(config: DataConfig) -> list[Problem]:
 
     Directories, globs and lists are left to :func:`~trainer.data.files.find_files`.
     """
-    found = []
+    problems = []
     for name, (text, _) in config.texts.items():
         if text.source != "files" or text.prepared or _any_prepared(text):
             continue
         key = f"data.mixture.{name}.files" if config.mixture else "data.files"
-        found += [
+        problems += [
             Problem(key, f"there is no file {path!r}.", near_path(Path(path)))
             for path in text.files
             if not re.search(r"[*?[]|://|^@|/$|^$", path)
             and not os.path.lexists(Path(path).expanduser())
         ]
-    return found
+    return problems
 
 
 def _any_prepared(config: DataConfig) -> bool:
@@ -293,13 +294,13 @@ def _any_prepared(config: DataConfig) -> bool:
     def without_tokenizer(request: dict[str, Any]) -> str:
         return digest({key: value for key, value in request.items() if key != "tokenizer"})
 
-    asked = without_tokenizer(request_of(config, TokenizerConfig(), None))
+    wanted = without_tokenizer(request_of(config, TokenizerConfig(), None))
     for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
         try:
             request = read_manifest(path.parent).request
         except UserError:  # another text, perhaps of another version
             continue
-        if without_tokenizer(request) == asked:
+        if without_tokenizer(request) == wanted:
             return True
     return False
 
@@ -309,7 +310,7 @@ def prepare_command() -> str:
     words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
     while words and words[0] in ("train", "slurm", "prepare", "plan"):
         words = words[1:]
-    if words and re.fullmatch(r"\w+", words[0]):  # a command that reads runs; theirs are not here
+    if words and re.fullmatch(r"\w+", words[0]):  # a command that reads runs, not this text
         words = []
     others = ("--submit", "--multirun", "verify=", "prepare.", "slurm.", "gpu=", "mfu=", "exact=")
     words = [word for word in words if not word.startswith(others)]

@@ -46,19 +46,18 @@ def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterabl
     return function
 
 
-def source_problems(config: SourceConfig, at: str = "data") -> list[Problem]:
-    """Whether there is such a source and it takes such arguments, one sentence each."""
+def source_problems(config: SourceConfig) -> list[Problem]:
+    """Check that the source exists and takes the configured arguments."""
     if config.source in BUILT_IN:
         return []
     if (function := TEXT_SOURCES.get(config.source)) is None:
         near = did_you_mean(config.source, [*BUILT_IN, *TEXT_SOURCES])
-        return [Problem(f"{at}.source", f"unknown source {config.source!r}.", near)]
+        return [Problem("data.source", f"unknown source {config.source!r}.", near)]
     try:
         inspect.signature(function).bind(**config.arguments)
     except TypeError as error:
-        return [
-            Problem(f"{at}.arguments", f"{config.source!r} does not take them: {one_line(error)}.")
-        ]
+        reason = one_line(error)
+        return [Problem("data.arguments", f"{config.source!r} does not take them: {reason}.")]
     return []
 
 
@@ -134,11 +133,11 @@ def _addresses(config: SourceConfig) -> list[str]:
     Raises:
         UserError: a list cannot be read, or no line matches.
     """
-    found: list[str] = []
+    addresses: list[str] = []
     wanted = config.allow_patterns or ["*"]
     for pattern in config.files:
         if not pattern.startswith("@"):
-            found.append(pattern.removeprefix("file://"))
+            addresses.append(pattern.removeprefix("file://"))
             continue
         try:
             with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
@@ -156,26 +155,26 @@ def _addresses(config: SourceConfig) -> list[str]:
                 f"none of the {len(lines)} addresses in {pattern[1:]!r}, such as {lines[0]!r}, "
                 f"matches {config.allow_patterns}.",
             )
-        found += chosen
-    return found
+        addresses += chosen
+    return addresses
 
 
 def _list_hub(config: SourceConfig) -> Listing:
     """List the files of a dataset's configuration and split at one commit."""
-    where = f"data.hub_name: {config.hub_name!r}"
     try:
-        revision: str | None
+        revision = config.revision
         if config.hub_files:
-            revision = _commit(config)
-            at = f"hf://datasets/{config.hub_name}@{revision}/"
-            patterns = [at + pattern for pattern in config.hub_files]
+            from huggingface_hub import HfApi
+
+            revision = HfApi().dataset_info(str(config.hub_name), revision=revision).sha
+            root = f"hf://datasets/{config.hub_name}@{revision}/"
+            patterns = [root + pattern for pattern in config.hub_files]
         else:
             import datasets
 
             builder = datasets.load_dataset_builder(
-                config.hub_name, config.hub_config, revision=config.revision
+                config.hub_name, config.hub_config, revision=revision
             )
-            revision = config.revision
             splits = builder.config.data_files or {}
             if config.hub_split not in splits:
                 near = did_you_mean(config.hub_split, map(str, splits))
@@ -189,17 +188,10 @@ def _list_hub(config: SourceConfig) -> Listing:
         raise
     except Exception as error:  # datasets raises whatever its transports raise
         raise UserError.at(
-            "", f"{where} cannot be read from the hub: {one_line(error)}."
+            "data.hub_name",
+            f"{config.hub_name!r} cannot be read from the hub: {one_line(error)}.",
         ) from error
-    files = find_files(patterns, "data.hub_name")
-    return Listing(tuple(files), revision)
-
-
-def _commit(config: SourceConfig) -> str:
-    from huggingface_hub import HfApi
-
-    found = HfApi().dataset_info(str(config.hub_name), revision=config.revision).sha
-    return str(found)
+    return Listing(tuple(find_files(patterns, "data.hub_name")), revision)
 
 
 def describe(config: SourceConfig) -> str:
@@ -219,10 +211,10 @@ SHORTEST_DOCSTRING = 80
 """Characters; shorter docstrings repeat a name and little else."""
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-"""Folders of the standard library."""
+"""Folders of the standard library that are not read."""
 
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
-"""What may hold definitions."""
+"""Nodes that may contain definitions."""
 
 
 @cache
@@ -265,7 +257,7 @@ def _without_collections() -> Iterator[None]:
 
 def _modules(root: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(root):
-        folders[:] = set(folders) - SKIPPED  # os.walk skips what is removed here
+        folders[:] = set(folders) - SKIPPED  # os.walk visits only the folders that stay
         yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 

@@ -97,16 +97,15 @@ def _read(path: str) -> Tokenizer:
 
 
 def tokenizer_identity(
-    config: TokenizerConfig, given: Tokenizer | None, words: Sequence[str]
+    config: TokenizerConfig, tokenizer: Tokenizer | None, words: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what identifies a tokenizer: its content, its name on the hub, or its training
-    request."""
+    """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
     if config.path and not is_tokenizer_file(config.path) and config.path.count("/") == 1:
         return {"hub": config.path}
     if config.path:
-        given = load_tokenizer(config.path)
-    if given is not None:
-        return {"sha256": hashlib.sha256(given.to_str().encode()).hexdigest()}
+        tokenizer = load_tokenizer(config.path)
+    if tokenizer is not None:
+        return {"sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}
     return {
         "vocab_size": config.vocab_size,
         "sample_megabytes": config.sample_megabytes,
@@ -114,15 +113,15 @@ def tokenizer_identity(
     }
 
 
-def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same ids.
 
     Truncation, padding and added special tokens may differ: nothing here uses them.
     """
-    contents = [json.loads(tokenizer.to_str()) for tokenizer in (one, other)]
+    contents = [json.loads(tokenizer.to_str()) for tokenizer in (first, second)]
     for content in contents:
-        for asked in ("post_processor", "truncation", "padding"):
-            content.pop(asked, None)
+        for unused in ("post_processor", "truncation", "padding"):
+            content.pop(unused, None)
     return contents[0] == contents[1]
 
 
@@ -138,8 +137,8 @@ def end_of_text(tokenizer: Tokenizer) -> int:
         UserError: the tokenizer has no known end-of-text token.
     """
     for token in (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"):
-        if (found := tokenizer.token_to_id(token)) is not None:
-            return found
+        if (number := tokenizer.token_to_id(token)) is not None:
+            return number
     raise UserError.at(
         "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
     )

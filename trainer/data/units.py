@@ -20,26 +20,20 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.files import synchronise, write_atomically
+from trainer.common.locks import locked
 from trainer.data.config import SourceConfig
-from trainer.data.encoding import SPLITS, Encoded, Encoder, encode, start_worker
+from trainer.data.encoding import SPLITS, Encoded, Encoder, Split, encode, start_worker
 from trainer.data.files import BadRow, File, UnreachableError
-from trainer.data.manifest import Manifest, Piece, Split, read_json
-from trainer.data.plan import BYTES_PER_TOKEN, FORMAT, NAMED, SMALL, Plan, is_kept
-from trainer.data.shards import (
-    ShardWriter,
-    size_problem,
-    synchronise,
-    write_synchronised,
-)
-from trainer.data.sources import read_source
-from trainer.lock import locked
+from trainer.data.plan import BYTES_PER_TOKEN, FORMAT, NAMED, SMALL, Plan, is_kept, rows_of
+from trainer.data.shards import Manifest, Piece, Place, ShardWriter, read_json
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +189,14 @@ def prepare_units(
                     done = sum(plan.files[i].text_bytes for i in plan.units[unit])
                     report(Advance(done, _tokens(directory, unit)))
                 else:
-                    one = partial(_prepare_unit, plan, config, directory, unit, tokenised, report)
-                    _with_patience(one)
+                    _with_patience(
+                        partial(_prepare_unit, plan, config, directory, unit, tokenised, report)
+                    )
     return all(_is_done(directory, unit) for unit in range(len(plan.units)))
 
 
 @contextmanager
-def said_in_one_line(directory: Path) -> Iterator[None]:
+def reporting_failures(directory: Path) -> Iterator[None]:
     """Turn errors of the disk and of worker processes into one that names the directory.
 
     Raises:
@@ -213,8 +208,8 @@ def said_in_one_line(directory: Path) -> Iterator[None]:
         if error.errno in NO_ROOM:
             raise UserError.at(
                 "data.cache_dir",
-                f"there is no room left in {str(directory)!r}; what was finished stays, and the "
-                "same command goes on.",
+                f"there is no room left in {str(directory)!r}; finished files stay, and the same "
+                "command resumes.",
             ) from error
         raise UserError.at(
             "data.cache_dir", f"{str(directory)!r} cannot be written ({error.strerror})."
@@ -222,8 +217,8 @@ def said_in_one_line(directory: Path) -> Iterator[None]:
     except BrokenProcessPool as error:
         raise UserError.at(
             "prepare",
-            "a process that tokenises was killed, perhaps for want of memory; what was finished "
-            "stays, and the same command goes on (prepare.workers= for fewer of them).",
+            "a process that tokenizes was killed, perhaps for lack of memory; finished files "
+            "stay, and the same command resumes (prepare.workers= for fewer processes).",
         ) from error
 
 
@@ -241,15 +236,14 @@ def write_manifest(plan: Plan, directory: Path) -> None:
             f"the text holds nothing for {' and '.join(missing)}; give more text, or larger "
             "data.validation and data.test.",
         )
-    dtype = np.dtype(plan.dtype)
-    written = [shard for split in SPLITS for shard in shards[split]]
-    if lost := list(filter(None, (size_problem(directory, shard, dtype) for shard in written))):
-        raise UserError.at(
-            "data.cache_dir",
-            f"{str(directory)!r}: {lost[0]}; remove the directory and prepare the text again.",
-        )
+    for shard in (shard for split in SPLITS for shard in shards[split]):
+        if problem := Place(directory, shard, plan.dtype).size_problem():
+            raise UserError.at(
+                "data.cache_dir",
+                f"{str(directory)!r}: {problem}; remove the directory and prepare the text again.",
+            )
     tokenizer = json.dumps(json.loads(plan.tokenizer), ensure_ascii=False, indent=1)
-    write_synchronised(directory / "tokenizer.json", tokenizer.encode())
+    write_atomically(directory / "tokenizer.json", tokenizer, durable=True)
     manifest = Manifest(
         format=FORMAT,
         request=plan.request,
@@ -264,22 +258,26 @@ def write_manifest(plan: Plan, directory: Path) -> None:
     )
     for leftover in directory.glob(".plan.*.tmp"):
         leftover.unlink(missing_ok=True)
-    write_synchronised(directory / "manifest.json", (json.dumps(asdict(manifest)) + "\n").encode())
+    write_atomically(directory / "manifest.json", json.dumps(asdict(manifest)) + "\n", durable=True)
 
 
 def _records(directory: Path, unit: int) -> list[Piece]:
     """Return the finished pieces of a unit, in order."""
-    found: list[Piece] = []
+    records: list[Piece] = []
     while True:
-        path = directory / "pieces" / f"{unit:05d}-{len(found):04d}.json"
+        path = _record_path(directory, unit, len(records))
         try:
-            found.append(read_json(path, Piece))
+            records.append(read_json(path, Piece))
         except FileNotFoundError:
-            return found
+            return records
         except ValueError as error:
             raise UserError.at(
                 "data.cache_dir", f"{str(path)!r} is damaged ({error}); remove it."
             ) from None
+
+
+def _record_path(directory: Path, unit: int, piece: int) -> Path:
+    return directory / "pieces" / f"{unit:05d}-{piece:04d}.json"
 
 
 def _is_done(directory: Path, unit: int) -> bool:
@@ -315,21 +313,20 @@ def _prepare_unit(
     records = _records(directory, unit)
     last = records[-1] if records else Piece(0, 0, [], False, {})
     expected = sum(file.text_bytes for file in files)
-    rows = chain.from_iterable(read_source(config, file) for file in files)
     start = DocumentBatch(rows=last.rows, bad=last.bad, named=list(last.named))
-    batches = batches_of(islice(rows, start.rows, None), config, start)
+    batches = batches_of(islice(rows_of(config, files), start.rows, None), config, start)
     writers: dict[Split, ShardWriter] = {}
     piece, done, batch = len(records), 0, start
     try:
         for batch, encoded in tokenised(batches):
-            for split, of_split in encoded.items():
+            for split, documents in encoded.items():
                 if split not in writers:
                     name = f"{split}-{unit:05d}-{piece:04d}"
                     writers[split] = ShardWriter(directory, name)
-                writers[split].add(of_split)
+                writers[split].add(documents)
             step = min(batch.text_bytes, expected - done)
             done += step
-            report(Advance(step, sum(len(of_split.ids) for of_split in encoded.values())))
+            report(Advance(step, sum(len(documents.ids) for documents in encoded.values())))
             train = writers.get("train")
             if train is not None and train.tokens * np.dtype(plan.dtype).itemsize >= SHARD:
                 _commit(directory, unit, piece, writers, batch, last=False)
@@ -355,16 +352,11 @@ def _commit(
     writers.clear()
     synchronise(directory)
     record = Piece(batch.rows, batch.bad, batch.named, last, shards)
-    path = directory / "pieces" / f"{unit:05d}-{piece:04d}.json"
-    write_synchronised(path, json.dumps(asdict(record)).encode())
+    write_atomically(_record_path(directory, unit, piece), json.dumps(asdict(record)), durable=True)
 
 
 def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:
-    """Check that the files still have their planned sizes.
-
-    Raises:
-        UserError: a file has changed.
-    """
+    """Check that the files still have their planned sizes."""
     if config.source != "files":
         return
     for file in files:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.common.errors import Problem, UserError
-from trainer.formats import read_plain
+from trainer.common.formats import read_plain
 from trainer.positional.layout import Intervention, LayerChoice, LayerEncoding, Layout
 from trainer.positional.rescaling import longrope
 from trainer.positional.spectrum import Spectrum

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
+from trainer.common.formats import read_plain
 from trainer.common.validation import adapter
-from trainer.formats import read_plain
 
 PERPLEXITY = "perplexity"
 """Task whose cells have losses by position instead of scores."""

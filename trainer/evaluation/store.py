@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.common.files import write_atomically
-from trainer.formats import FIRST, check_format, read_plain
+from trainer.common.formats import FIRST, check_format, read_plain
 
 log = logging.getLogger(__name__)
 Floats = NDArray[np.floating[Any]]

@@ -73,7 +73,7 @@ def make_tasks(
         elif name == STATEMENTS and not text.training_share:
             notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
-            vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
+            vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes
             found.append(Statements.of(text.stream, lengths, vocabulary, end, *counts))
         elif name in NEEDLE_TASKS:

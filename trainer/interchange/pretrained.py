@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError
-from trainer.formats import read_plain
+from trainer.common.formats import read_plain
 from trainer.interchange.hf_config import (
     code_remark,
     from_drope_config,

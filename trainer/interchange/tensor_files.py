@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
-from trainer.formats import read_plain
+from trainer.common.formats import read_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")

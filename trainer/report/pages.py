@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainer.analysis.studies.section import Picture, Section, glance
-from trainer.common.files import csv_text, write_atomically
+from trainer.common.files import csv_text, partial_directory, write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.evaluation.outcomes import Outcomes, row_name
 from trainer.evaluation.results import PERPLEXITY, Observation, Report, troubles
@@ -38,7 +38,6 @@ from trainer.report.sweep import (
 )
 from trainer.report.sweep_figures import sweep_figure
 from trainer.report.tables import UNMEASURED, csv_table, latex_tables, markdown_tables, tables
-from trainer.stopping import partial_directory
 
 
 def write_renderings(report: Report, directory: Path) -> list[Drawn]:

@@ -6,9 +6,9 @@ after hours. All checks therefore get their configurations from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
@@ -16,9 +16,9 @@ from trainer.runs.phases import phases_of
 from trainer.runs.training_config import StrategyConfig
 
 MAIN = "main"
-"""What the run itself is called among its arms."""
+"""Name of the run itself among its arms."""
 Check = Callable[[RunConfig], Sequence[Problem]]
-"""What is wrong with a configuration, one sentence each."""
+"""Function that returns the problems of a configuration."""
 
 
 def arms_of(config: RunConfig, weights: bool = True) -> dict[str, RunConfig]:
@@ -41,57 +41,50 @@ def arm_problems(
     of_run: Sequence[Check] = (),
     of_phase: Sequence[Check] = (),
 ) -> list[Problem]:
-    """Return what is wrong with any arm; what is wrong with a control alone is said under its name.
+    """Return the problems of all arms, each once; those of a control alone under its name.
 
     Args:
         arms: the result of :func:`arms_of`.
-        of_run: checks of what stays the same during a run.
+        of_run: checks of keys that stay the same during a run.
         of_phase: checks of sizes, lengths and texts, which each phase may change.
     """
-    found = {name: [p for check in of_run for p in check(arm)] for name, arm in arms.items()}
+    problems_of = {name: [p for check in of_run for p in check(arm)] for name, arm in arms.items()}
     for name, config in phase_configs(arms):
-        found[name] += [problem for check in of_phase for problem in check(config)]
-    shared = {*found[MAIN]}
+        problems_of[name] += [problem for check in of_phase for problem in check(config)]
+    shared = {*problems_of[MAIN]}
     named = [
         problem if name == MAIN or problem in shared else problem.under(f"controls.{name}")
-        for name, problems in found.items()
+        for name, problems in problems_of.items()
         for problem in problems
     ]
     return list(dict.fromkeys(named))
 
 
-def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[Problem]:
+@listed
+def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> Iterator[Problem]:
     """Check that a run fits this number of processes."""
-    run, found = config.trainer, []
+    run = config.trainer
     share = processes * (run.micro_batch_size or 1)
     if run.batch_size % share:
         near = max(run.batch_size // share, 1) * share
-        found.append(
-            Problem(
-                "trainer.batch_size",
-                f"{run.batch_size} sequences do not divide into micro-batches of "
-                f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is "
-                f"{near}.",
-            )
+        yield Problem(
+            "trainer.batch_size",
+            f"{run.batch_size} sequences do not divide into micro-batches of "
+            f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is {near}.",
         )
     tokens = (run.micro_batch_size or run.batch_size // processes) * config.data.sequence_length
     if run.fp8 and tokens % 16:
-        found.append(
-            Problem(
-                "trainer.fp8",
-                f"float8 products need a multiple of 16 tokens, and a micro-batch has {tokens:,}.",
-            )
+        yield Problem(
+            "trainer.fp8",
+            f"float8 products need a multiple of 16 tokens, and a micro-batch has {tokens:,}.",
         )
     size = shard_size(config.strategy, processes, on_a_node)
     if config.strategy.name == "hsdp" and processes % size:
-        found.append(
-            Problem(
-                "strategy.shard_size",
-                f"{size} does not divide the {processes} ranks; by default it is the number of "
-                "ranks on a node.",
-            )
+        yield Problem(
+            "strategy.shard_size",
+            f"{size} does not divide the {processes} ranks; by default it is the number of ranks "
+            "on a node.",
         )
-    return found
 
 
 def gpus_that_fit(config: RunConfig, nodes: int) -> int:
@@ -103,10 +96,10 @@ def gpus_that_fit(config: RunConfig, nodes: int) -> int:
     arms = arms_of(config, weights=False)
     if any(arm.strategy.name == "single" for arm in arms.values()):
         return 1
-    configs = [one for _, one in phase_configs(arms)]
+    configs = [config for _, config in phase_configs(arms)]
 
     def fits(gpus: int) -> bool:
-        return not any(spread_problems(one, nodes * gpus, gpus) for one in configs)
+        return not any(spread_problems(config, nodes * gpus, gpus) for config in configs)
 
     return next(filter(fits, (8, 4, 2)), 1)
 

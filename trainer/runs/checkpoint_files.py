@@ -6,7 +6,6 @@ checksums, and renamed. The manifest later reveals damage.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainer.formats import Count, read_as
+from trainer.common.files import checksum, synchronise, write_durably
+from trainer.common.formats import Count, read_as
 from trainer.runs.ranks import all_gather, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -27,19 +27,13 @@ Manifest = dict[str, tuple[Count, str]]
 MOST_THREADS = 8
 """Files that one process hashes at once; hashing releases the interpreter's lock."""
 _known: dict[tuple[str | int, ...], str] = {}
-"""Checksums of files by :func:`_identity`: what this process has hashed, or written, once."""
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+"""Checksums of the files that this process has hashed or written, by :func:`_identity`."""
 
 
 def _identity(path: Path) -> tuple[str | int, ...]:
-    """Return what identifies a file's content across a rename of its directory."""
-    about = path.stat()
-    return path.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    """Return a key of a file's content that survives a rename of its directory."""
+    status = path.stat()
+    return path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
@@ -53,7 +47,7 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
 
 def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> None:
     """Write the manifest into a complete directory and rename the directory, durably."""
-    write_durably(partial / MANIFEST, json.dumps(files, indent=1))
+    write_durably(partial / MANIFEST, json.dumps(files, indent=1).encode())
     synchronise(partial)
     if final.exists():  # left by a rewind; a rename cannot replace a directory that has files
         replaced = final.with_name(f".{final.name}.removed")
@@ -61,25 +55,8 @@ def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> No
         shutil.rmtree(replaced)
     partial.rename(final)
     synchronise(final.parent)
-    # All ranks have hashed what they wrote: no need to read it again.
+    # Every rank has hashed its files while it wrote them: they need not be read again.
     _remember(final, [(name, str(digest)) for name, (_, digest) in files.items()])
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def synchronise(directory: Path) -> None:
-    """Flush a directory's entries to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def damage(directory: Path) -> str | None:
@@ -100,10 +77,10 @@ def damage_together(directory: Path) -> str | None:
     wrong, files = on_rank_zero(lambda: _to_hash(directory))
     if wrong is not None:
         return wrong
-    found = _difference(directory, files[rank::ranks])
-    if found is not None and ranks > 1:
-        found += f", on {os.uname().nodename}"
-    wrong = next(filter(None, all_gather(found)), None)
+    difference = _difference(directory, files[rank::ranks])
+    if difference is not None and ranks > 1:
+        difference += f", on {os.uname().nodename}"
+    wrong = next(filter(None, all_gather(difference)), None)
     if wrong is None:
         _trust(directory)
     return wrong
@@ -115,7 +92,7 @@ def _trust(directory: Path) -> None:
         expected = read_as(directory / MANIFEST, Manifest)
         _remember(directory, [(name, digest) for name, (_, digest) in expected.items()])
     except FileNotFoundError:
-        log.debug("%s is not to be seen from here", directory)
+        log.debug("%s cannot be seen from this node", directory)
 
 
 def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:

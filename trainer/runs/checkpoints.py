@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import trainer
-from trainer.common.errors import Problem, UserError, near_path
+from trainer.common.errors import Problem, UserError, near_path, raise_all
+from trainer.common.formats import FIRST, check_format, read_plain
 from trainer.common.validation import adapter
-from trainer.formats import FIRST, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -41,8 +41,8 @@ from trainer.runs.training_config import TrainerConfig
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
-NOT_OF_THE_MODEL = "attention_backend", "from_pretrained", "from_run"
-"""Keys of the model's configuration that say nothing of its shape."""
+FREE_MODEL_KEYS = "attention_backend", "from_pretrained", "from_run"
+"""Keys of the model's configuration that do not affect its shape."""
 
 
 def description(
@@ -63,15 +63,15 @@ def description(
 
 def versions() -> dict[str, str]:
     """Return the versions of this program and of the installed libraries that affect results."""
-    found = {
+    versions = {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # includes the build, such as +cu130
     }
     for name in ("lightning", "numpy", "datasets", "tokenizers"):
         with suppress(PackageNotFoundError):  # not every run needs datasets
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def step_name(step: int) -> str:
@@ -86,8 +86,8 @@ def step_of(path: Path) -> int:
 
 def regular_checkpoints(directory: Path) -> list[Path]:
     """Return the regular checkpoints in a directory, oldest first."""
-    found = [p for p in directory.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted(found, key=step_of)
+    paths = [p for p in directory.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    return sorted(paths, key=step_of)
 
 
 def newest_sound_checkpoint(run_dir: Path) -> Path | None:
@@ -98,16 +98,16 @@ def newest_sound_checkpoint(run_dir: Path) -> Path | None:
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
-    found = on_rank_zero(lambda: regular_checkpoints(run_dir / "checkpoints"))
-    for path in reversed(found):
+    paths = on_rank_zero(lambda: regular_checkpoints(run_dir / "checkpoints"))
+    for path in reversed(paths):
         if (wrong := damage_together(path)) is None:
             return path
         log.warning("Checkpoint %s is damaged (%s); trying the one before it", path.name, wrong)
-    if found:
+    if paths:
         raise UserError.at(
             "checkpoint",
             f"every checkpoint in {str(run_dir / 'checkpoints')!r} is damaged "
-            f"({', '.join(p.name for p in found)}). Restore one{_way_by_the_drop(run_dir)}, or "
+            f"({', '.join(p.name for p in paths)}). Restore one{_way_by_the_drop(run_dir)}, or "
             "set overwrite=true to start again from nothing.",
         )
     return None
@@ -133,14 +133,14 @@ def set_aside(paths: list[Path]) -> None:
 def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = frozenset()) -> None:
     """Keep the last ``keep_checkpoints``, every ``keep_every``-th step, the ``keep_best`` and
     ``steps``."""
-    found = regular_checkpoints(directory)
-    kept = {*found[-config.keep_checkpoints :], *(p for p in found if step_of(p) in steps)}
+    paths = regular_checkpoints(directory)
+    retained = {*paths[-config.keep_checkpoints :], *(p for p in paths if step_of(p) in steps)}
     if config.keep_every:
-        kept |= {path for path in found if step_of(path) % config.keep_every == 0}
+        retained |= {path for path in paths if step_of(path) % config.keep_every == 0}
     if config.keep_best:
-        kept |= set(sorted(found, key=training_loss)[: config.keep_best])
-    for path in found:
-        if path not in kept:
+        retained |= set(sorted(paths, key=training_loss)[: config.keep_best])
+    for path in paths:
+        if path not in retained:
             remove(path)
 
 
@@ -167,29 +167,26 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find_checkpoint(given: str) -> Path:
+def find_checkpoint(name: str) -> Path:
     """Return the checkpoint that ``checkpoint=`` names: a checkpoint, or a run's newest one.
 
     Raises:
         UserError: there is none.
     """
-    path = Path(given)
+    path = Path(name)
     if (path / MANIFEST).is_file():
         return path
     if path.is_dir():
         directory = path if path.name == "checkpoints" else path / "checkpoints"
-        if found := regular_checkpoints(directory):
-            return found[-1]
+        if checkpoints := regular_checkpoints(directory):
+            return checkpoints[-1]
         before = directory / BEFORE_DROP
         hint = f" but {str(before)!r}" if before.is_dir() else ""
-        raise UserError.at("checkpoint", f"there is no checkpoint in {given!r}{hint}.")
+        raise UserError.at("checkpoint", f"there is no checkpoint in {name!r}{hint}.")
     if path.is_file():
-        raise UserError.at("checkpoint", f"{given!r} is a file; a checkpoint is a directory.")
-    raise UserError.at(
-        "checkpoint",
-        f"{given!r} is neither a run directory nor a checkpoint.",
-        near_path(path),
-    )
+        raise UserError.at("checkpoint", f"{name!r} is a file; a checkpoint is a directory.")
+    message = f"{name!r} is neither a run directory nor a checkpoint."
+    raise UserError.at("checkpoint", message, near_path(path))
 
 
 def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
@@ -254,13 +251,11 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
     """
     # Keys unknown to an earlier version had their default values.
     saved, wanted = asdict(ModelConfig()) | state["model"], asdict(model.config)
-    differing = [
+    raise_all(
         Problem(
             f"model.{key}",
             f"the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}.",
         )
         for key in wanted
-        if saved[key] != wanted[key] and key not in NOT_OF_THE_MODEL
-    ]
-    if differing:
-        raise UserError(*differing)
+        if saved[key] != wanted[key] and key not in FREE_MODEL_KEYS
+    )

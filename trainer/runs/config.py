@@ -1,13 +1,13 @@
-"""The whole configuration of a run: the schema of every group, and what is impossible in it."""
+"""The whole configuration of a run: the schema of every group, and the rules between them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, listed
 from trainer.common.fields import FreeForm, Natural, OptionalText, configuration
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
@@ -29,7 +29,7 @@ from trainer.runs.training_config import (
 )
 
 NAME = re.compile(r"\w[\w.+-]*")
-"""Of runs and controls, which are names of directories."""
+"""Names of runs and controls, which become names of directories."""
 
 
 @configuration
@@ -110,32 +110,9 @@ class RunConfig:
 
     def problems(self) -> list[Problem]:
         """Check within and between the groups."""
-        model_problems = self.model.problems()
-        drop_problems = self.drop.problems(
-            self.trainer.max_steps,
-            self.tokens_per_step,
-            self.model.num_hidden_layers,
-            self.model.num_key_value_heads,
-            self.data.sequence_length,
-            self.model.is_trained,
-        )
-        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
-            near = did_you_mean(self.drop.to, ENCODINGS)
-            drop_problems.append(Problem("drop.to", f"unknown encoding {self.drop.to!r}.", near))
-        found = []
-        if not NAME.fullmatch(self.name):
-            found.append(
-                Problem(
-                    "name",
-                    f"{self.name!r} names a directory under runs/; expected letters, digits and "
-                    "._+- only (run_dir= may be any path).",
-                )
-            )
-        if not self.run_dir:
-            found.append(
-                Problem("run_dir", "expected a directory, got nothing; leave it out for runs/NAME.")
-            )
-        found += [
+        model_problems, drop_problems = self.model.problems(), self._drop_problems()
+        found = [
+            *self._name_problems(),
             *model_problems,
             *self.data.problems(),
             *self.tokenizer.problems(),
@@ -146,62 +123,84 @@ class RunConfig:
             *self.evaluation.problems(
                 self.training_length if 1 < self.training_length < 1 << 31 else None
             ),
+            *(self._evaluation_problems() if self.evaluation.enabled else ()),
+            *self._model_problems(),
+            *unknown_encodings(self.positional),
         ]
-        if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
-            found.append(
-                Problem(
-                    "evaluation.methods",
-                    "expected 'none' among them; a run is reported as it is first.",
-                )
+        if model_problems:
+            return found
+        of_model = self._float8_problems() if self.trainer.fp8 else []
+        if self.evaluation.enabled:
+            of_model += layer_problems(
+                LAYERS_KEY, self.evaluation.layers, self.model.num_hidden_layers
             )
-        if self.evaluation.enabled and not model_problems:
-            layers, count = self.evaluation.layers, self.model.num_hidden_layers
-            found += [p for p in layer_problems(LAYERS_KEY, layers, count) if p not in found]
-        dope = self.evaluation.dope
-        heads = units(self.model, dope) * self.model.num_hidden_layers
-        if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
-            found.append(
-                Problem(
-                    "evaluation.dope.heads",
-                    f"expected at most {heads}, the heads of the model, got {dope.heads}.",
-                )
-            )
-        unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
-        if self.evaluation.enabled and unheard:
-            found.append(
-                Problem(
-                    "evaluation.tasks",
-                    "nothing but statements, which the training text does not carry; set "
-                    "data.needles.share, or add perplexity.",
-                )
-            )
-        if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
-            found.append(
-                Problem(
-                    "model.attention_backend",
-                    "'flash' computes in 16 bits only; set trainer.precision=bf16, or choose "
-                    "'auto' or 'sdpa'.",
-                )
-            )
-        if self.trainer.fp8 and not model_problems:
-            found += self._float8_problems()
-        no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
-        if self.model.qk_norm.when == "after_drop" and no_drop:
-            found.append(
-                Problem(
-                    "model.qk_norm.when",
-                    "'after_drop', but there is no drop; set drop.at, or choose 'never' or "
-                    "'always'.",
-                )
-            )
-        found += unknown_encodings(self.positional)
-        if not model_problems and self.data.sequence_length > 1:
+        if self.data.sequence_length > 1:
             # Published weights bring their layout; phases are checked on their own.
             drops = self.drop.step(1, 1) is not None and self.model.from_pretrained is None
             drop = {"drop": self.drop} if drops and not drop_problems else {}
-            problems = layout_problems(self.positional, self.model, self.data.sequence_length, drop)
-            found += [problem for problem in problems if problem not in found]
-        return found
+            length = self.data.sequence_length
+            of_model += layout_problems(self.positional, self.model, length, drop)
+        return list(dict.fromkeys([*found, *of_model]))
+
+    def _name_problems(self) -> Iterator[Problem]:
+        if not NAME.fullmatch(self.name):
+            yield Problem(
+                "name",
+                f"{self.name!r} names a directory under runs/; expected letters, digits and ._+- "
+                "only (run_dir= may be any path).",
+            )
+        if not self.run_dir:
+            yield Problem(
+                "run_dir", "expected a directory, got nothing; leave it out for runs/NAME."
+            )
+
+    @listed
+    def _drop_problems(self) -> Iterator[Problem]:
+        yield from self.drop.problems(
+            self.trainer.max_steps,
+            self.tokens_per_step,
+            self.model.num_hidden_layers,
+            self.model.num_key_value_heads,
+            self.data.sequence_length,
+            self.model.is_trained,
+        )
+        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
+            near = did_you_mean(self.drop.to, ENCODINGS)
+            yield Problem("drop.to", f"unknown encoding {self.drop.to!r}.", near)
+
+    def _evaluation_problems(self) -> Iterator[Problem]:
+        evaluation, dope = self.evaluation, self.evaluation.dope
+        if "none" not in (evaluation.methods or ["none"]):
+            yield Problem(
+                "evaluation.methods",
+                "expected 'none' among them; a run is reported as it is first.",
+            )
+        heads = units(self.model, dope) * self.model.num_hidden_layers
+        if "dope" in evaluation.parts and dope.heads > heads:
+            yield Problem(
+                "evaluation.dope.heads",
+                f"expected at most {heads}, the heads of the model, got {dope.heads}.",
+            )
+        if set(evaluation.tasks) == {STATEMENTS} and not self.data.needles.share:
+            yield Problem(
+                "evaluation.tasks",
+                "nothing but statements, which the training text does not carry; set "
+                "data.needles.share, or add perplexity.",
+            )
+
+    def _model_problems(self) -> Iterator[Problem]:
+        if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
+            yield Problem(
+                "model.attention_backend",
+                "'flash' computes in 16 bits only; set trainer.precision=bf16, or choose 'auto' or "
+                "'sdpa'.",
+            )
+        no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
+        if self.model.qk_norm.when == "after_drop" and no_drop:
+            yield Problem(
+                "model.qk_norm.when",
+                "'after_drop', but there is no drop; set drop.at, or choose 'never' or 'always'.",
+            )
 
     def _float8_problems(self) -> list[Problem]:
         """Check that the inputs and outputs of all linear layers of a block suit float8."""
@@ -212,13 +211,8 @@ class RunConfig:
             "num_key_value_heads * head_dim": model.num_key_value_heads * model.head_size,
         }
         odd = ", ".join(f"model.{key} = {size}" for key, size in sizes.items() if size % 16)
-        if not odd:
-            return []
-        return [
-            Problem(
-                "trainer.fp8", f"float8 products need sizes that are multiples of 16, got {odd}."
-            )
-        ]
+        reason = f"float8 products need sizes that are multiples of 16, got {odd}."
+        return [Problem("trainer.fp8", reason)] if odd else []
 
 
 def layout_problems(
@@ -245,11 +239,8 @@ def layout_problems(
         )
         for key, drop in drops.items():
             if drop.anneal_steps and not layout.rotates:
-                return [
-                    Problem(
-                        f"{key}.anneal_steps", "nothing rotates, so that no angle could shrink."
-                    )
-                ]
+                reason = "nothing rotates, so that no angle could shrink."
+                return [Problem(f"{key}.anneal_steps", reason)]
             at_once = replace(drop, anneal_steps=0)
             before, layout = layout, dropped_layout(layout, positional, at_once, model.head_size)
             if layout == before:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainer
-from trainer.cores import cores
+from trainer.common.processes import cores
 from trainer.data.needles import NAMES, WORDS
 from trainer.runs.config import RunConfig
 
@@ -58,7 +58,7 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
 def label(config: RunConfig, dropped: bool | None = None) -> str:
     """Return the name of a run in tables."""
     name = role(config, dropped)
-    # Before its drop a run is not yet what its label says.
+    # The label describes the run after its drop.
     if config.label and (config.drop_step is None or dropped is not False):
         return config.label
     if name == "drope":

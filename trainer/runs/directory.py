@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.files import write_atomically
+from trainer.common.formats import check_format, read_content, read_plain
 from trainer.common.validation import checked, shown
-from trainer.formats import check_format, read_content, read_plain
 from trainer.runs.config import RunConfig
 
 MARK = "run.json"
@@ -47,14 +47,14 @@ def check_mark(directory: Path, key: str = "run_dir") -> None:
         return
     try:
         content = read_plain(mark)
-        found, program = content["format"], content.get("program")
+        format_number, program = content["format"], content.get("program")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError.at(
             key, f"{str(mark)!r} is damaged; it should hold a format number."
         ) from None
     if program != PROGRAM:
         raise UserError.at(key, f"{str(mark)!r} is of another program, {program!r}.")
-    check_format(found, FORMAT, key, repr(str(directory)), "choose another run")
+    check_format(format_number, FORMAT, key, repr(str(directory)), "choose another run")
 
 
 FREE_TO_CHANGE = (
@@ -109,8 +109,7 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     record = directory / "config.yaml"
     is_used = directory.is_dir() and any(directory.iterdir())
     if config.overwrite:
-        if is_used and (problems := overwrite_problems(directory)):
-            raise UserError(*problems)
+        raise_all(overwrite_problems(directory) if is_used else [])
         return
     if is_used and not record.exists():
         raise UserError.at(
@@ -122,22 +121,19 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         # Keys added since the run was written have their default values.
         saved = plain(saved_run(directory))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
-        if differing := differences(saved, plain(config), free):
-            raise UserError(
-                *(
-                    Problem(
-                        key,
-                        f"the run in {config.run_dir!r} has {shown(old)}, this command "
-                        f"{shown(new)}.",
-                    )
-                    for key, old, new in differing
-                ),
-                Problem(
-                    "",
-                    "Choose another name=, or overwrite=true to start again; `python -m trainer "
-                    f"evaluate checkpoint={config.run_dir}` evaluates a run anew.",
-                ),
+        changed = [
+            Problem(
+                key,
+                f"the run in {config.run_dir!r} has {shown(old)}, this command {shown(new)}.",
             )
+            for key, old, new in differences(saved, plain(config), free)
+        ]
+        if changed:
+            advice = (
+                "Choose another name=, or overwrite=true to start again; `python -m trainer "
+                f"evaluate checkpoint={config.run_dir}` evaluates a run anew."
+            )
+            raise UserError(*changed, Problem("", advice))
 
 
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
@@ -188,17 +184,17 @@ def differences(
     old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:
     """Return keys whose values differ, with both values, except keys that may change."""
-    found: list[tuple[str, Any, Any]] = []
+    differing: list[tuple[str, Any, Any]] = []
     for key in dict.fromkeys([*old, *new]):
         where = f"{path}.{key}" if path else key
         a, b = old.get(key), new.get(key)
         if a == b or where in free:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, free, where)
+            differing += differences(a, b, free, where)
         else:
-            found.append((where, a, b))
-    return found
+            differing.append((where, a, b))
+    return differing
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
@@ -225,15 +221,15 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
 class LogFile(logging.FileHandler):
     """Log file that survives a full disk: it warns once and tries again with each record."""
 
-    said = False
+    has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as logging calls it
         """Handle an error within ``emit``."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.said:
-            self.said = True
+        elif not self.has_warned:
+            self.has_warned = True
             with suppress(OSError):  # stderr may be on the same disk
                 print(f"{self.baseFilename}: {error.strerror}; the run goes on", file=sys.stderr)
 
@@ -261,17 +257,17 @@ def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
 
 
 CHANGED_SINCE = ("evaluation", "monitor", "logger")
-"""Groups that earlier versions had in other forms, and that say nothing of what was trained."""
+"""Groups that earlier versions had in other forms; they do not affect what is trained."""
 
 
-def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
+def saved_config(values: dict[str, Any], key: str, file: str) -> RunConfig:
     """Parse the configuration that a run was written with, even by another version or with other
     plugins; unknown keys are ignored.
 
     Args:
-        values: what was written.
+        values: the stored values.
         key: the configuration key that errors name.
-        what: names the file in errors.
+        file: names the file in errors.
 
     Raises:
         UserError: the configuration is damaged.
@@ -279,7 +275,7 @@ def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
     config, _, wrong = checked(RunConfig, values)
     damaged = [problem for problem in wrong if problem.key.split(".")[0] not in CHANGED_SINCE]
     if problems := [*damaged, *config.trainer.problems(), *config.data.problems()]:
-        raise UserError.at(key, f"{what}: {problems[0]}")
+        raise UserError.at(key, f"{file}: {problems[0]}")
     return config
 
 
@@ -289,7 +285,7 @@ _TABLE = r"(report\.(json|html)|table\.(md|tex|csv)|[\w.-]+\.json)"
 _PICTURE = r"[\w.,+ -]+\.(svg|png|csv|json)"
 _CELL = r"cells/([a-z]+-[0-9a-f]{20}\.json|claims-\w+/(\w{20}|worked-\d+))"
 _EVALUATION = rf"({_TABLE}|{_CELL}|figures/{_PICTURE})"
-_OWN = re.compile(
+_FILES_OF_A_RUN = re.compile(
     rf"""
     config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
     | wandb_id | \.lock
@@ -305,7 +301,7 @@ _OWN = re.compile(
     """,
     re.VERBOSE,
 )
-"""Paths within a run, but for its controls, which are runs themselves."""
+"""Paths within a run, except those of its controls, which are runs too."""
 MOST_NAMED = 5
 
 
@@ -315,18 +311,15 @@ def overwrite_problems(directory: Path) -> list[Problem]:
     Reasons are a directory of another origin, and files that someone added to it.
     """
     if directory.is_symlink():
-        return [
-            Problem("overwrite", f"{str(directory)!r} is a link; give the directory that it names.")
-        ]
+        reason = f"{str(directory)!r} is a link; give the directory that it names."
+        return [Problem("overwrite", reason)]
     if not (directory / MARK).is_file():
-        return [
-            Problem(
-                "overwrite",
-                f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), "
-                "so nothing is deleted. Remove it yourself or choose another run_dir; a run of "
-                "an older version is marked when it is resumed.",
-            )
-        ]
+        reason = (
+            f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), so "
+            "nothing is deleted. Remove it yourself or choose another run_dir; a run of an older "
+            "version is marked when it is resumed."
+        )
+        return [Problem("overwrite", reason)]
     try:
         check_mark(directory)
     except UserError as error:
@@ -340,15 +333,13 @@ def overwrite_problems(directory: Path) -> list[Problem]:
             problems = [p for control in controls for p in overwrite_problems(control)]
         names = [*files, *(name for name in folders if (path / name).is_symlink())]
         paths = ((path / name).relative_to(directory).as_posix() for name in names)
-        foreign += [name for name in paths if not _OWN.fullmatch(name)]
-    more = f", and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        foreign += [name for name in paths if not _FILES_OF_A_RUN.fullmatch(name)]
     if foreign:
         named = ", ".join(repr(str(directory / name)) for name in sorted(foreign)[:MOST_NAMED])
-        problems.append(
-            Problem(
-                "overwrite",
-                f"not made by this program, so nothing is deleted: {named}{more}; move what you "
-                "want to keep elsewhere first.",
-            )
+        named += f", and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        reason = (
+            f"not made by this program, so nothing is deleted: {named}; move what you want to keep "
+            "elsewhere first."
         )
+        problems.append(Problem("overwrite", reason))
     return problems

@@ -16,12 +16,12 @@ from pydantic import Field
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.formats import read_as
+from trainer.common.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
 
 FILE = "temperature.json"
 LARGEST_COEFFICIENT = 100
-"""Of a grid, and so of what is fitted on it; those of the papers lie below 1."""
+"""Largest coefficient of a grid, and thus of a fit; the papers' coefficients lie below 1."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FittedTemperature:
 
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
-    ``tokens`` its size. ``layers``: the layers whose logits these are (None: all layers).
+    ``tokens`` its size. ``layers``: the layers that it tempers (None: all layers).
     ``heads``: a coefficient for every query head of ``layers``, ``[layers][Hq]``, in place of
     ``coefficient``, which is their mean (HeadScale, arXiv 2404.12224); None: the same for all.
     """

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer.common.errors import UserError, is_transient
-from trainer.formats import read_content
+from trainer.common.formats import read_content
 
 FILE = ".metadata"
 LARGEST = 1 << 30
-"""Bytes of an index; one of a thousand tensors on a thousand ranks has a fifth of it."""
+"""Bytes of an index; a thousand tensors on a thousand ranks need a fifth of them."""
 MOST_DIMENSIONS = 8
-LONGEST_SAID = 300
-"""Characters of what is said of an index, which may quote it."""
+LONGEST_REASON = 300
+"""Characters of an error message, which may quote the index."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 CLASSES = frozenset(
@@ -53,8 +53,8 @@ CLASSES = frozenset(
         ("pathlib._local", "PosixPath"),
     }
 )
-"""What an index may name, beside torch's types of numbers: exact pairs of module and name. A dotted
-name, which pickle would resolve through what a module imports, is never among them."""
+"""Classes that an index may name besides torch's dtypes: exact pairs of module and name. No name
+has a dot: pickle would resolve it through the imports of a module."""
 DTYPES = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -67,8 +67,8 @@ OPCODES = {
     *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
     *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 }
-"""What the machine may do: as much as DCP's writer asks of it, in any of pickle's protocols from 2.
-Others ask for memory before they read, or are known to fail aloud in the interpreter itself."""
+"""Opcodes that DCP's writer uses, in any of pickle's protocols from 2. Other opcodes allocate
+memory before they read, or are known to fail within the interpreter."""
 
 T = TypeVar("T")
 
@@ -84,22 +84,22 @@ def read_index(directory: Path) -> Metadata:
         _check_program(data)
         return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
     except Exception as error:  # a damaged pickle may raise anything
-        said = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
-        line = "".join(c if c.isprintable() else "?" for c in said[:LONGEST_SAID])
+        reason = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
+        line = "".join(c if c.isprintable() else "?" for c in reason[:LONGEST_REASON])
         message = f"the index of {directory.name!r} is refused: {line}"
         raise UserError.at("checkpoint", message, transient=is_transient(error)) from error
 
 
 def _check_program(data: bytes) -> None:
-    kept = 0
+    stored = 0
     for opcode, place, _ in pickletools.genops(data):
         if opcode.name not in OPCODES:
             raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
             # Memo entries are numbered consecutively; a huge number would allocate memory up to it.
-            if place is None or place > kept:
-                raise Refused(f"it keeps its value number {kept} as {place}.")
-            kept += 1
+            if place is None or place > stored:
+                raise Refused(f"it keeps its value number {stored} as {place}.")
+            stored += 1
 
 
 class Refused(pickle.UnpicklingError):
@@ -142,10 +142,10 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(loaded: Any, directory: Path) -> Metadata:
     state = _state(loaded, "Metadata")
     tensors = {
-        _of(str, key): _tensor(about, key)
-        for key, about in _of(dict, state.get("state_dict_metadata")).items()
+        _typed(str, key): _tensor(about, key)
+        for key, about in _typed(dict, state.get("state_dict_metadata")).items()
     }
-    storage = dict(map(_stored, _of(dict, state.get("storage_data")).items()))
+    storage = dict(map(_stored, _typed(dict, state.get("storage_data")).items()))
     if outside := sorted(filter(_is_elsewhere, {s.relative_path for s in storage.values()})):
         raise Refused(f"it names files elsewhere ({', '.join(outside)}).")
     _check_places(tensors, storage, directory)
@@ -175,20 +175,20 @@ def _check_places(
                 raise Refused(f"{key!r} does not fit into {name!r}.")
 
 
-def _tensor(given: Any, key: str) -> TensorStorageMetadata:
-    state = _state(given, "TensorStorageMetadata")
-    dtype = _of(tuple, _state(state.get("properties"), "TensorProperties", tuple))[0]
+def _tensor(loaded: Any, key: str) -> TensorStorageMetadata:
+    state = _state(loaded, "TensorStorageMetadata")
+    dtype = _typed(tuple, _state(state.get("properties"), "TensorProperties", tuple))[0]
     if not isinstance(dtype, torch.dtype):
         raise Refused(f"{key!r} has no type.")
     size = _size(state.get("size"))
-    chunks = [_chunk(chunk, size) for chunk in _of(list, state.get("chunks"))]
+    chunks = [_chunk(chunk, size) for chunk in _typed(list, state.get("chunks"))]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise Refused(f"it does not hold the whole of {key!r}.")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _chunk(given: Any, whole: torch.Size) -> ChunkStorageMetadata:
-    state = _state(given, "ChunkStorageMetadata")
+def _chunk(loaded: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    state = _state(loaded, "ChunkStorageMetadata")
     offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
     if len(ends) != len(whole) or any(end > size for end, size in zip(ends, whole, strict=True)):
@@ -202,37 +202,37 @@ def _stored(item: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
         raise Refused("its tensors are packed in a way that is not written here.")
     offset = place.get("offset")
     return (
-        MetadataIndex(_of(str, place.get("fqn")), None if offset is None else _size(offset)),
+        MetadataIndex(_typed(str, place.get("fqn")), None if offset is None else _size(offset)),
         _StorageInfo(
-            _of(str, about.get("relative_path")),
+            _typed(str, about.get("relative_path")),
             _count(about.get("offset")),
             _count(about.get("length")),
         ),
     )
 
 
-def _state(given: Any, name: str, kind: type[Any] = dict) -> Any:
-    if not isinstance(given, StandIn) or type(given).__name__ != name:
-        raise Refused(f"it has {type(given).__name__!r} where {name!r} belongs.")
-    return _of(kind, given.state)
+def _state(loaded: Any, name: str, kind: type[Any] = dict) -> Any:
+    if not isinstance(loaded, StandIn) or type(loaded).__name__ != name:
+        raise Refused(f"it has {type(loaded).__name__!r} where {name!r} belongs.")
+    return _typed(kind, loaded.state)
 
 
-def _size(given: Any) -> torch.Size:
-    if not isinstance(given, StandIn) or type(given).__name__ != "Size" or len(given.args) != 1:
-        raise Refused("it has a shape that is none.")
-    numbers = given.args[0]
+def _size(loaded: Any) -> torch.Size:
+    if not isinstance(loaded, StandIn) or type(loaded).__name__ != "Size" or len(loaded.args) != 1:
+        raise Refused("it has an invalid tensor shape.")
+    numbers = loaded.args[0]
     if not isinstance(numbers, list | tuple) or len(numbers) > MOST_DIMENSIONS:
-        raise Refused("it has a shape that is none.")
+        raise Refused("it has an invalid tensor shape.")
     return torch.Size([_count(number) for number in numbers])
 
 
-def _count(given: Any) -> int:
-    if type(given) is not int or not 0 <= given < 1 << 62:
-        raise Refused("it has a number that is no size.")
-    return given
+def _count(loaded: Any) -> int:
+    if type(loaded) is not int or not 0 <= loaded < 1 << 62:
+        raise Refused("it has a size that is not a whole number from 0.")
+    return loaded
 
 
-def _of(kind: type[T], given: Any) -> T:
-    if type(given) is not kind:
-        raise Refused(f"it has {type(given).__name__!r} where {kind.__name__!r} belongs.")
-    return given
+def _typed(kind: type[T], loaded: Any) -> T:
+    if type(loaded) is not kind:
+        raise Refused(f"it has {type(loaded).__name__!r} where {kind.__name__!r} belongs.")
+    return loaded

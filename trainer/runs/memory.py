@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
@@ -57,14 +57,14 @@ def evaluation_memory(
     dtype: Dtype,
     device: str,
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights, of keys and values, and of activations that an evaluation needs
-    at least where sequences have ``tokens``.
+    """Return lower bounds for an evaluation's bytes of weights, of keys and values, and of
+    activations.
 
     Args:
-        config: the shape of the model.
-        tokens: of the longest sequences, prompt and answer together.
-        evaluation: its tasks, and how much is read at once.
-        chunk: tokens of a sequence that are read at once (None: all).
+        config: shape of the model.
+        tokens: length of the longest sequences, prompt and answer together.
+        evaluation: its tasks and batch size.
+        chunk: tokens of a sequence in one forward pass (None: all).
         dtype: ``fp32`` or ``bf16``.
         device: "cpu" or "cuda".
     """
@@ -74,83 +74,79 @@ def evaluation_memory(
     k *= config.head_size
     in_chunks = chunk is not None and chunk < tokens
     answers = not {*evaluation.tasks} <= {PERPLEXITY, STATEMENTS}
-    kept = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
+    cached = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
     # Residual stream and its norm, the MLP's three products, queries, keys and values.
     a_token = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * (q + 2 * k)
-    together = (
-        rows if device == "cuda" else min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
-    )
-    at_once = together * min(tokens, chunk or tokens)
+    rows_at_once = rows
+    if device == "cpu":
+        rows_at_once = min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
+    at_once = rows_at_once * min(tokens, chunk or tokens)
     # After the first chunk, kernels need one layer's keys and values for every query head.
     copies = 2 * rows * tokens * q if in_chunks and q != k else 0
-    return size * weights_of(config), kept, size * (at_once * a_token + copies)
+    return size * weights_of(config), cached, size * (at_once * a_token + copies)
 
 
+@listed
 def evaluation_problems(
     shapes: Mapping[str, ModelConfig],
     longest: int,
     evaluation: EvaluationConfig,
     device: str,
     processes: int = 1,
-) -> list[Problem]:
-    """Return a problem for each model whose evaluation does not fit the free memory, with what
-    would make it fit.
+) -> Iterator[Problem]:
+    """Check that evaluating each model fits the free memory; otherwise name a change that would.
 
     Args:
-        shapes: of the models, by their names.
+        shapes: shapes of the models, by name.
         longest: tokens of the longest sequences.
-        evaluation: what is asked for.
+        evaluation: the requested evaluation.
         device: "cpu" or "cuda".
-        processes: which share the memory of a CPU; each has a GPU of its own.
+        processes: number of processes, which share the memory of a CPU; each has its own GPU.
     """
     if device == "cuda":
-        torch.cuda.empty_cache()  # what training has left
+        torch.cuda.empty_cache()  # left by training
     free = free_memory(device) // (processes if device == "cpu" else 1)
     dtype = precision_of(evaluation.dtype, device)
     chunk = prefill_chunk(evaluation.prefill_chunk, device)
-    found = []
     for name, shape in shapes.items():
-        about = evaluation, chunk, dtype, device
-        weights, kept, activations = evaluation_memory(shape, longest, *about)
-        if weights + kept + activations <= free:
-            continue
-        parts = {"weights": weights, "keys and values": kept, "activations": activations}
-        held = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
-        found.append(
-            Problem(
+
+        def needed(
+            tokens: int, chunk: int | None, dtype: Dtype, shape: ModelConfig = shape
+        ) -> tuple[int, int, int]:
+            return evaluation_memory(shape, tokens, evaluation, chunk, dtype, device)
+
+        sizes = needed(longest, chunk, dtype)
+        if sum(sizes) > free:
+            parts = zip(("weights", "keys and values", "activations"), sizes, strict=True)
+            held = ", ".join(f"{part} {gib(size)}" for part, size in parts if size)
+            yield Problem(
                 "evaluation.lengths",
-                f"{longest:,} tokens of {name} need at least "
-                f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
-                f"{_remedy(shape, longest, *about, free)}.",
+                f"{longest:,} tokens of {name} need at least {gib(sum(sizes))} ({held}), and "
+                f"{gib(free)} are free; {_remedy(needed, longest, chunk, dtype, free)}.",
             )
-        )
-    return found
 
 
 def _remedy(
-    shape: ModelConfig,
+    needed: Callable[[int, int | None, Dtype], tuple[int, int, int]],
     longest: int,
-    evaluation: EvaluationConfig,
     chunk: int | None,
     dtype: Dtype,
-    device: str,
     free: int,
 ) -> str:
-    """Return the smallest change with which an evaluation fits into ``free`` bytes."""
+    """Return the smallest change with which an evaluation fits into ``free`` bytes.
 
-    def needed(tokens: int, chunk: int | None, dtype: Dtype) -> int:
-        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype, device))
-
+    ``needed``: function from tokens, chunk and dtype to the bytes that it needs.
+    """
     chunks = [c for c in CHUNKS if c < (chunk or longest)]
     half: Dtype = "bf16"
     for other_dtype in dict.fromkeys((dtype, half)):
         for other_chunk in (chunk, *chunks):
-            if (size := needed(longest, other_chunk, other_dtype)) <= free:
+            if (size := sum(needed(longest, other_chunk, other_dtype))) <= free:
                 words = [f"evaluation.dtype={other_dtype}"] if other_dtype != dtype else []
                 words += [f"evaluation.prefill_chunk={other_chunk}"] * (other_chunk != chunk)
                 return f"{' '.join(words)} needs {gib(size)}"
     tokens = longest
-    while tokens and needed(tokens, chunk, dtype) > free:
+    while tokens and sum(needed(tokens, chunk, dtype)) > free:
         tokens = tokens * 7 // 8
     if tokens:
         return f"choose lengths of up to {tokens:,} tokens, or a device with more memory"
@@ -163,60 +159,55 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
     ``ranks``: processes of the run. The estimates are lower bounds.
     """
     model, run, length = config.model, config.trainer, config.data.sequence_length
-    device, found = device_type(config), []
+    device, problems = device_type(config), list[Problem]()
     vocab = model.vocab_size or config.tokenizer.vocab_size
     shape = ModelConfig(**{**vars(model), "vocab_size": vocab})
     shards = ranks if config.strategy.name in ("fsdp2", "hsdp") else 1
     # Weights, gradients, and one moment of AdamW or the momentum of Muon.
     state, free = 12 * weights_of(shape) // shards, free_memory(device)
     if state > free and not config.strategy.cpu_offload:
-        found.append(
-            Problem(
-                "model",
-                f"{weights_of(shape):,} weights with gradients and optimizer need at least "
-                f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices.",
-            )
+        reason = (
+            f"{weights_of(shape):,} weights with gradients and optimizer need at least "
+            f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."
         )
+        problems.append(Problem("model", reason))
     micro = run.micro_batch_size or run.batch_size // ranks
-    kept = 1 if config.strategy.activation_checkpointing == "full" else 4
-    activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * kept
-    if not found and state + activations > free:
-        found.append(
-            Problem(
-                "trainer.micro_batch_size",
-                f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
-                f"activations, and {gib(free)} are free; choose fewer or shorter ones.",
-            )
+    copies = 1 if config.strategy.activation_checkpointing == "full" else 4
+    activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * copies
+    if not problems and state + activations > free:
+        reason = (
+            f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
+            f"activations, and {gib(free)} are free; choose fewer or shorter ones."
         )
-    if config.evaluation.enabled and not found:
+        problems.append(Problem("trainer.micro_batch_size", reason))
+    if config.evaluation.enabled and not problems:
         # Training's memory is free by then.
         longest = max(config.evaluation.in_tokens(config.training_length))
-        of_cpu = ranks if device == "cpu" else 1
-        found += evaluation_problems(
-            {"the model": shape}, longest, config.evaluation, device, of_cpu
+        problems += evaluation_problems(
+            {"the model": shape}, longest, config.evaluation, device, ranks
         )
-    return found + _held_text_problems(config)
+    return problems + _held_text_problems(config)
 
 
 def _held_text_problems(config: RunConfig) -> list[Problem]:
-    """Windows of held-out text that are held at once, 8 bytes a token; a batch with its weights has
-    five such numbers a token."""
+    """Check the windows of held-out text that are in memory together: 8 bytes a token, and five
+    such numbers a token for a batch with its weights."""
     length, evaluation, monitor = config.data.sequence_length, config.evaluation, config.monitor
-    held = {}
+    tokens_of = {}
     if config.drop_step is not None:
-        held["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
+        tokens_of["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
     if evaluation.enabled and PERPLEXITY in evaluation.tasks:
         tokens = sum(evaluation.in_tokens(config.training_length))
-        held["evaluation.windows"] = evaluation.windows * tokens
+        tokens_of["evaluation.windows"] = evaluation.windows * tokens
     if monitor.lengths_every is not None:
-        held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
+        tokens_of["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
     free = free_memory("cpu")
     return [
         Problem(
             key,
             f"held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less.",
         )
-        for key, tokens in held.items()
+        for key, tokens in tokens_of.items()
         if 8 * tokens > free
     ]
 

@@ -1,13 +1,14 @@
-"""``metrics.csv``: one row a logged step, no gap and no duplicate, however often a run resumes.
+"""Metrics of a run: the rows of ``metrics.csv``, and the panels that show them.
 
-Columns: ``phase`` is 0 before the drop and 1 after it; ``loss`` (nats per token, weighted as
-trained) is the mean since the row before, ``loss/quarter_1`` to ``_4`` the same by position in the
-sequence; ``time/`` are seconds a step; ``memory`` is the peak on the GPU in GiB and ``mfu`` the
-share of its dense peak, both empty where there is none; the ``drop/`` columns are filled in the
-first row after the drop and in the last. ``epochs/`` say how often each text has been read.
-``time/monitor`` does not count into
-``tokens_per_second`` and ``mfu``. Behind these stand the columns of what a run monitors
-(``length/``, ``benchmark/``, ``probe/``), filled in the first row after each measurement.
+There is one row a logged step, without gap or duplicate, however often a run resumes.
+docs/dashboard.md explains every metric. ``phase`` is 0 before the drop and 1 after it. ``loss``
+(nats per token, weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to
+``_4`` the same by position in the sequence. ``time/`` are seconds a step. ``memory`` is the peak on
+the GPU in GiB, ``mfu`` the share of its dense peak; both are empty without a GPU. The ``drop/``
+columns are filled in the first row after the drop and in the last. ``epochs/`` say how often each
+text has been read. ``time/monitor`` does not count into ``tokens_per_second`` and ``mfu``. The last
+columns hold the measurements of a run's monitors (``length/``, ``benchmark/``, ``probe/``), filled
+in the first row after each measurement.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import csv
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.formats import read_content
+from trainer.common.formats import read_content
 
 BUCKETS = 4
-"""Parts of a sequence whose losses are logged apart."""
+"""Parts of a sequence whose losses are logged separately."""
 PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
-"""Of a step, whose times are logged apart."""
-
+"""Parts of a step whose times are logged separately."""
 COLUMNS = (
     "step",
     "tokens",
@@ -49,10 +50,8 @@ COLUMNS = (
     "drop/loss_after",
     "drop/loss_end",
 )
-
-
 TIMES = ("tokens_per_second", "time/", "mfu", "memory")
-"""Beginnings of the columns that differ between two runs of the same."""
+"""Prefixes of the columns that differ between two runs of one configuration."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -124,3 +123,71 @@ def continue_metrics(path: Path, step: int, source: Path | None = None) -> list[
 def _number(text: str) -> int | float:
     value = float(text)
     return int(value) if text.isdecimal() else value
+
+
+STEP = "trainer/global_step"
+"""Name that Lightning's logger gives the optimizer step."""
+LENGTH = "evaluation/length"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Panel of `watch` and of the Weights & Biases workspace.
+
+    It shows lines of ``metrics``, and of all that match ``pattern``, against ``x``; without ``x``
+    bars of the last values. ``rows``: height of each line in a terminal; 0: only the workspace
+    shows them. ``whole``: whether values lie between 0 and 1, which the axis shows.
+    """
+
+    title: str
+    metrics: tuple[str, ...] = ()
+    pattern: str | None = None
+    x: str | None = STEP
+    rows: int = 0
+    whole: bool = False
+
+
+DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
+RETRIEVAL, TEXT_LOSS = "length/retrieval_", "length/loss_"
+"""Prefixes of metrics that are measured at several lengths in training."""
+
+SECTIONS = {
+    "Training": (
+        Panel("Loss (nats per token)", ("loss",), rows=4),
+        Panel("Learning rate", ("learning_rate",), rows=1),
+        Panel("Gradient norm", ("gradient_norm",)),
+        Panel("Tokens per second", ("tokens_per_second",)),
+        Panel("Model FLOPs utilisation", ("mfu",)),
+        Panel("Skipped steps", ("skipped_steps",)),
+    ),
+    "Drop": (
+        Panel("Held-out loss around the drop (nats per token)", DROP_LOSSES, x=None),
+        Panel("Phase", ("phase",)),
+    ),
+    "Length generalisation": (
+        Panel(
+            "Retrieval by length (fraction of trials)",
+            pattern="evaluation/retrieval/.+",
+            x=LENGTH,
+        ),
+        Panel("Loss by length (nats per token)", pattern="evaluation/loss/.+", x=LENGTH),
+    ),
+    "While training": (
+        Panel(
+            "Retrieval by length (fraction of trials)",
+            pattern=f"{RETRIEVAL}.+",
+            rows=2,
+            whole=True,
+        ),
+        Panel("Loss by length (nats per token)", pattern=f"{TEXT_LOSS}.+", rows=1),
+        Panel("Attention", pattern="probe/.+"),
+    ),
+    "System": (
+        Panel(
+            "Seconds of a step",
+            ("time/data", "time/compute", "time/optimizer", "time/checkpoint", "time/monitor"),
+        ),
+        Panel("Peak memory (GiB)", ("memory",)),
+    ),
+}
+"""Panels by section, in the order in which they are shown."""

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, near_path, renaming
+from trainer.common.files import checksum
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
@@ -20,7 +21,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoint_files import MANIFEST, checksum
+from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, role
@@ -37,7 +38,7 @@ TRAINED_AT = ", trained at "
 class Candidate:
     """A model that can be loaded, with its name in tables.
 
-    ``given``: the user's name for it. ``run``: configuration of the run that trained it (None:
+    ``reference``: the user's name for it. ``run``: configuration of the run that trained it (None:
     published weights). ``fingerprint``: changes whenever the weights change. ``load``: loads it
     onto a device, by default the CPU. ``role``: its role in comparisons, such as ``drope``.
     ``state``: the description in its checkpoint. ``computed_by``: the program that computes it, if
@@ -45,7 +46,7 @@ class Candidate:
     one. ``stored_length``: the training length in its files, if ``layout`` has another.
     """
 
-    given: str
+    reference: str
     name: str
     path: Path
     tokenizer: Tokenizer
@@ -96,9 +97,8 @@ class Candidate:
     def bos_token(self) -> int | None:
         """Id of the first token of texts, if any: end-of-text as in training, or a published
         model's own."""
-        own = self.tokenizer.encode("").ids
-        if own:
-            return own[0]
+        if first := self.tokenizer.encode("").ids:
+            return first[0]
         return end_of_text(self.tokenizer) if self.run is not None else None
 
     @property
@@ -109,14 +109,14 @@ class Candidate:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
+def find_candidate(reference: str, key: str = "checkpoint") -> Candidate:
     """Find the model that ``checkpoint=`` or another ``key`` names.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     with renaming(checkpoint=key):
-        return _find(given)
+        return _find(reference)
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -131,9 +131,9 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     paths = Counter((c.path.resolve(), c.computed_by) for c in candidates)
     for candidate in candidates:
         if paths[candidate.path.resolve(), candidate.computed_by] > 1:
-            raise UserError.at("compare", f"{candidate.given!r} is named twice.")
+            raise UserError.at("compare", f"{candidate.reference!r} is named twice.")
     shared = Counter(candidate.name for candidate in candidates)
-    for marks in ([c.home.resolve().name for c in candidates], [c.given for c in candidates]):
+    for marks in ([c.home.resolve().name for c in candidates], [c.reference for c in candidates]):
         names = [
             f"{candidate.name} ({mark})" if shared[candidate.name] > 1 else candidate.name
             for candidate, mark in zip(candidates, marks, strict=True)
@@ -146,11 +146,11 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     )
 
 
-def _find(given: str) -> Candidate:
-    if given.startswith(PREFIX):
-        adapted = read_adapted(given)
+def _find(reference: str) -> Candidate:
+    if reference.startswith(PREFIX):
+        adapted = read_adapted(reference)
         return Candidate(
-            given,
+            reference,
             f"{adapted.path.resolve().name}-hf",
             adapted.path,
             adapted.tokenizer,
@@ -162,14 +162,14 @@ def _find(given: str) -> Candidate:
             computed_by=adapted.computed_by,
             named_bos=adapted.bos_token,
         )
-    path = Path(given)
+    path = Path(reference)
     if path.suffix == ".gguf" and not path.is_file():
         near = near_path(path, "*.gguf")
-        raise UserError.at("checkpoint", f"there is no file {given!r}.", near)
+        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
-        published = read_pretrained(given)
+        published = read_pretrained(reference)
         return Candidate(
-            given,
+            reference,
             path.stem,
             path,
             published.require_tokenizer(),
@@ -180,12 +180,12 @@ def _find(given: str) -> Candidate:
             published.decoder,
             named_bos=published.bos_token,
         )
-    path = find_checkpoint(given)
+    path = find_checkpoint(reference)
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
     config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     candidate = Candidate(
-        given,
+        reference,
         checkpoint_label(config, state["step"], path.name),
         path,
         Tokenizer.from_str(state["tokenizer"]),

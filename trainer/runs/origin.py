@@ -29,14 +29,11 @@ def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
 
 def made_now() -> dict[str, str]:
     """Describe time, command and state of the program."""
-    found: dict[str, str] = without_home(
-        {
-            "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            "Command": command(sys.argv),
-            "Program": f"unrope {trainer.__version__}{commit(ROOT)}",
-        }
-    )
-    return found
+    return {
+        "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "Command": without_home(command(sys.argv)),
+        "Program": f"unrope {trainer.__version__}{commit(ROOT)}",
+    }
 
 
 def command(argv: Sequence[str]) -> str:
@@ -56,7 +53,7 @@ def commit(root: Path) -> str:
         return ""
     git = ["git", "-C", str(root)]
     try:
-        found = subprocess.run(
+        head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
         changed = subprocess.run(
@@ -67,4 +64,4 @@ def commit(root: Path) -> str:
         )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f", commit {found.stdout.strip()}{' and changes since' if changed.stdout else ''}"
+    return f", commit {head.stdout.strip()}{' and changes since' if changed.stdout else ''}"

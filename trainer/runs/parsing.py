@@ -1,27 +1,32 @@
-"""Parsing of plain values to a checked configuration; reports all problems together."""
+"""Parsing of plain values to a checked configuration; reports all problems together.
+
+The configuration is completed: steps follow from tokens, and a run that begins with trained weights
+has their shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import singledispatch
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.plugins import load_plugins
 from trainer.common.validation import checked
 from trainer.evaluation.config import EvaluationConfig
-from trainer.plugins import load_plugins
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.phase_problems import branch_problems, phase_problems
-from trainer.runs.phases import with_lengths
-from trainer.runs.trained_shape import ignored_keys, with_trained_shape
+from trainer.runs.directory import saved_run
+from trainer.runs.phases import branch_problems, phase_problems, with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose."""
+CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
+"""Keys that a run may set for a model with trained weights; the weights determine all others."""
 
 
 class Schema(Protocol):
-    """A dataclass that knows what is impossible in it."""
+    """A dataclass that checks its values."""
 
     def problems(self) -> list[Problem]:
         """Check the values."""
@@ -31,33 +36,32 @@ class Schema(Protocol):
 T = TypeVar("T", bound=Schema)
 
 
-def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()) -> T:
-    """Plain values as a checked dataclass; ``found`` are problems already known.
+def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()) -> T:
+    """Return plain values as a checked and completed dataclass.
 
-    ``plugins`` are run first, so that what they add can be named. A run's configuration gets what
-    follows from it: steps from tokens, the shape of pretrained weights.
+    ``plugins`` are run first, so that the configuration can name what they register. ``known``:
+    problems found before, to be raised together with the others.
 
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    # `controls=null` on a command line leaves an experiment's out.
+    # `controls=null` on a command line omits an experiment's controls.
     empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     values = values | empty
     config, unknown, wrong = checked(schema, values)
-    problems = [*found, *unknown, *wrong]
+    problems = [*known, *unknown, *wrong]
     with collecting(problems):
         load_plugins(getattr(config, "plugins", ()))
-    config, impossible = _completed(_shortened(config), values, problems)
+    evaluation = getattr(config, "evaluation", None)
+    if isinstance(evaluation, EvaluationConfig) and evaluation.quick:
+        config = replace(cast("Any", config), evaluation=evaluation.shortened())
+    if isinstance(config, RunConfig):
+        completed, impossible = _completed(config, values, problems)
+        config = cast("T", completed)
+    else:
+        impossible = config.problems()
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
-
-
-def _shortened(config: Any) -> Any:
-    """Return the configuration with a quick evaluation's own numbers, if it asks for one."""
-    evaluation = getattr(config, "evaluation", None)
-    if not isinstance(evaluation, EvaluationConfig) or not evaluation.quick:
-        return config
-    return replace(config, evaluation=evaluation.shortened())
 
 
 def _group(problem: Problem) -> str:
@@ -66,7 +70,7 @@ def _group(problem: Problem) -> str:
 
 
 DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
-"""Groups in which sizes of the model, of its text and of its steps decide on what is possible."""
+"""Groups that are checked against sizes of the model, of its text and of its steps."""
 
 
 def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
@@ -76,37 +80,29 @@ def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list
     return [problem for problem in impossible if _group(problem) not in unsure]
 
 
-@singledispatch
 def _completed(
-    config: Any, values: dict[str, Any], known: Sequence[Problem]
-) -> tuple[Any, list[Problem]]:
-    """Complete the configuration with derived values; also return the problems that this shows."""
-    return config, config.problems()
-
-
-@_completed.register
-def _(
     config: RunConfig, values: dict[str, Any], known: Sequence[Problem]
-) -> tuple[Any, list[Problem]]:
+) -> tuple[RunConfig, list[Problem]]:
+    """Complete a run's configuration with derived values; also return what is impossible in it."""
     config = with_lengths(config)
     try:
         config = with_trained_shape(config)
     except UserError as error:
         return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
     problems = config.problems() + phase_problems(config)
-    values = values | {"controls": config.controls}  # without what is already reported
+    values = values | {"controls": config.controls}  # without keys that are already reported
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
 
 
-def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
+def parse_without_weights(values: dict[str, Any], known: Sequence[Problem] = ()) -> RunConfig:
     """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
     weights."""
     config, unknown, wrong = checked(RunConfig, values)
     config = with_lengths(config)
     impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
-    raise_all([*found, *unknown, *wrong, *impossible])
+    raise_all([*known, *unknown, *wrong, *impossible])
     return config
 
 
@@ -118,24 +114,27 @@ def _control_problems(
     known: list[Problem],
 ) -> list[Problem]:
     if not NAME.fullmatch(name):
-        return [
-            Problem(
-                "controls",
-                f"{name!r} names a directory in the run's; expected letters, digits and ._+- only.",
-            )
-        ]
-    own = [key for key in ("run_dir", "controls", "evaluation") if key in changes]
+        reason = f"{name!r} names a directory in the run's; expected letters, digits and ._+- only."
+        return [Problem("controls", reason)]
     branch = changes.get("branch")
-    misplaced = [Problem(key, "a control has none of its own; leave it out.") for key in own]
-    if found := misplaced or ([] if known else _branch_problems(config, branch)):
-        return [problem.under(f"controls.{name}") for problem in found]
-    try:
-        control = control_config(values, name)
-    except UserError as error:
-        return [p.under(f"controls.{name}") for p in error.problems if p not in known]
-    at = config.drop_step if branch == "drop" else branch
-    apart = [] if at is None else branch_problems(config, control, at)
-    return [p.under(f"controls.{name}") for p in _ignored_changes(control, changes) or apart]
+    problems = [
+        Problem(key, "a control has none of its own; leave it out.")
+        for key in ("run_dir", "controls", "evaluation")
+        if key in changes
+    ]
+    if not problems and not known:  # the run's own problems may be the reason for these
+        problems = _branch_problems(config, branch)
+    if not problems:
+        try:
+            control = control_config(values, name)
+        except UserError as error:
+            problems = [problem for problem in error.problems if problem not in known]
+        else:
+            step = config.drop_step if branch == "drop" else branch
+            problems = _ignored_changes(control, changes)
+            if not problems and not known and step is not None:
+                problems = branch_problems(config, control, step)
+    return [problem.under(f"controls.{name}") for problem in problems]
 
 
 def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
@@ -144,18 +143,15 @@ def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
     if branch not in (None, "drop") and not is_step:
         return [Problem("branch", f"expected 'drop', a step or nothing, got {branch!r}.")]
     if branch == "drop" and config.drop_step is None:
-        return [
-            Problem("branch", "the run has no drop to branch from; set drop.at, or leave it out.")
-        ]
+        reason = "the run has no drop to branch from; set drop.at, or leave it out."
+        return [Problem("branch", reason)]
     last = config.trainer.max_steps if config.drop_step is None else config.drop_step
     if is_step and not 1 <= branch <= last:
-        return [
-            Problem(
-                "branch",
-                f"expected a step from 1 to {last}, until which the run is as every branch "
-                f"begins, got {branch}.",
-            )
-        ]
+        reason = (
+            f"expected a step from 1 to {last}, until which the run is as every branch begins, "
+            f"got {branch}."
+        )
+        return [Problem("branch", reason)]
     return []
 
 
@@ -169,7 +165,7 @@ def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[Proble
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it, mappings merged, everything else replaced."""
+    """Return ``base`` with ``changes`` applied: mappings merged, everything else replaced."""
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)
@@ -182,8 +178,8 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
     """Return the configuration of a control: the run's with the control's changes.
 
-    ``weights``: whether the weights that it begins with are available; otherwise it has the shape
-    in ``values``. The run's label is not inherited, since it describes the run.
+    ``weights``: whether the weights that it begins with are available; otherwise ``values`` give
+    its shape. The run's label is not inherited, since it describes the run.
     """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {
@@ -194,3 +190,91 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
     }
     changed = merged(base, changes)
     return parse(RunConfig, changed) if weights else parse_without_weights(changed)
+
+
+def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:
+    """Report the dotted ``keys`` that the trained weights of ``source`` determine.
+
+    Published weights determine their encodings as well, but a drop may replace them.
+    """
+    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
+    reason = f"the model that model.{source} names has its own{keeps}; leave it out."
+
+    def is_ignored(key: str) -> bool:
+        group, _, name = key.partition(".")
+        if group == "model":
+            return bool(name) and name.partition(".")[0] not in CHOSEN
+        if group == "tokenizer":
+            return name != "path"  # the tokenizer file may have moved
+        return group == "positional" and source == "from_run"
+
+    return [Problem(key, reason) for key in keys if is_ignored(key)]
+
+
+def with_trained_shape(config: RunConfig) -> RunConfig:
+    """Return the configuration with the shape of the trained model that the run begins with.
+
+    Encodings and label also come from the run that trained the weights.
+
+    Raises:
+        UserError: there is no such model, its files are damaged, or it conflicts with the request.
+    """
+    model = config.model
+    if not model.is_trained:
+        return config
+    if own_checkpoint(config) is not None:
+        return _as_it_began(config)
+    # Reading weights needs torch, which a wrong configuration must not wait for.
+    from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
+
+    start = starting_weights(model)
+    assert start is not None
+    is_normed = normalizes(start.layout)
+    if not is_normed and model.qk_norm.when == "always":
+        raise UserError.at(
+            "model.qk_norm.when",
+            "'always', but the weights were trained without; choose 'never' or 'after_drop'.",
+        )
+    shape = replace(
+        start.config,
+        qk_norm=replace(start.config.qk_norm, when="always") if is_normed else model.qk_norm,
+        attention_backend=model.attention_backend,
+        from_pretrained=model.from_pretrained,
+        from_run=model.from_run,
+    )
+    if model.from_run is not None:
+        positional, label = encodings_of(model.from_run)
+        config = replace(config, positional=positional, label=config.label or label)
+    return replace(config, model=shape)
+
+
+def own_checkpoint(config: RunConfig) -> Path | None:
+    """Return a run's own newest checkpoint if the model of its ``model.from_run`` has disappeared.
+
+    The run resumes from its checkpoint and no longer needs the other model. None if the model
+    exists or there is no checkpoint.
+
+    Raises:
+        UserError: the configuration that the run was started with is damaged.
+    """
+    source, run = config.model.from_run, Path(config.run_dir)
+    if not source or config.overwrite or Path(source).exists():
+        return None
+    if not (run / "config.yaml").is_file():
+        return None
+    from trainer.runs.checkpoints import regular_checkpoints
+
+    checkpoints = regular_checkpoints(run / "checkpoints")
+    if not checkpoints or saved_run(run).model.from_run != source:
+        return None
+    return checkpoints[-1]
+
+
+def _as_it_began(config: RunConfig) -> RunConfig:
+    """Return the configuration with the shape and encodings that the missing model gave the run."""
+    model, saved = config.model, saved_run(Path(config.run_dir))
+    shape = replace(saved.model, attention_backend=model.attention_backend)
+    if shape.qk_norm.when != "always":
+        shape = replace(shape, qk_norm=model.qk_norm)
+    label = config.label or saved.label
+    return replace(config, model=shape, positional=saved.positional, label=label)

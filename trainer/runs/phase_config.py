@@ -1,12 +1,13 @@
-"""One phase of a run: its length, what it reads, and what changes at its start."""
+"""One phase of a run: its length, its batches, and the changes at its start."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem, did_you_mean, listed
 from trainer.common.fields import Count, Integer, Number, Positive, configuration
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
@@ -29,20 +30,20 @@ class RescaleConfig:
     """Layers to rescale: all, full_attention (those without a window), or indices; null: the
     layers that see more than the longest sequences before."""
 
-    def problems(self, key: str, num_layers: int) -> list[Problem]:
+    @listed
+    def problems(self, key: str, num_layers: int) -> Iterator[Problem]:
         """Check the values for a model of ``num_layers``; ``key``: path of the group."""
-        found = layer_problems(f"{key}.layers", self.layers, num_layers)
+        yield from layer_problems(f"{key}.layers", self.layers, num_layers)
         if self.method == "base":
             if self.base is None:
-                found.append(Problem(f"{key}.base", "expected the new base, such as 2e6."))
+                yield Problem(f"{key}.base", "expected the new base, such as 2e6.")
             if self.factor is not None:
-                found.append(Problem(f"{key}.factor", "method base has none; leave it out."))
+                yield Problem(f"{key}.factor", "method base has none; leave it out.")
         elif self.base is not None:
-            found.append(Problem(f"{key}.base", "is for method base; give that, or leave it out."))
+            yield Problem(f"{key}.base", "is for method base; give that, or leave it out.")
         if self.method not in {*RESCALINGS, "base"}:
             near = did_you_mean(self.method, [*RESCALINGS, "base"])
-            found.append(Problem(f"{key}.method", f"unknown method {self.method!r}.", near))
-        return found
+            yield Problem(f"{key}.method", f"unknown method {self.method!r}.", near)
 
 
 @configuration
@@ -60,16 +61,13 @@ class UntilConfig:
     """End if the loss is at most so many nats above what it was before the phase changed the
     model; null: not for this reason."""
 
-    def problems(self, key: str, changes: bool) -> list[Problem]:
+    @listed
+    def problems(self, key: str, changes: bool) -> Iterator[Problem]:
         """Check the values; ``changes``: whether the phase changes the model."""
-        found = []
         if self.flat is None and self.back_within is None:
-            found.append(Problem(key, f"give {key}.flat or {key}.back_within, in nats per token."))
+            yield Problem(key, f"give {key}.flat or {key}.back_within, in nats per token.")
         if self.back_within is not None and not changes:
-            found.append(
-                Problem(f"{key}.back_within", "the phase drops and rescales nothing; give flat.")
-            )
-        return found
+            yield Problem(f"{key}.back_within", "the phase drops and rescales nothing; give flat.")
 
 
 @configuration
@@ -103,32 +101,35 @@ class PhaseConfig:
     log_every: Count | None = None
     """Steps between logged rows; null: trainer.log_every."""
 
-    def problems(self, key: str, texts: list[str], num_layers: int) -> list[Problem]:
+    @listed
+    def problems(self, key: str, texts: list[str], num_layers: int) -> Iterator[Problem]:
         """Check what can be checked without the run.
 
         ``texts``: names of the mixture's texts; empty for a single text.
         """
         if self.steps is None and self.tokens is None:
-            return [Problem(key, f"how long is it? Give {key}.steps or {key}.tokens.")]
-        found = []
+            yield Problem(key, f"how long is it? Give {key}.steps or {key}.tokens.")
+            return
         if self.weights is not None:
-            found += self._weight_problems(f"{key}.weights", self.weights, texts)
+            yield from self._weight_problems(f"{key}.weights", self.weights, texts)
         if self.rescale is not None:
-            found += self.rescale.problems(f"{key}.rescale", num_layers)
+            yield from self.rescale.problems(f"{key}.rescale", num_layers)
         if self.until is not None:
             changes = self.drop is not None or self.rescale is not None
-            found += self.until.problems(f"{key}.until", changes)
+            yield from self.until.problems(f"{key}.until", changes)
         if self.rescale is not None and self.drop is not None:
-            found.append(Problem(f"{key}.rescale", f"give it a phase apart from {key}.drop."))
-        return found
+            yield Problem(f"{key}.rescale", f"give it a phase apart from {key}.drop.")
 
     @staticmethod
-    def _weight_problems(key: str, weights: dict[str, float], texts: list[str]) -> list[Problem]:
+    def _weight_problems(
+        key: str, weights: dict[str, float], texts: list[str]
+    ) -> Iterator[Problem]:
         if not texts:
-            return [Problem(key, "there is one text; data.mixture names several.")]
-        found = [
-            Problem(f"{key}.{name}", "no text of data.mixture.", did_you_mean(name, texts))
-            for name in weights
-            if name not in texts
-        ]
-        return found or ([] if weights else [Problem(key, "nothing is read; name a text.")])
+            yield Problem(key, "there is one text; data.mixture names several.")
+            return
+        if not weights:
+            yield Problem(key, "nothing is read; name a text.")
+        for name in weights:
+            if name not in texts:
+                near = did_you_mean(name, texts)
+                yield Problem(f"{key}.{name}", "no text of data.mixture.", near)

@@ -1,4 +1,4 @@
-"""A run as a list of phases: the settings of each, and the samples that its steps read.
+"""A run as a list of phases: their settings, the samples that their steps read, and their checks.
 
 Phases with equal sequence length and mixture share one order of samples. If their batch sizes are
 equal as well, they are trained as one stretch. Between stretches there is a checkpoint, from which
@@ -7,18 +7,23 @@ the next stretch begins as a resumed run does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
 
+from trainer.common.errors import Problem, did_you_mean, listed
 from trainer.data.config import DataConfig
+from trainer.model.config import ModelConfig
+from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import ChangeConfig, ScheduleConfig
-from trainer.runs.config import RunConfig
+from trainer.runs.config import NAME, RunConfig, layout_problems
 from trainer.runs.phase_config import PhaseConfig, RescaleConfig, UntilConfig
 from trainer.runs.saved_state import RECALIBRATION
 
 ORDERS = 1_000_003
-"""Between the seeds of two orders of samples in a run."""
+"""Distance between the seeds of two orders of samples in a run."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Phase:
 
         ``skips``: pairs (step, samples) of samples that are skipped from that step on.
         """
-        left_out = sum(n for at, n in skips if self.order_start <= at <= step)
+        left_out = sum(n for first, n in skips if self.order_start <= first <= step)
         return self.samples + (step - self.start) * self.config.trainer.batch_size + left_out
 
 
@@ -107,37 +112,35 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
             optimizer_state=change.optimizer_state,
         )
         return (replace(whole, end=drop), recalibrate)
-    found: list[Phase] = []
+    phases: list[Phase] = []
     for name, phase in config.phases.items():
-        found.append(_next(config, found, name, phase))
-    return tuple(found)
+        phases.append(_next(config, phases[-1] if phases else None, name, phase))
+    return tuple(phases)
 
 
-def _next(config: RunConfig, before: list[Phase], name: str, phase: PhaseConfig) -> Phase:
-    own = config_in(config, phase)
-    assert phase.steps is not None
-    start, last = (before[-1].end, before[-1]) if before else (0, None)
-    end = start + phase.steps
-    made = Phase(
+def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfig) -> Phase:
+    assert settings.steps is not None
+    start = last.end if last else 0
+    phase = Phase(
         name,
         start,
-        end,
-        own,
-        phase.schedule or config.schedule,
-        start if phase.schedule else 0,
-        phase.steps if phase.schedule else config.trainer.max_steps,
-        drop=phase.drop,
-        rescale=phase.rescale,
-        optimizer_state=phase.optimizer_state,
-        until=phase.until,
+        start + settings.steps,
+        config_in(config, settings),
+        settings.schedule or config.schedule,
+        start if settings.schedule else 0,
+        settings.steps if settings.schedule else config.trainer.max_steps,
+        drop=settings.drop,
+        rescale=settings.rescale,
+        optimizer_state=settings.optimizer_state,
+        until=settings.until,
     )
     if last is None:
-        return made
-    made = replace(made, tokens=last.tokens_at(start))
-    if reading(last.config.data) == reading(own.data):
-        at = last.samples + (start - last.start) * last.config.trainer.batch_size
-        return replace(made, order=last.order, order_start=last.order_start, samples=at)
-    return replace(made, order=last.order + 1, order_start=start)
+        return phase
+    phase = replace(phase, tokens=last.tokens_at(start))
+    if reading(last.config.data) != reading(phase.config.data):
+        return replace(phase, order=last.order + 1, order_start=start)
+    samples = last.samples + (start - last.start) * last.config.trainer.batch_size
+    return replace(phase, order=last.order, order_start=last.order_start, samples=samples)
 
 
 def reading(data: DataConfig) -> tuple[object, ...]:
@@ -178,8 +181,8 @@ def with_lengths(config: RunConfig) -> RunConfig:
         return replace(config, trainer=replace(run, max_steps=-(-run.max_tokens // size)))
     phases = {}
     for name, phase in config.phases.items():
-        size, given = config_in(config, phase).tokens_per_step, phase.tokens
-        steps = phase.steps if given is None or size < 1 else -(-given // size)
+        size, tokens = config_in(config, phase).tokens_per_step, phase.tokens
+        steps = phase.steps if tokens is None or size < 1 else -(-tokens // size)
         phases[name] = replace(phase, steps=steps)
     steps = max(sum(phase.steps or 0 for phase in phases.values()), 1)
     return replace(config, phases=phases, trainer=replace(run, max_steps=steps))
@@ -241,3 +244,133 @@ def kept_steps(config: RunConfig) -> frozenset[int]:
 def tokens_at(config: RunConfig, step: int) -> int:
     """Return the tokens read after ``step`` steps."""
     return phase_before(phases_of(config), step).tokens_at(step)
+
+
+@listed
+def phase_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check the phases of an otherwise valid run."""
+    if not config.phases:
+        return
+    alone: list[Problem] = []
+    texts = list(config.data.mixture)
+    for name, phase in config.phases.items():
+        if not NAME.fullmatch(name):
+            alone.append(Problem("phases", f"{name!r}: expected letters, digits and ._+- only."))
+        alone += phase.problems(f"phases.{name}", texts, config.model.num_hidden_layers)
+    if config.drop.at is not None or config.drop.at_tokens is not None:
+        alone.append(
+            Problem("drop", "with phases it is one of them that drops; give phases.NAME.drop.")
+        )
+    yield from alone
+    if alone or any(phase.steps is None for phase in config.phases.values()):
+        return  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
+    phases = phases_of(config)
+    together = [
+        *_schedule_problems(config),
+        *(problem for phase in phases for problem in _problems_of(config, phase)),
+    ]
+    yield from together or [*_rescale_problems(config, phases), *_drop_problems(config, phases)]
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
+    for (earlier, before), (later, after) in pairwise(config.phases.items()):
+        if before.until is not None and after.schedule is None:
+            yield Problem(
+                f"phases.{later}.schedule",
+                f"needed, since {earlier!r} may end early, and the run's is laid out over all "
+                "steps.",
+            )
+
+
+def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:
+    """Check a phase with the sizes and texts that it has in this run."""
+    key, model, steps = f"phases.{phase.name}", config.model, phase.end - phase.start
+    for problem in (*phase.config.trainer.problems(), *phase.config.data.problems()):
+        if problem.key != "trainer.profile_steps":
+            yield problem.renamed({"trainer": key, "data": key})
+    if phase.drop is not None:
+        yield from phase.drop.change_problems(
+            f"{key}.drop",
+            model.num_hidden_layers,
+            model.num_key_value_heads,
+            steps,
+            phase.config.data.sequence_length,
+        )
+        if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
+            near = did_you_mean(phase.drop.to, ENCODINGS)
+            yield Problem(f"{key}.drop.to", f"unknown encoding {phase.drop.to!r}.", near)
+        if not phase.start and not model.is_trained:
+            yield Problem(f"{key}.drop", "nothing is trained yet; drop in a later phase.")
+    if phase.until is not None and phase.until.every > steps:
+        yield Problem(
+            f"{key}.until.every",
+            f"expected at most {steps}, the phase's steps, got {phase.until.every}; it would "
+            "never look.",
+        )
+
+
+def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[Problem]:
+    """Check for rescalings to sequences that are no longer than those before."""
+    if config.model.is_trained:
+        return  # known only once the weights are read
+    longest = 0
+    for phase in phases:
+        length, rescale = phase.config.data.sequence_length, phase.rescale
+        by_length = rescale is not None and rescale.factor is None and rescale.base is None
+        if by_length and length <= longest:
+            yield Problem(
+                f"phases.{phase.name}.rescale",
+                f"its sequences of {length:,} tokens are not longer than those before, so that "
+                "nothing would change; give a sequence_length or rescale.factor.",
+            )
+        longest = max(longest, length)
+
+
+def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
+    """Check the drops against the layout that the run begins with."""
+    if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
+        return []  # known only once the weights are read
+    drops = {f"phases.{phase.name}.drop": phase.drop for phase in phases if phase.drop is not None}
+    return layout_problems(config.positional, config.model, config.data.sequence_length, drops)
+
+
+CONTINUED = (
+    *(f"model.{field.name}" for field in fields(ModelConfig) if field.name != "attention_backend"),
+    "positional",
+    "optimizer.name",
+    "seed",
+)
+"""Keys whose value a checkpoint determines for a control that continues from it."""
+
+
+def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Problem]:
+    """Return why ``control`` cannot continue from the checkpoint of ``run`` after ``step``."""
+    if differing := [key for key in CONTINUED if attrgetter(key)(run) != attrgetter(key)(control)]:
+        reason = (
+            "a control that branches off continues with the run's; leave it out, or leave out "
+            "branch."
+        )
+        return [Problem(key, reason) for key in differing]
+    main, other = phases_of(run), phases_of(control)
+    early = next((phase for phase in main if phase.until and phase.start < step), None)
+    if early is not None:
+        reason = f"{early.name!r} may end early, so that step {step} may lie behind it."
+        return [Problem("branch", reason)]
+    starts = {phase.start for phase in (*main, *other) if phase.start < step}
+    for start in sorted(starts):
+        a, b = phase_at(main, start), phase_at(other, start)
+        if _read(a, start) != _read(b, start):
+            reason = f"from step {start} on the run reads other samples than the control."
+            return [Problem("branch", reason)]
+        changes = [phase.change if phase.start == start else () for phase in (a, b)]
+        if changes[0] != changes[1]:
+            reason = (
+                f"after step {start} the run and the control are not changed alike, and step "
+                f"{step}, from which the control goes on, is later."
+            )
+            return [Problem("branch", reason)]
+    return []
+
+
+def _read(phase: Phase, step: int) -> tuple[object, ...]:
+    return phase.first_sample(step), phase.config.trainer.batch_size, reading(phase.config.data)

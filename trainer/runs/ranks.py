@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.common.errors import PreemptedError, Problem, UserError
-from trainer.cores import core_numbers, usual_threads
+from trainer.common.processes import core_numbers, usual_threads
 from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 
@@ -162,9 +162,9 @@ def check_same_device(device: str) -> None:
     Raises:
         UserError: on all ranks, if some have no GPU; transient, since a driver may have failed.
     """
-    found = all_gather((device, os.uname().nodename))
-    without = sorted({node for kind, node in found if kind == "cpu"})
-    if without and any(kind != "cpu" for kind, _ in found):
+    devices = all_gather((device, os.uname().nodename))
+    without = sorted({node for kind, node in devices if kind == "cpu"})
+    if without and any(kind != "cpu" for kind, _ in devices):
         raise UserError.at(
             "trainer.accelerator",
             f"torch sees no GPU on {', '.join(without)}, but other processes have one; see what "
@@ -194,14 +194,16 @@ def join_evaluation() -> tuple[Share, int]:
 
 
 def agreed_share(able: Sequence[int], ranks: Ranks) -> Share | None:
-    """Return this rank's share of what the ranks ``able`` evaluate (None: it is not among them),
-    with a name of the attempt that all of them agree on. All ranks call it together."""
+    """Return this rank's share of an evaluation by the ranks ``able``, or None if it is not able.
+
+    All ranks call it together and agree on the name of the attempt.
+    """
     attempt = all_gather(uuid4().hex)[0]
     return Share(able.index(ranks.rank), len(able), attempt) if ranks.rank in able else None
 
 
 _waiting: list[dist.ProcessGroup] = []
-"""The group in which ranks wait for what one of them does alone, where there are several ranks."""
+"""The group in which several ranks wait for the work of one; empty for a single rank."""
 
 
 def waiting_group() -> dist.ProcessGroup | None:
@@ -219,7 +221,8 @@ def limit_collectives(seconds: float) -> None:
         return
     dist.barrier(group=waiting_group())  # pending operations keep the old timeout
     on_devices = [g for g, backend in _world.pg_backend_config.items() if "nccl" in backend]
-    # As in torchtitan; torch has no public function for existing groups. None: the default group.
+    # Torch has no public function for existing groups; torchtitan does the same. None: the default
+    # group.
     for group in (None, *on_devices):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -342,9 +345,9 @@ def all_gather(value: T) -> list[T]:
     """Return the ``value`` of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=waiting_group())
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=waiting_group())
+    return values
 
 
 def share_of_cores() -> int:
@@ -355,8 +358,8 @@ def share_of_cores() -> int:
     parts.
     """
     mine, machine = core_numbers(), os.uname().nodename
-    found = all_gather((machine, mine))
-    return fair_share(mine, [cores for where, cores in found if where == machine])
+    sets = all_gather((machine, mine))
+    return fair_share(mine, [cores for where, cores in sets if where == machine])
 
 
 def fair_share(mine: frozenset[int], of_all: Sequence[frozenset[int]]) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from trainer.common.errors import Problem, UserError
-from trainer.lock import try_lock
-from trainer.stopping import runs
+from trainer.common.locks import try_lock
+from trainer.common.processes import is_running
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class RunLock:
     def _problem(self, file: IO[str], path: Path) -> Problem | None:
         """Why this process may not have the lock, or None."""
         mine, other = try_lock(file), _read(path)
-        here = other is not None and other.host == self._me.host
+        is_here = other is not None and other.host == self._me.host
         restarted = (  # but not another step of the same allocation
             other is not None
             and other.job is not None
@@ -102,10 +102,10 @@ class RunLock:
         )
         age = _now(path) - os.fstat(file.fileno()).st_mtime
         if mine is False:
-            free = restarted and not here  # held for a node that is gone
+            free = restarted and not is_here  # held for a node that is gone
         else:
             # Without file locks, check whether the process exists.
-            gone = other is not None and here and (mine or not runs(other.process))
+            gone = other is not None and is_here and (mine or not is_running(other.process))
             free = other is None or restarted or gone or age >= LEASE
         if free:
             return None
@@ -151,7 +151,7 @@ def last_sign(directory: Path) -> Sign | None:
     except FileNotFoundError:
         return None
     is_here = holder.host == os.uname().nodename
-    return Sign(holder, age, age < LEASE and (not is_here or runs(holder.process)))
+    return Sign(holder, age, age < LEASE and (not is_here or is_running(holder.process)))
 
 
 def _read(path: Path) -> Holder | None:

@@ -1,4 +1,4 @@
-"""Schema of a checkpoint's ``state.json``: what every reader needs, and what training needs.
+"""Schema of a checkpoint's ``state.json``: fields of every reader, and fields of training.
 
 The file may be damaged or forged: everything that is read from it is declared here.
 """
@@ -15,11 +15,11 @@ from pydantic import AfterValidator, Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
+from trainer.common.formats import FIRST, Count, first_problem, read_plain
 from trainer.common.validation import adapter
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.evaluation.results import Milestone, Reach
-from trainer.formats import FIRST, Count, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
 from trainer.runs.metrics_file import BUCKETS
@@ -198,26 +198,22 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_run_state(checkpoint: Path, state: dict[str, Any]) -> RunState:
-    """Return what training resumes from; ``state``: what :func:`read_saved` returned.
+    """Return the state that training resumes from; ``state``: the result of :func:`read_saved`.
 
     Raises:
         UserError: something that training needs is damaged.
     """
     try:
-        found: RunState = _as(RunState, state)
+        run_state: RunState = _as(RunState, state)
         if re.fullmatch(r"step-\d+", checkpoint.name) and int(checkpoint.name[5:]) != state["step"]:
             raise ValueError(f"step: {state['step']}")
     except ValueError as error:
         raise _damaged(checkpoint, error) from error
-    return found
+    return run_state
 
 
 def _from_first_format(state: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields that format 1 named after classes and private attributes.
-
-    Raises:
-        ValueError: a field that is renamed is damaged.
-    """
+    """Rename the fields that format 1 named after classes and private attributes."""
     state = dict(state)
     if "callbacks" in state:
         callbacks = _dictionary("callbacks", state.pop("callbacks"))
@@ -255,11 +251,6 @@ FIRST_TALLY = {
 
 
 def _dictionary(name: str, value: Any) -> dict[str, Any]:
-    """Return ``value`` if it is a dictionary.
-
-    Raises:
-        ValueError: it is something else.
-    """
     if not isinstance(value, dict):
         raise ValueError(f"{name}: expected a dictionary")
     return value
@@ -278,11 +269,7 @@ def _as(kind: type[Any], state: dict[str, Any]) -> Any:
 
 
 def _check(state: Any) -> None:
-    """Check the description of the model.
-
-    Raises:
-        ValueError: it describes no model.
-    """
+    """Check the description of the model; raise ``ValueError`` if it describes none."""
     if not isinstance(state, dict):
         raise ValueError("layout: expected the encodings of all layers")
     layout = in_todays_form(state.get("layout"))

@@ -62,10 +62,10 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
     """
     run_dir = Path(config.run_dir)
     on_rank_zero(lambda: _tidy(run_dir / "checkpoints"))
-    found = newest_sound_checkpoint(run_dir)
-    if found is None and branch is not None:
+    newest = newest_sound_checkpoint(run_dir)
+    if newest is None and branch is not None:
         damage_together(branch)  # remembers sound files, so that they are not read again
-    return on_rank_zero(lambda: _begin(run_dir, found, branch))
+    return on_rank_zero(lambda: _begin(run_dir, newest, branch))
 
 
 def _tidy(directory: Path) -> None:
@@ -73,15 +73,15 @@ def _tidy(directory: Path) -> None:
     remove_leftovers(directory)
 
 
-def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
-    if found is not None:
+def _begin(run_dir: Path, newest: Path | None, branch: Path | None) -> Start:
+    if newest is not None:
         later = regular_checkpoints(run_dir / "checkpoints")
-        set_aside([p for p in later if step_of(p) > step_of(found)])
+        set_aside([p for p in later if step_of(p) > step_of(newest)])
     elif branch is not None and not branch.is_dir():
         raise UserError.at(
             "controls", f"{str(branch)!r}, where this run branches off, was not written."
         )
-    start = found or branch
+    start = newest or branch
     state = read_state(start) if start is not None else {}
     run_state = None
     if start is not None:
@@ -125,14 +125,14 @@ def rewind_run(
     on_rank_zero(
         lambda: set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
     )
-    found = newest_sound_checkpoint(Path(config.run_dir)) or branch
-    state = on_rank_zero(lambda: read_state(found)) if found is not None else {}
+    newest = newest_sound_checkpoint(Path(config.run_dir)) or branch
+    state = on_rank_zero(lambda: read_state(newest)) if newest is not None else {}
     step = state.get("step", 0)
     phases = phases_of(config)
     left_out = [[*skip] for skip in skips if skip[0] < step]
     later = [skip for skip in skips if skip[0] >= step]
     for order, start in _orders_between(phases, step, broken_at).items():
-        since = sum(n for at, n in later if phase_at(phases, at).order == order)
+        since = sum(n for first, n in later if phase_at(phases, first).order == order)
         lost = since + samples_between(phases, start, broken_at)
         log.warning("Going back to step %d; %d samples are left out", step, lost)
         left_out.append([start, lost])
@@ -171,7 +171,7 @@ NUMERICS = {
     "fp32": "float32",
     "bf16": "bfloat16 activations and products, float32 weights, gradients and optimizer",
 }
-"""What is computed in which type, by ``trainer.precision``, under every strategy."""
+"""Dtypes of a run by ``trainer.precision``, the same under every strategy."""
 
 
 def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
@@ -202,8 +202,8 @@ def epochs_read(
         for order, of_one in orders.items():
             if of_one[0].start < step or not of_one[0].start:
                 last = phase_at(of_one, max(min(step, of_one[-1].end) - 1, 0))
-                own = [skip for skip in skips if skip[0] < of_one[-1].end]
-                count = last.first_sample(min(step, last.end), own)
+                earlier = [skip for skip in skips if skip[0] < of_one[-1].end]
+                count = last.first_sample(min(step, last.end), earlier)
                 for name, times in samples[order].epochs(count).items():
                     total[name] += times
         return total

@@ -54,7 +54,7 @@ def normalizes(layout: Layout) -> bool:
     return any(layer.qk_norm for layer in layout.layers)
 
 
-def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
+def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
     """Return the encodings of the checkpoint that ``model.from_run`` names, and their label.
 
     The label is None if it follows from the encodings.
@@ -63,10 +63,10 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
         UserError: there is no checkpoint, or it is damaged.
     """
     with renaming(checkpoint=FROM_RUN):
-        path = _checkpoint(given)
+        path = _checkpoint(reference)
         state = read_state(path, hashed=False)
-    what = f"the configuration in {str(path)!r}"
-    config, step = saved_config(state["config"], FROM_RUN, what), state["step"]
+    file = f"the configuration in {str(path)!r}"
+    config, step = saved_config(state["config"], FROM_RUN, file), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     dropped = is_dropped(config, step)
     for phase in phases_of(config):
@@ -82,8 +82,8 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     return positional, label(config, dropped) if dropped else None
 
 
-def _of_run(given: str) -> Pretrained:
-    path = _checkpoint(given)
+def _of_run(reference: str) -> Pretrained:
+    path = _checkpoint(reference)
     state, index = read_state(path, hashed=False), read_index(path)
     config, layout = model_config(state), Layout.from_dict(state["layout"])
     with torch.device("meta"):
@@ -114,10 +114,10 @@ class _Saved:
         out.copy_(saved)
 
 
-def _checkpoint(given: str) -> Path:
-    if not given:
+def _checkpoint(reference: str) -> Path:
+    if not reference:
         raise UserError.at(
             "model.from_run",
             "expected a run directory or a checkpoint, got nothing; null begins from nothing.",
         )
-    return find_checkpoint(given)
+    return find_checkpoint(reference)

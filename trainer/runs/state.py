@@ -28,14 +28,14 @@ Tensors = dict[str, Tensor]
 def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, parameter in model.named_parameters():
-        found[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{key}"] = value
+            tensors[f"optimizer.{name}.{key}"] = value
     if rank:
-        found = {name: value for name, value in found.items() if isinstance(value, DTensor)}
-    return found | random_states(rank)
+        tensors = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    return tensors | random_states(rank)
 
 
 def random_states(rank: int) -> Tensors:
@@ -98,17 +98,17 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
     Raises:
         UserError: names the first parameter that is missing or has another shape, and their number.
     """
-    problems = [
-        f"checkpoint: {name!r} has no parameter {key.removeprefix('model.')!r}"
-        if key not in saved
-        else f"checkpoint: {key.removeprefix('model.')!r} is {tuple(saved[key].size)} in {name!r}, "
-        f"but {tuple(value.shape)} in the model"
-        for key, value in wanted.items()
-        if key not in saved or saved[key].size != value.shape
-    ]
+    problems = []
+    for key, value in wanted.items():
+        parameter = key.removeprefix("model.")
+        if key not in saved:
+            problems.append(f"{name!r} has no parameter {parameter!r}")
+        elif (size := saved[key].size) != value.shape:
+            shapes = f"{tuple(size)} in {name!r}, but {tuple(value.shape)} in the model"
+            problems.append(f"{parameter!r} is {shapes}")
     if problems:
         others = f"; {len(problems) - 1} others do not fit either" if len(problems) > 1 else ""
-        raise UserError.at("", f"{problems[0]}{others}.")
+        raise UserError.at("checkpoint", f"{problems[0]}{others}.")
 
 
 def load(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
-from trainer.formats import check_format, read_as
+from trainer.common.formats import check_format, read_as
 from trainer.runs.directory import free_place
 
 RECORD = "sweep.json"
@@ -74,11 +74,11 @@ def read_sweep(place: Path) -> list[Swept]:
     """
     path = place / RECORD
     try:
-        found = read_as(path, _Record)
+        record = read_as(path, _Record)
     except (OSError, ValueError) as error:
         raise UserError.at("runs", f"{str(path)!r} is damaged: {error}.") from None
-    check_format(found.format, FORMAT, "runs", repr(str(path)), "name the runs themselves")
-    return found.runs
+    check_format(record.format, FORMAT, "runs", repr(str(path)), "name the runs themselves")
+    return record.runs
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""Groups ``optimizer``, ``trainer``, ``strategy``, ``logger`` and ``monitor``: how a run trains, on
-what, and what is measured meanwhile."""
+"""Groups ``optimizer``, ``trainer``, ``strategy``, ``logger`` and ``monitor`` of a run."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem, did_you_mean, listed
 from trainer.common.fields import (
     Count,
     Multiple,
@@ -37,8 +37,7 @@ class TimeoutConfig:
 
 
 TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
-
-
+"""Hours, minutes and seconds."""
 Beta = Annotated[NotNegative, Field(lt=1)]
 """Decay rate of a moving average."""
 
@@ -124,38 +123,28 @@ class TrainerConfig:
     profile_steps: list[Count] = field(default_factory=list)
     """First and last step to profile, such as [10, 13]."""
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = []
         if self.max_time is not None and not TIME.fullmatch(self.max_time):
-            found.append(
-                Problem(
-                    "trainer.max_time",
-                    f"expected hours:minutes:seconds such as 23:50:00, got {self.max_time!r}.",
-                )
+            yield Problem(
+                "trainer.max_time",
+                f"expected hours:minutes:seconds such as 23:50:00, got {self.max_time!r}.",
             )
         steps = self.profile_steps
         if steps and (len(steps) != 2 or not steps[0] <= steps[1] <= self.max_steps):
-            found.append(
-                Problem(
-                    "trainer.profile_steps",
-                    f"expected the first and the last of steps 1 to {self.max_steps}, such as "
-                    f"[10, 13], got {steps}.",
-                )
+            yield Problem(
+                "trainer.profile_steps",
+                f"expected the first and the last of steps 1 to {self.max_steps}, such as "
+                f"[10, 13], got {steps}.",
             )
         if self.fp8 and self.precision != "bf16":
-            found.append(
-                Problem("trainer.fp8", "needs trainer.precision=bf16, the type of all else.")
+            yield Problem("trainer.fp8", "needs trainer.precision=bf16, the type of all else.")
+        if self.batch_size % (self.micro_batch_size or self.batch_size):
+            yield Problem(
+                "trainer.micro_batch_size",
+                f"{self.micro_batch_size} does not divide trainer.batch_size {self.batch_size}.",
             )
-        if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
-            found.append(
-                Problem(
-                    "trainer.micro_batch_size",
-                    f"{self.micro_batch_size} does not divide trainer.batch_size "
-                    f"{self.batch_size}.",
-                )
-            )
-        return found
 
     def accumulation(self, ranks: int = 1) -> int:
         """Return the number of forward passes of a rank per optimizer step."""
@@ -188,21 +177,16 @@ class StrategyConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     """How long ranks wait for each other, in seconds."""
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = []
         if self.shard_size is not None and self.name != "hsdp":
-            found.append(
-                Problem("strategy.shard_size", "a number of ranks, for strategy=hsdp only.")
-            )
+            yield Problem("strategy.shard_size", "a number of ranks, for strategy=hsdp only.")
         if self.cpu_offload and self.name not in ("fsdp2", "hsdp"):
-            found.append(
-                Problem(
-                    "strategy.cpu_offload",
-                    f"strategy={self.name} does not shard; choose fsdp2 or hsdp.",
-                )
+            yield Problem(
+                "strategy.cpu_offload",
+                f"strategy={self.name} does not shard; choose fsdp2 or hsdp.",
             )
-        return found
 
 
 @configuration
@@ -257,53 +241,39 @@ class BenchmarksConfig:
             before // self.every_tokens < tokens // self.every_tokens
         )
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = []
-        given = [*self.tasks, *self.multiple_choice, *self.harness]
+        names = [*self.tasks, *self.multiple_choice, *self.harness]
         if self.every is not None and self.every_tokens is not None:
-            found.append(
-                Problem(
-                    "monitor.benchmarks.every_tokens", "give steps (every) or tokens, not both."
-                )
+            yield Problem(
+                "monitor.benchmarks.every_tokens", "give steps (every) or tokens, not both."
             )
-        if self.enabled and not given:
-            found.append(
-                Problem(
-                    "monitor.benchmarks",
-                    "expected tasks, multiple_choice or harness to name one or more, for "
-                    "instance 'monitor.benchmarks.multiple_choice=[piqa]'.",
-                )
+        if self.enabled and not names:
+            yield Problem(
+                "monitor.benchmarks",
+                "expected tasks, multiple_choice or harness to name one or more, for "
+                "instance 'monitor.benchmarks.multiple_choice=[piqa]'.",
             )
-        if given and not self.enabled:
-            found.append(
-                Problem(
-                    "monitor.benchmarks.every",
-                    "expected the steps (or every_tokens) between them, for instance 1000.",
-                )
+        if names and not self.enabled:
+            yield Problem(
+                "monitor.benchmarks.every",
+                "expected the steps (or every_tokens) between them, for instance 1000.",
             )
-        found += [
-            Problem(
-                "monitor.benchmarks.tasks",
-                f"unknown task {name!r}.",
-                did_you_mean(name, task_names()),
-            )
-            for name in self.tasks
-            if name not in task_names()
-        ]
+        for name in self.tasks:
+            if name not in task_names():
+                near = did_you_mean(name, task_names())
+                yield Problem("monitor.benchmarks.tasks", f"unknown task {name!r}.", near)
         if not self.lengths:
-            found.append(
-                Problem(
-                    "monitor.benchmarks.lengths",
-                    f"expected positive multiples of the training length, got {self.lengths}.",
-                )
+            yield Problem(
+                "monitor.benchmarks.lengths",
+                f"expected positive multiples of the training length, got {self.lengths}.",
             )
-        return found
 
 
 @configuration
 class MonitorConfig:
-    """Measurements of the model in training; they change nothing of what is trained."""
+    """Measurements of the model in training; they do not affect it."""
 
     lengths_every: Count | None = None
     """Steps between measurements of retrieval and held-out loss by length; null: never."""
@@ -320,9 +290,9 @@ class MonitorConfig:
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     """Tasks that the model answers in training; each kind may be empty."""
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        found = self.benchmarks.problems()
+        yield from self.benchmarks.problems()
         if not self.lengths:
-            found.append(Problem("monitor.lengths", "expected one or more, got none."))
-        return found
+            yield Problem("monitor.lengths", "expected one or more, got none.")

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from trainer.common.errors import Problem
+from trainer.common.processes import usual_threads
 from trainer.common.words import counted
-from trainer.cores import usual_threads
 from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 
 from trainer.common.errors import PreemptedError, UserError
+from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import vocabulary_size
@@ -26,7 +27,6 @@ from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import check_same_model, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import Effect

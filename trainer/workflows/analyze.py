@@ -19,9 +19,9 @@ from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
 from trainer.common.errors import Problem, UserError, renaming
+from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.common.words import counted
-from trainer.cores import usual_threads
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import recipe
@@ -168,12 +168,14 @@ def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candida
     other = find_candidate(request.compare, "compare")
     words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
     if words[0] != words[1]:
-        raise UserError.at("compare", f"{other.given!r} has another tokenizer than the checkpoint.")
+        raise UserError.at(
+            "compare", f"{other.reference!r} has another tokenizer than the checkpoint."
+        )
     if kind == OFFSETS and not any(s.rotates for s in other.layout.spectra):
         raise UserError.at(
             "compare",
-            f"+analysis={kind} expected a model with a rotary encoding, and {other.given!r} has "
-            "no rotation in any head.",
+            f"+analysis={kind} expected a model with a rotary encoding, and {other.reference!r} "
+            "has no rotation in any head.",
         )
     return other
 
@@ -186,7 +188,7 @@ def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
         return None
     raise UserError.at(
         "compare",
-        f"+analysis={DROP} needs the model before the drop, and {candidate.given!r} has no "
+        f"+analysis={DROP} needs the model before the drop, and {candidate.reference!r} has no "
         f"checkpoint {BEFORE_DROP!r}; give compare=PATH.",
     )
 

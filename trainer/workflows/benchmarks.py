@@ -13,7 +13,7 @@ import torch
 
 from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.files import write_atomically
-from trainer.cores import usual_threads
+from trainer.common.processes import usual_threads
 from trainer.data.config import DataConfig
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from trainer.common.errors import UserError
+from trainer.common.processes import say_run_directory
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import all_fields, fingerprint
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import check_writable, free_place
-from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.runs.ranks import join_evaluation

@@ -14,6 +14,7 @@ from pathlib import Path
 import lightning as L
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
@@ -31,7 +32,6 @@ from trainer.runs.directory import (
     open_run_directory,
     saved_run,
 )
-from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.ranks import (
     Ranks,

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.cores import usual_threads
+from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.export.directory import Exported, check_destination, export_model
 from trainer.interchange.pretrained import read_pretrained

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.cores import usual_threads
+from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.passes import precision_of
 from trainer.generation.generate import generate

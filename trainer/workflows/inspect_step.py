@@ -47,8 +47,8 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     first = phase.first_sample(request.step - 1, candidate.state.get("skips", []))
     total = as_text(int(samples.hashes(range(first, first + size)).sum()))
     yield (
-        f"Step {request.step} of {candidate.given}: samples {first:,} to {first + size - 1:,} of "
-        f"{phase.config.data.sequence_length:,} tokens, certificate {total}"
+        f"Step {request.step} of {candidate.reference}: samples {first:,} to "
+        f"{first + size - 1:,} of {phase.config.data.sequence_length:,} tokens, certificate {total}"
     )
     numbers = np.arange(first, first + min(request.samples, size))
     parts, blocks = samples.where(numbers)

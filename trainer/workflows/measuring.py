@@ -203,13 +203,14 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         if not same_tokens(candidate.tokenizer, first.tokenizer):
             raise UserError.at(
-                "compare", f"{candidate.given!r} has another tokenizer than the first."
+                "compare", f"{candidate.reference!r} has another tokenizer than the first."
             )
         if candidate.layout.training_length != first.layout.training_length:
             raise UserError.at(
                 "compare",
-                f"{candidate.given!r} has a training length of {candidate.layout.training_length} "
-                f"tokens, the first one of {first.layout.training_length}; "
+                f"{candidate.reference!r} has a training length of "
+                f"{candidate.layout.training_length} tokens, the first one of "
+                f"{first.layout.training_length}; "
                 "evaluation.training_length=N counts the lengths of all models from one.",
             )
     return distinct(candidates)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.processes import cores
 from trainer.common.progress import Progress
 from trainer.common.words import counted
-from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
@@ -44,7 +44,7 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
     tokenizer = tokenizer_of_weights(config)
     for name, (text, _) in data.texts.items():
         with of_mixture(data, name):
-            work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)
+            work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
             if request.verify:
                 said = _verified(work)
             elif work.is_done:

@@ -14,12 +14,12 @@ import torch
 
 from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.files import write_atomically
+from trainer.common.formats import read_plain
+from trainer.common.processes import usual_threads
 from trainer.common.words import counted, override_value
-from trainer.cores import usual_threads
 from trainer.data.corpus import Corpus
 from trainer.data.files import find_files
 from trainer.evaluation.results import Report
-from trainer.formats import read_plain
 from trainer.interchange.export.directory import Exported, check_destination
 from trainer.interchange.hub import find_pretrained
 from trainer.model.config import ModelConfig

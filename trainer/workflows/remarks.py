@@ -13,10 +13,10 @@ from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
+from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
 from trainer.runs.starting_weights import starting_weights
-from trainer.runs.trained_shape import own_checkpoint
 from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.training_text import idle_rescalings
 

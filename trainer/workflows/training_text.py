@@ -21,10 +21,10 @@ from trainer.recalibration.drop import shrunk
 from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 from trainer.runs.starting_weights import starting_weights
-from trainer.runs.trained_shape import own_checkpoint
 from trainer.training.callbacks.transitions import layout_of_phase
 from trainer.training.module import first_layout
 from trainer.workflows.fit_text import Prompts, fit_text

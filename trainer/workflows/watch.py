@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError, near_path
+from trainer.common.formats import read_plain
 from trainer.evaluation.results import is_known
-from trainer.formats import read_plain
 from trainer.report.claims import SAME_LOSS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import saved_run
-from trainer.runs.metric_panels import DROP_LOSSES, RETRIEVAL, SECTIONS, TEXT_LOSS
-from trainer.runs.metrics_file import PARTS, read_metrics
+from trainer.runs.metrics_file import (
+    DROP_LOSSES,
+    PARTS,
+    RETRIEVAL,
+    SECTIONS,
+    TEXT_LOSS,
+    read_metrics,
+)
 from trainer.runs.phases import Phase, phase_before, phases_of, with_ends
 from trainer.runs.run_lock import Sign, last_sign
 from trainer.runs.sweep import RECORD, failure, read_sweep

@@ -37,7 +37,7 @@ from trainer.commands.hydra.files import (
     read_file,
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
-from trainer.plugins import load_plugins
+from trainer.common.plugins import load_plugins
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
 from trainer.runs.parsing import NAMED_BY_USERS

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.formats import read_plain
+from trainer.common.files import partial_directory
+from trainer.common.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
 from trainer.interchange.export.plan import DTYPES, Plan, make_plan, round_weights, write_weights
 from trainer.model.decoder import Decoder
-from trainer.stopping import partial_directory
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from trainer.evaluation.results import Milestone, Reach
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
-from trainer.runs.metric_panels import RETRIEVAL, TEXT_LOSS
+from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
@@ -209,7 +209,7 @@ def measurements(
     perplexity = Perplexity(windows, end, C, last=C).part(ranks.rank, ranks.world_size)
     if not (config.data.needles.share and monitor.trials):
         return perplexity, None
-    vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+    vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     counts = needles.needles, needles.seed, needles.changes
     statements = Statements.of(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
     return perplexity, statements.part(ranks.rank, ranks.world_size)

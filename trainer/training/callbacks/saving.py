@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.common.errors import UserError, first_line
-from trainer.runs.checkpoint_files import digests, publish, write_durably
+from trainer.common.files import write_durably
+from trainer.runs.checkpoint_files import digests, publish
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
@@ -162,7 +163,7 @@ class Saving(L.Callback):
             parts = on_all_ranks(lambda: digests(partial, f"__{rank}_*"), self._group)
 
             def complete() -> None:
-                write_durably(partial / STATE, json.dumps(state))
+                write_durably(partial / STATE, json.dumps(state).encode())
                 files = {k: v for part in parts for k, v in part.items()}
                 files |= digests(partial, STATE) | digests(partial, ".metadata")
                 publish(partial, self.directory / name, files)

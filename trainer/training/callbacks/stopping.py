@@ -21,11 +21,10 @@ from typing import Any
 
 import lightning as L
 
+from trainer.common.processes import ask_for_requeue, stopping_at_once
 from trainer.runs.config import RunConfig
-from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.ranks import Vote, on_all_ranks
 from trainer.runs.training_config import seconds_of
-from trainer.stopping import stopping_at_once
 from trainer.training.callbacks.saving import Saving
 from trainer.training.module import ends_step
 

@@ -1,4 +1,4 @@
-"""Reading of JSON files: as what they are declared to be, or refused in one line.
+"""Reading of JSON files as a declared type; anything else is refused in one line.
 
 A file may be damaged, cut short, or written by somebody else. It contains the number of its format,
 and a newer format is refused, not misread.
@@ -24,14 +24,14 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 """Number of steps, tokens or bytes; a larger one is damage."""
 
 
-def read_plain(path: Path, largest: int = LARGEST) -> Any:
+def read_plain(path: Path) -> Any:
     """Return the plain values of a JSON file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is too large or no JSON; the message is one line.
     """
-    data = read_content(path, largest)
+    data = read_content(path)
     try:
         return json.loads(data)
     except RecursionError:
@@ -40,7 +40,7 @@ def read_plain(path: Path, largest: int = LARGEST) -> Any:
         raise ValueError(f"it is not JSON: {first_line(error)}") from None
 
 
-def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
+def read_as(path: Path, kind: type[T]) -> T:
     """Return a JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
 
     Raises:
@@ -48,7 +48,7 @@ def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
         ValueError: it is too large, no JSON, or contains something else; the message is one line
             and says where.
     """
-    data = read_content(path, largest)
+    data = read_content(path)
     try:
         return adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
@@ -77,26 +77,26 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
     return path.read_bytes()
 
 
-def check_format(found: Any, newest: int, key: str, what: str, otherwise: str) -> None:
+def check_format(number: Any, newest: int, key: str, file: str, otherwise: str) -> None:
     """Check that this version can read a format.
 
     Args:
-        found: the number in the file, :data:`FIRST` if there is none.
+        number: the number in the file, or :data:`FIRST` if the file has none.
         newest: the newest format that this version reads.
         key: the configuration key that led there.
-        what: names the file.
+        file: names the file.
         otherwise: what the user can do instead of installing a newer version.
 
     Raises:
         UserError: the format is newer, or not a whole number.
     """
-    if not isinstance(found, int) or isinstance(found, bool) or found < FIRST:
+    if not isinstance(number, int) or isinstance(number, bool) or number < FIRST:
         raise UserError.at(
-            key, f"{what} is damaged: its format is {found!r}, expected a whole number."
+            key, f"{file} is damaged: its format is {number!r}, expected a whole number."
         )
-    if found > newest:
+    if number > newest:
         raise UserError.at(
             key,
-            f"{what} has format {found}, this version of unrope reads up to {newest}; install a "
+            f"{file} has format {number}, this version of unrope reads up to {newest}; install a "
             f"newer one, or {otherwise}.",
         )

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.lock import locked
+from trainer.common.locks import locked
 
 
 def test_the_holder_is_named(tmp_path):

@@ -1,0 +1,94 @@
+"""Cores and threads of a process, and work that a signal ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import trainer
+from tests.program import ROOT
+from trainer.common.errors import PreemptedError
+from trainer.common.files import partial_directory
+from trainer.common.processes import cores, stopping_at_once, usual_threads
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [({3, 5}, 2), (None, 64)])
+def test_cores_are_those_that_the_process_may_use(monkeypatch, allowed, expected):
+    """Without an answer of the system (macOS), they are the machine's."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    if allowed is None:
+        monkeypatch.delattr(os, "sched_getaffinity")
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    assert cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("3", 3), ("99999999", 1024), ("4,2", 4), ("0", 5), ("all", 5), ("", 5), (None, 5)],
+)
+def test_threads_are_the_environments_or_one_a_core(monkeypatch, variable, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert usual_threads() == expected
+
+
+WAITS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["10000", "1"]),
+        ({"GOMP_SPINCOUNT": "7"}, ["7", "1"]),
+        ({"OMP_WAIT_POLICY": "active"}, [None, None]),
+    ],
+)
+def test_threads_wait_as_the_user_says_or_briefly(monkeypatch, variables, expected):
+    for name in (*WAITS, "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(trainer)
+    assert [os.environ.get(name) for name in WAITS] == expected
+
+
+def test_waiting_of_threads_is_set_before_torch_is_loaded():
+    """The runtime reads the variables when torch loads it; the program's first module sets them."""
+    code = (
+        "import os, sys, trainer.__main__\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert os.environ['GOMP_SPINCOUNT'] == '10000'"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in WAITS}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, check=True)
+    imports = re.compile(r"^(?:import|from) (trainer|torch|lightning)\b", re.MULTILINE)
+    for path in (ROOT / "scripts").glob("*.py"):
+        modules = imports.findall(path.read_text())
+        if "torch" in modules:
+            assert modules[0] == "trainer", path.name
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, is_resumable):
+    def work():
+        with (
+            stopping_at_once("Stopped", signal.SIGTERM, is_resumable=is_resumable),
+            partial_directory(tmp_path / "model") as partial,
+        ):
+            (partial / "weights").write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(PreemptedError, match=r"Stopped \(SIGTERM\)") as stop:
+        work()
+    assert stop.value.is_resumable == is_resumable
+    assert not list(tmp_path.iterdir())

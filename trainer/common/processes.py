@@ -1,0 +1,121 @@
+"""This process: its CPU cores, signals that end it, and what it reports to the batch script.
+
+The environment names the files of these reports. Exit codes cannot be used: torchrun exits with 1
+whatever the exit codes of its workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from trainer.common.errors import PreemptedError
+
+MOST_THREADS = 1024
+"""With many more, threads cannot be started."""
+
+
+def core_numbers() -> frozenset[int]:
+    """Return the numbers of the cores that this process may use: often fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(core_numbers())
+
+
+def usual_threads() -> int:
+    """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not requested.isdecimal() or not int(requested):
+        return cores()
+    return min(int(requested), MOST_THREADS)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this number exists on this machine."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # a process of another user
+        return True
+    return True
+
+
+@contextmanager
+def stopping_at_once(
+    progress: str,
+    *numbers: signal.Signals,
+    first: Callable[[], None] = lambda: None,
+    is_resumable: bool = True,
+) -> Iterator[None]:
+    """Let signals end the block by an exception, so that it removes its temporary files.
+
+    For work that only writes whole files.
+
+    Args:
+        progress: how far the work was; the name of the signal follows.
+        numbers: the signals.
+        first: called when a signal comes.
+        is_resumable: whether the same command resumes from the finished files.
+
+    Raises:
+        PreemptedError: a signal came.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        first()
+        raise PreemptedError(f"{progress} ({signal.Signals(number).name}).", is_resumable)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ask_for_requeue() -> None:
+    """Request a requeue: create an empty file at ``UNROPE_REQUEUE_FILE``.
+
+    All ranks call this. On NFS the batch script's node may not see for a minute what another node
+    creates, and the script decides within seconds after the workers exit.
+    """
+    _write("UNROPE_REQUEUE_FILE", "")
+
+
+def say_mistake() -> None:
+    """Report that a retry would fail as well: create an empty file at ``UNROPE_MISTAKE_FILE``."""
+    _write("UNROPE_MISTAKE_FILE", "")
+
+
+def say_run_directory(directory: Path) -> None:
+    """Write the run directory, with its checkpoints and failures, to ``UNROPE_RUN_FILE``."""
+    _write("UNROPE_RUN_FILE", f"{directory.absolute()}\n")
+
+
+def tell_torchrun(error: Exception) -> bool:
+    """Write an error's message to the file from which torchrun prints its summary.
+
+    Returns whether that suffices: the first worker of a machine also prints it to the terminal.
+    """
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
+    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def _write(variable: str, text: str) -> None:
+    if path := os.environ.get(variable):
+        Path(path).write_text(text, encoding="utf-8")
