@@ -238,14 +238,6 @@ def test_each_head_has_a_separate_factor(tiny_decoder, shape, scaled):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_coefficient_for_all_heads_is_the_single_one(tiny_decoder, shape):
-    model = decoder_of(tiny_decoder, shape)
-    rows = [[0.3] * 4 for _ in model.layout.layers]
-    result = summed_loss(model, model.layout.tempered_by_head(rows, range(len(rows))))
-    assert result == pytest.approx(summed_loss(model, tempered(model.layout, 0.3)))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_fit_lowers_the_loss_and_leaves_the_model_alone(
     tiny_decoder, monkeypatch, shape, learned

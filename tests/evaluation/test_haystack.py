@@ -82,14 +82,6 @@ def test_all_of_the_text_can_be_one_excerpt_and_no_more(haystack):
         haystack.excerpt(size + 1, np.random.default_rng(0))
 
 
-def test_excerpts_are_drawn_by_the_generator_alone(haystack):
-    def draw(seed):
-        return haystack.excerpt(40, np.random.default_rng(seed)).tokens
-
-    assert draw(1) == draw(1)
-    assert len({tuple(draw(seed)) for seed in range(30)}) > 10
-
-
 def test_sentences_go_on_where_others_end(haystack):
     excerpt = haystack.excerpt(300, np.random.default_rng(3))
     decode = haystack.tokenizer.decode

@@ -59,10 +59,6 @@ def layout_of(name, fitting, factor, config=CONFIG):
     return made.make(fitting).layout_at(factor)
 
 
-def test_every_part_that_can_be_named_can_be_made():
-    assert set(MAKERS) == set(PARTS)
-
-
 def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
     assert {name for name, part in MAKERS.items() if part.fits(CONFIG, 2.0)} == set(ON_TEXT)
 
