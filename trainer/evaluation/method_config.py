@@ -171,7 +171,7 @@ class DopeSettings:
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
     sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
-    """Standard deviation of the noise; null: that of the retained heads (Sec. 4.3)."""
+    """Standard deviation of the noise; null: as in the retained heads (Sec. 4.3)."""
     seed: Natural = 0
     """Seed of the noise."""
 
@@ -245,7 +245,7 @@ class MethodsConfig(ABC):
     yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, temperature_per_head, drop,
     drop_channels."""
     fit_windows: Count = 32
-    """Windows of validation text for what is fitted."""
+    """Windows of validation text for fits."""
     layers: LayerChoice = None
     """Layers that rescalings and temperatures change: all, full_attention (those without a
     window), or indices, [3,7]; null: the layers that see more than the training length."""
