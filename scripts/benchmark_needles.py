@@ -174,8 +174,13 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
                 task, settings=replace(settings, trials=options.trials * len(settings.depths))
             )
         prompts, stop, score = task.prompts(length), task.stop, task.score
+
+    def ours(prompts: Sequence[Prompt]) -> list[str]:
+        texts = answers(pair.ours, pair.tokenizer, prompts, options.batch_tokens, stop=stop)
+        return [texts[index] for index in range(len(prompts))]
+
     contestants: dict[str, Callable[[Sequence[Prompt]], list[str]]] = {
-        "ours": lambda p: answers(pair.ours, pair.tokenizer, p, options.batch_tokens, stop=stop),
+        "ours": ours,
         "transformers": lambda p: by_transformers(pair, p, options.batch_tokens, stop),
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}

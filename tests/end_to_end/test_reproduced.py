@@ -21,7 +21,7 @@ from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import engine
-from trainer.evaluation.longbench.kinds import KINDS
+from trainer.evaluation.longbench import KINDS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config

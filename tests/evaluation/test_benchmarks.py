@@ -20,10 +20,11 @@ ALL = [
 
 
 def test_a_method_is_compared_with_its_model_as_is_and_a_model_with_the_first():
-    found = [
-        [None if c is None else (c.better, c.worse) for c in comparisons(one, ALL)] for one in ALL
+    changes = [
+        [None if c is None else (c.better, c.worse) for c in comparisons(scores, ALL)]
+        for scores in ALL
     ]
-    assert found == [[None, None], [(0, 4), (0, 0)], [(0, 8), (4, 0)], [(0, 0), (0, 8)]]
+    assert changes == [[None, None], [(0, 4), (0, 0)], [(0, 8), (4, 0)], [(0, 0), (0, 8)]]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_nothing_is_compared_where_the_model_as_is_was_not_scored(others):
     assert comparisons(ALL[3], others) == [None, None]
 
 
-def test_nothing_is_compared_where_questions_are_not_known_one_by_one():
+def test_nothing_is_compared_without_scores_per_question():
     known = scored("a", "none", RIGHT)
     unknown = Scored("a", "pi", "PI", "a", [Score("t", "acc", 0.5, None, 8)])
     assert comparisons(unknown, [known, unknown]) == [None]

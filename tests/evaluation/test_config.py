@@ -1,4 +1,4 @@
-"""What an evaluation refuses, key by key, before torch is there."""
+"""Problems of an evaluation's configuration, key by key, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.longbench.tasks import LongBenchSettings
+from trainer.evaluation.longbench import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import (
     ChoiceSettings,
@@ -42,7 +42,7 @@ def test_a_quick_evaluation_measures_less_and_never_more():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"lengths": []}, "evaluation.lengths: expected one or more"),
         ({"tasks": []}, "evaluation.tasks: expected one or more"),
@@ -75,19 +75,19 @@ def test_a_quick_evaluation_measures_less_and_never_more():
         ({"longbench": LongBenchSettings(tasks=[])}, "evaluation.longbench.tasks: expected one or"),
     ],
 )
-def test_impossible_values_are_named(changes, said):
+def test_impossible_values_are_named(changes, message):
     (problem,) = map(str, EvaluationConfig(**changes).problems())
-    assert said in problem
+    assert message in problem
 
 
 def test_configurations_need_no_torch():
-    """So that a mistake on the command line is told at once."""
+    """A mistake on the command line is then reported without the start-up time of torch."""
     code = "import sys, trainer.runs.config, trainer.runs.parsing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "length", "said"),
+    ("changes", "length", "message"),
     [
         ({"lengths": [0.5], "tasks": ["perplexity"]}, 4, None),
         (
@@ -134,33 +134,39 @@ def test_configurations_need_no_torch():
         ),
     ],
 )  # fmt: skip
-def test_lengths_have_to_hold_what_is_asked_of_them(changes, length, said):
-    assert [*map(str, EvaluationConfig(**changes).problems(length))] == ([said] if said else [])
+def test_lengths_have_room_for_their_tasks(changes, length, message):
+    assert [*map(str, EvaluationConfig(**changes).problems(length))] == (
+        [message] if message else []
+    )
 
 
 def test_lengths_in_tokens_take_the_place_of_multiples():
     config = EvaluationConfig(tokens=[96, 64, 100], methods=["none"], tasks=["perplexity"])
     assert config.in_tokens(64) == [96, 64, 100]
-    assert config.at(64).lengths == [1.5, 1.0, 1.5625]
-    assert config.at(64) == replace(
+    assert config.in_multiples(64).lengths == [1.5, 1.0, 1.5625]
+    assert config.in_multiples(64) == replace(
         config, lengths=[1.5, 1.0, 1.5625], tokens=None, training_length=64
     )
     assert EvaluationConfig(lengths=[0.5, 2], training_length=32).in_tokens(64) == [16, 64]
     # Every length is the same number of tokens again, whatever C.
     for C in (3, 7, 63, 8192):
         every = list(range(2, 2000, 7))
-        assert EvaluationConfig(tokens=every).at(C).in_tokens(C) == every
+        assert EvaluationConfig(tokens=every).in_multiples(C).in_tokens(C) == every
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"tokens": []}, "evaluation.tokens: expected one or more, got none."),
         ({"tokens": [64, 64]}, "evaluation.tokens: expected each length once, got [64, 64]."),
         ({"tokens": [8]}, "evaluation.tokens: 0.125 of 64 tokens is 8, too few for 4 statements"),
         ({"tokens": [32], "last": 33}, "evaluation.last: 33 tokens are more than the shortest"),
+        (
+            {"tokens": [4], "methods": ["weighted_rope"], "tasks": ["perplexity"]},
+            "evaluation.choice.length: a text to choose on has 6 tokens or more",
+        ),
     ],
 )
-def test_lengths_in_tokens_are_checked_under_their_own_key(changes, said):
+def test_lengths_in_tokens_are_checked_under_the_key_tokens(changes, message):
     (problem,) = map(str, EvaluationConfig(**changes).problems(64))
-    assert problem.startswith(said)
+    assert problem.startswith(message)

@@ -1,4 +1,4 @@
-"""DoPE: which heads are chosen, and what becomes of them."""
+"""DoPE: the choice of heads, and the changes of their bands."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.reference import attend, turned
 from trainer.analysis.capture import capture
 from trainer.analysis.matrix_entropy.measure import matrix_entropy_of
 from trainer.common.errors import UserError
@@ -55,31 +54,14 @@ def captured(model, layout):
     return layers
 
 
-def entropies(model, side, stage="post_ntk"):
-    """Of every layer, by the analysis."""
-    layers = captured(model, model.layout)
-    return [matrix_entropy_of(heads, side, stage, model.layout) for heads in layers]
-
-
-def scores(model, settings):
-    """``[L, H]`` by the analysis, a function of its own."""
-    found = entropies(model, settings.by, settings.stage)
-    return torch.stack(
-        [
-            e.band_mean if settings.entropy == "vanilla" else e.effective_rank(settings.r)
-            for e in found
-        ]
-    )
-
-
 def plain_rank(vectors, r):
     """exp of the entropy of the r largest eigenvalues of the vectors' covariance over its trace
     (Eq. 27 to 30)."""
     size = len(vectors[0])
     gram = [[math.fsum(v[a] * v[b] for v in vectors) for b in range(size)] for a in range(size)]
     trace = math.fsum(gram[a][a] for a in range(size))
-    found = torch.linalg.eigvalsh(torch.tensor(gram, dtype=torch.float64) / trace)
-    largest = sorted(found.clamp(min=0).tolist())[-r:]
+    eigenvalues = torch.linalg.eigvalsh(torch.tensor(gram, dtype=torch.float64) / trace)
+    largest = sorted(eigenvalues.clamp(min=0).tolist())[-r:]
     shares = [e / math.fsum(largest) for e in largest]
     return math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0))
 
@@ -107,73 +89,64 @@ def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model,
 )
 @pytest.mark.parametrize("unit", ["head", "group"])
 def test_heads_are_ranked_over_all_layers(model, unit, entropy, r, order):
-    by = "query" if unit == "head" else "key"
-    settings = DopeSettings(
-        by=by, entropy=entropy, r=r, order=order, unit=unit, heads=5, stage="pre_ntk"
+    """By the analysis; a key-value head has the mean score of its queries."""
+    settings = DopeSettings(entropy=entropy, r=r, order=order, unit=unit, heads=5, stage="pre_ntk")
+    layers = captured(model, model.layout)
+    entropies = [matrix_entropy_of(heads, "query", "pre_ntk", model.layout) for heads in layers]
+    table = torch.stack(
+        [e.band_mean if entropy == "vanilla" else e.effective_rank(r) for e in entropies]
     )
-    table = scores(model, settings)
-    order = table.flatten().argsort(descending=order == "descending")
-    width = table.shape[1]
-    assert places(select(model, IDS, settings)) == [divmod(int(i), width) for i in order[:5]]
-
-
-def test_a_key_value_head_has_the_mean_score_of_its_queries(model):
-    settings = DopeSettings(heads=6, entropy="trunc", r=4, unit="group")
-    table = scores(model, settings).unflatten(1, (2, 2)).mean(dim=-1)
-    selection = select(model, IDS, settings)
-    for chosen in selection.heads:
-        assert chosen.score == pytest.approx(float(table[chosen.layer, chosen.head]))
-    assert [chosen.score for chosen in selection.heads] == sorted(table.flatten().tolist())
+    if unit == "group":
+        table = table.unflatten(1, (2, 2)).mean(dim=-1)
+    ranked = table.flatten().argsort(descending=order == "descending")
+    assert places(select(model, IDS, settings)) == [
+        divmod(int(i), table.shape[1]) for i in ranked[:5]
+    ]
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize("spectral", ["inverse", "share", "norm"])
 @pytest.mark.parametrize("by", ["query", "key"])
-def test_with_r_1_heads_are_sorted_by_what_the_settings_name(model, by, spectral, order):
+def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral, order):
     """Captions of Tables 1 and 2: ASC takes the heads of lowest entropy, those of the largest
     eigenvalue over the trace. Sec. 5.2 and App. A.2: the score is the spectral norm itself."""
     expected = {}
     for layer, heads in enumerate(captured(model, model.layout)):
         for h in range(4):
-            of = heads.rotated_q[:, h] if by == "query" else heads.rotated_k[:, h // 2]
-            x = of.flatten(0, 1).double().numpy()
+            vectors = heads.rotated_q[:, h] if by == "query" else heads.rotated_k[:, h // 2]
+            x = vectors.flatten(0, 1).double().numpy()
             norm = np.linalg.svd(x, compute_uv=False)[0] ** 2
             share = norm / (x**2).sum()
             expected[layer, h] = {"inverse": 1 / share, "share": share, "norm": norm}[spectral]
     settings = DopeSettings(by=by, spectral=spectral, order=order, heads=12)
-    found = select(model, IDS, settings).heads
-    assert [one.score for one in found] == pytest.approx(
+    heads = select(model, IDS, settings).heads
+    assert [chosen.score for chosen in heads] == pytest.approx(
         sorted(expected.values(), reverse=order == "descending"), rel=1e-5
     )
-    for one in found:
-        assert one.score == pytest.approx(expected[one.layer, one.head], rel=1e-5)
+    for chosen in heads:
+        assert chosen.score == pytest.approx(expected[chosen.layer, chosen.head], rel=1e-5)
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 8.0)
 
-    def found(stage, layout):
+    def scores(stage, layout):
         settings = DopeSettings(stage=stage, heads=12, entropy="vanilla")
         return [chosen.score for chosen in select(model, IDS, settings, layout).heads]
 
-    assert found("post_ntk", None) == found("post_rope", None)
-    by_stage = [found(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
+    assert scores("post_ntk", None) == scores("post_rope", None)
+    by_stage = [scores(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
     assert len(set(map(tuple, by_stage))) == 3
 
 
 @every_variant
-def test_no_head_is_the_very_same_model(model, settings):
-    selection = select(model, IDS, replace(settings, heads=0))
-    assert apply(model.layout, selection) is model.layout
-
-
-@every_variant
 @torch.no_grad()
-def test_heads_change_the_model_and_leave_its_own_layout(model, settings):
+def test_heads_change_the_model_but_not_its_trained_layout(model, settings):
     trained = model.layout
     before = model(IDS)
     selection = select(model, IDS, settings, trained.rescaled(RESCALINGS["yarn"], 4.0))
     assert model.layout is trained
+    assert apply(trained, select(model, IDS, replace(settings, heads=0))) is trained
     model.layout = apply(trained, selection)
     assert not torch.equal(model(IDS), before)
     untouched = set(range(3)) - {layer for layer, _ in places(selection)}
@@ -250,35 +223,6 @@ def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant, unit, chan
     )
 
 
-@torch.no_grad()
-def test_a_query_head_without_rotation_is_plain_attention_of_its_own_keys(model):
-    """Against float64 attention, one query and one key at a time; the other query that reads the
-    same keys still finds them turned."""
-    selection = chosen_by_hand(model, DopeSettings(), 0, 1)
-    turning = model.layout.layers[0].spectra[0].inv_freq
-    attention = model.layers[0].self_attn
-    x, mixed = [], []
-    hooks = [
-        attention.register_forward_pre_hook(lambda _, args: x.append(args[0][0].double())),
-        attention.o_proj.register_forward_pre_hook(lambda _, args: mixed.append(args[0][0])),
-    ]
-    with model.using(apply(model.layout, selection)):
-        model(IDS[:1])
-    for hook in hooks:
-        hook.remove()
-
-    def heads(linear):
-        return (x[0] @ linear.weight.double().T).unflatten(-1, (-1, 8)).transpose(0, 1).tolist()
-
-    q, k, v = (heads(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    for h in range(4):
-        frequencies = [0.0] * 4 if h == 1 else turning
-        place = [[turned(u, i, frequencies) for i, u in enumerate(s)] for s in (q[h], k[h // 2])]
-        expected = torch.tensor(attend(*place, v[h // 2]), dtype=torch.float64)
-        found = mixed[0].unflatten(-1, (4, 8))[:, h].double()
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     """By their frequencies as trained: a rescaling makes no other band slow."""
     settings = DopeSettings("by_parts", heads=6)
@@ -293,7 +237,7 @@ def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
 
 
 @pytest.mark.parametrize(("unit", "count"), [("head", 4), ("group", 1)])
-def test_noise_has_the_deviations_of_what_the_layer_retains(model, unit, count):
+def test_noise_has_the_deviations_of_the_retained_heads(model, unit, count):
     """Of queries and of the keys that they read (Eq. 36 and 37)."""
     selection = select(model, IDS, DopeSettings("by_gaussian", unit=unit, heads=count))
     layers = captured(model, model.layout)
@@ -306,18 +250,20 @@ def test_noise_has_the_deviations_of_what_the_layer_retains(model, unit, count):
             if layer == chosen.layer
             for h in range(u * each, (u + 1) * each)
         ]
-        kept = [h for h in range(4) if h not in lost]
+        retained = [h for h in range(4) if h not in lost]
         sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
-        expected = [float(x[:, kept].double().std(correction=0)) for x in sides]
+        expected = [float(x[:, retained].double().std(correction=0)) for x in sides]
         assert chosen.noise == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_layer_that_retains_nothing_has_the_noise_of_the_model(model):
     settings = DopeSettings("by_gaussian", unit="group", heads=5)
     selection = select(model, IDS, settings)
-    (kept,) = {(layer, head) for layer in range(3) for head in range(2)} - set(places(selection))
+    (retained,) = {(layer, head) for layer in range(3) for head in range(2)} - set(
+        places(selection)
+    )
     layers = captured(model, model.layout)
-    x = layers[kept[0]].rotated_k[:, kept[1]]
+    x = layers[retained[0]].rotated_k[:, retained[1]]
     expected = float(x.double().std(correction=0))
     assert [c.noise[1] for c in selection.heads] == pytest.approx([expected] * 5, rel=1e-5)
     everything = select(model, IDS, replace(settings, heads=6))
@@ -333,13 +279,13 @@ def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(
     settings = DopeSettings("by_gaussian", unit=unit, heads=6, sigma=1.0)
     selection = select(model, IDS, settings)
     assert {chosen.noise for chosen in selection.heads} == {(1.0, 1.0)}
-    one = replace(
+    single = replace(
         selection,
         heads=(
             replace(selection.heads[0], layer=1, head=queries[0] // (1 if unit == "head" else 2)),
         ),
     )
-    before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, one)))
+    before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, single)))
     copies = after.rotated_k.shape[1] // 2
     for new, old, heads in (
         (after.rotated_q, before.rotated_q, queries),
@@ -352,7 +298,7 @@ def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(
         assert torch.equal(new[:, others], old[:, others])
 
 
-def test_layers_and_seeds_have_noise_of_their_own(model):
+def test_layers_and_seeds_have_different_noise(model):
     def noise(seed):
         settings = DopeSettings("by_gaussian", heads=12, seed=seed, sigma=1.0)
         layers = captured(model, apply(model.layout, select(model, IDS, settings)))
@@ -380,11 +326,11 @@ def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
     for unit, most, kind in (("group", 2, "key-value"), ("head", 4, "query")):
         settings = DopeSettings(unit=unit, heads=most)
-        found = places(select(model, IDS, settings))
-        assert {layer for layer, _ in found} == {0, 2}
-        assert {head for _, head in found} == ({0, 1} if most == 4 else {0})
-        said = f"evaluation.dope.heads: expected at most {most}, the {kind} heads"
-        with pytest.raises(UserError, match=said):
+        chosen = places(select(model, IDS, settings))
+        assert {layer for layer, _ in chosen} == {0, 2}
+        assert {head for _, head in chosen} == ({0, 1} if most == 4 else {0})
+        message = f"evaluation.dope.heads: expected at most {most}, the {kind} heads"
+        with pytest.raises(UserError, match=message):
             select(model, IDS, replace(settings, heads=most + 1))
 
 

@@ -1,13 +1,12 @@
-"""Effective lengths of random scores against a plain search, and the cases that have none."""
+"""Effective lengths of all combinations of scores against a plain search."""
 
 import itertools
 
 import pytest
 
 from tests.report.examples import report, statements
-from trainer.evaluation.effective_length import EffectiveLength, effective_length
 from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.statistics import Estimate, estimate
+from trainer.evaluation.statistics import EffectiveLength, Estimate, effective_length, estimate
 
 C = 64
 
@@ -27,8 +26,8 @@ def test_the_first_length_below_the_threshold_ends_the_search():
         for length, rate in zip((128, 256, 512), of_each, strict=True):
             held = held and 100 * rate >= 85 * 100
             expected = length if held else expected
-        found = effective_length(scores(100, *of_each), C)
-        assert found == EffectiveLength(expected, is_limit=not held)
+        result = effective_length(scores(100, *of_each), C)
+        assert result == EffectiveLength(expected, is_limit=not held)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +45,19 @@ def test_text(rates, text):
 
 
 @pytest.mark.parametrize("rates", [(90,), (90, None), (None, 90)])
-def test_nothing_can_be_said_without_the_training_length_and_a_longer_one(rates):
+def test_without_the_training_length_and_a_longer_one_there_is_no_effective_length(rates):
     assert effective_length(scores(*rates), C) is None
 
 
 def test_shorter_lengths_do_not_count():
-    found = effective_length(scores(10, 80, 80, lengths=(32, 64, 128)), C)
-    assert found == EffectiveLength(128, is_limit=False)
+    result = effective_length(scores(10, 80, 80, lengths=(32, 64, 128)), C)
+    assert result == EffectiveLength(128, is_limit=False)
 
 
 def test_rounding_does_not_lose_a_length():
-    base, kept = Estimate(0.3, 0.2, 0.4), Estimate(0.255, 0.2, 0.3)
-    assert kept.mean < 0.85 * base.mean + 1e-9
-    assert effective_length({64: base, 128: kept}, C).text == "≥128"
+    base, longer = Estimate(0.3, 0.2, 0.4), Estimate(0.255, 0.2, 0.3)
+    assert longer.mean < 0.85 * base.mean + 1e-9
+    assert effective_length({64: base, 128: longer}, C).text == "≥128"
 
 
 def test_statements_are_at_chance_if_any_of_them_is_named():
@@ -66,8 +65,8 @@ def test_statements_are_at_chance_if_any_of_them_is_named():
     cells = [*statements("A", (25, 25, 25, 25)), *statements("B", (40, 40, 20, 40))]
     task = {"needles": 4, "chance": 1 / 90, "chance_listed": 1 / 4}
     outcomes = Outcomes(report(*cells, training_length=64, task=task))
-    found = [outcomes.effective_length((name, "none"), ["statements"]).text for name in "AB"]
-    assert found == ["none", "128"]
+    result = [outcomes.effective_length((name, "none"), ["statements"]).text for name in "AB"]
+    assert result == ["none", "128"]
     alone = {**task, "needles": 1, "chance_listed": 1.0}
     outcomes = Outcomes(report(*cells, training_length=64, task=alone))
     assert outcomes.effective_length(("A", "none"), ["statements"]).text == "≥512"

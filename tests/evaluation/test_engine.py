@@ -19,7 +19,7 @@ from trainer.evaluation import dope, engine, passes
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells, say_duration
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
@@ -48,7 +48,7 @@ def evaluation(model, corpus, tmp_path):
         methods=("none", "crop", "yarn"),
         trials=5,
         lengths=LENGTHS,
-        at=".",
+        folder=".",
         share=Share(),  # noqa: B008
         tokens=4096,
     ):
@@ -59,12 +59,12 @@ def evaluation(model, corpus, tmp_path):
         vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
         tasks = [
             perplexity(corpus, lengths),
-            Statements.of(corpus.test, lengths, vocabulary, end, trials, 2, 1),
+            Statements.make(corpus.test, lengths, vocabulary, end, trials, 2, 1),
         ]
         text = FitText({}, end, "text")
         plans = plan_cells([subject], recipes, tasks, lengths, text)
         go.plans = plans
-        measured = measure_cells(plans, text, Store(tmp_path / at), tokens, share)
+        measured = measure_cells(plans, text, Store(tmp_path / folder), tokens, share)
         return measured.cells, len(loads)
 
     return go
@@ -82,22 +82,12 @@ def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation
     assert model.layout == before
     by_key = {(c.method, c.length, c.task): c for c in cells}
     for task in ("perplexity", "statements"):
-        one, other = by_key["none", 32, task], by_key["yarn", 32, task]
-        assert (one.scores, one.losses) == (other.scores, other.losses)
-
-
-def test_losses_are_those_of_the_windows(evaluation, model, corpus):
-    cells, _ = evaluation(["none"])
-    cell = next(c for c in cells if c.task == "perplexity" and c.length == 64)
-    windows = perplexity(corpus).windows[64]
-    expected = losses_by_position(model, windows, corpus.end_of_text, 64)
-    assert cell.edges == (0, 16, 32, 48, 64)
-    assert cell.last_loss == pytest.approx(expected[32:].mean().item(), abs=1e-9)
-    np.testing.assert_allclose(cell.losses, expected.view(4, 16).mean(dim=1), atol=1e-9)
+        unchanged, rescaled = by_key["none", 32, task], by_key["yarn", 32, task]
+        assert (unchanged.scores, unchanged.losses) == (rescaled.scores, rescaled.losses)
 
 
 @torch.no_grad()
-def test_cropped_losses_are_those_of_what_is_in_reach(evaluation, model, corpus):
+def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corpus):
     """At 64 tokens, 32 of them read: the last 16 tokens behind the 16 before, those before them
     behind the 16 before these."""
     cells, _ = evaluation(["crop"])
@@ -111,7 +101,7 @@ def test_cropped_losses_are_those_of_what_is_in_reach(evaluation, model, corpus)
     assert cell.last_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def test_what_was_measured_is_not_measured_again(evaluation):
+def test_stored_cells_are_not_measured_again(evaluation):
     first, loads = evaluation(["none"])
     again, still = evaluation(["none"])
     assert (again, still) == (first, loads)
@@ -122,17 +112,12 @@ def test_what_was_measured_is_not_measured_again(evaluation):
     assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
 
 
-def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
-    short, long = (evaluation(["none"], lengths=lengths)[0] for lengths in ([32], LENGTHS))
-    assert short[0].last_loss != long[0].last_loss
-
-
 def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_path):
-    read, kept = [], []
+    read, alive = [], []
 
     def load():
         gc.collect()
-        kept.append(sum(model() is not None for model in read))
+        alive.append(sum(model() is not None for model in read))
         model = tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
         read.append(weakref.ref(model))
         return model
@@ -145,10 +130,10 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     text = FitText({}, corpus.end_of_text, "text")
     plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text)
     measure_cells(plans, text, Store(tmp_path), 4096)
-    assert kept == [0, 0, 0]
+    assert alive == [0, 0, 0]
 
 
-def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
+def test_a_fit_on_other_text_is_another_measurement(model, corpus):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
     recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
@@ -159,11 +144,11 @@ def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
         text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
         return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text)]
 
-    one, other = keys(1), keys(2)
-    assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 5 + [False]
+    first, second = keys(1), keys(2)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
 
 
-def test_heads_that_are_chosen_on_other_text_are_another_measurement(model, corpus):
+def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
     names = ["none", "dope", "yarn+weighted_rope"]
 
@@ -181,7 +166,7 @@ def test_heads_that_are_chosen_on_other_text_are_another_measurement(model, corp
         assert [a == b for a, b in zip(first, others, strict=True)] == [True] * 2 + [False] * 4
 
 
-def test_chosen_heads_are_told_for_all_lengths_also_by_an_evaluation_that_goes_on(
+def test_chosen_heads_are_noted_for_all_lengths_also_by_a_resumed_evaluation(
     model, corpus, tmp_path
 ):
     config = EvaluationConfig(lengths=[1, 2], dope=DopeSettings(heads=2))
@@ -200,54 +185,19 @@ def test_chosen_heads_are_told_for_all_lengths_also_by_an_evaluation_that_goes_o
 
 
 def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
-    measure, lengths = Statements.measure, []
+    read, lengths = Statements.read, []
 
-    def counting(task, model, length, *rest):
-        lengths.append(length)
-        return measure(task, model, length, *rest)
+    def counting(task, reading):
+        lengths.append(reading.length)
+        return read(task, reading)
 
-    monkeypatch.setattr(Statements, "measure", counting)
+    monkeypatch.setattr(Statements, "read", counting)
     cells, _ = evaluation(["none", "yarn", "crop"])
     assert lengths == [32, 64, 64, 64]
     assert len(cells) == 12
 
 
-def test_an_interrupted_evaluation_goes_on(evaluation, monkeypatch, tmp_path):
-    measure = Statements.measure
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Statements, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        evaluation(["none"])
-    assert len(list(tmp_path.glob("cell-*.json"))) == 1
-    monkeypatch.setattr(Statements, "measure", measure)
-    cells, _ = evaluation(["none"])
-    assert len(cells) == 4
-
-
-def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
-    tiny_decoder, corpus, tmp_path
-):
-    size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
-    model = tiny_decoder(model=size, layers=["nope"])
-    config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(grid=[0.3]))
-    recipes = {"tiny": [recipe(name, model.layout, config) for name in ("none", "temperature")]}
-    text = FitText({64: windows_with_common_ends(corpus.validation, 2, [64])[64]}, 0, "text")
-
-    def go(load):
-        subject = Subject("tiny", "weights", model.config, model.layout, load)
-        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
-        return measure_cells(plans, text, Store(tmp_path), 4096)
-
-    first = go(lambda: model)
-    assert first.temperature["tiny"]["coefficient"] == 0.3
-    assert first.notes == ["tiny, temperature: logits times 1 + 0.3 ln s, as given"]
-    assert go(lambda: pytest.fail("read again")) == first
-
-
-def test_what_was_chosen_before_an_interruption_is_told_by_the_resumed_evaluation(
+def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     model, corpus, tmp_path, monkeypatch
 ):
     """Methods choose before their cells are measured; the resumed evaluation reads the choice."""
@@ -263,11 +213,11 @@ def test_what_was_chosen_before_an_interruption_is_told_by_the_resumed_evaluatio
         loads.append(1)
         return model
 
-    def go(at):
+    def go(folder):
         subject = Subject("tiny", "weights", model.config, model.layout, load)
         plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
-        found = measure_cells(plans, text, Store(tmp_path / at), 4096)
-        return found.notes, found.temperature, [replace(cell, seconds=0.0) for cell in found.cells]
+        measured = measure_cells(plans, text, Store(tmp_path / folder), 4096)
+        return measured.notes, measured.temperature, without_seconds(measured.cells)
 
     whole, get = go("whole"), Store.get
     stored = []
@@ -309,7 +259,7 @@ def without_seconds(cells):
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
     """Of windows and statements, whole and cropped; parts are gone once their cell is stored."""
-    whole, _ = evaluation(at="whole", tokens=64)
+    whole, _ = evaluation(folder="whole", tokens=64)
     monkeypatch.setitem(PART, "cpu", 1.0)
     stored, get = [], Store.get
 
@@ -318,7 +268,7 @@ def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, t
         return get(store, kind, key, make)
 
     monkeypatch.setattr(Store, "get", noted)
-    cells, _ = evaluation(at="parts", tokens=64)
+    cells, _ = evaluation(folder="parts", tokens=64)
     assert without_seconds(cells) == without_seconds(whole)
     assert stored.count("part") >= 2 * 4 * 3
     assert not list((tmp_path / "parts").glob("part-*"))
@@ -327,7 +277,7 @@ def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, t
 def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     evaluation, small_parts, monkeypatch, tmp_path
 ):
-    whole, _ = evaluation(["none"], at="whole", tokens=64)
+    whole, _ = evaluation(["none"], folder="whole", tokens=64)
     read, parts = Perplexity.read, []
 
     def counting(task, reading):
@@ -339,7 +289,7 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     with monkeypatch.context() as patch:
         patch.setattr(Perplexity, "read", counting)
         with pytest.raises(KeyboardInterrupt):
-            evaluation(["none"], at="killed", tokens=64)
+            evaluation(["none"], folder="killed", tokens=64)
     assert parts == [(32, 0), (32, 1)]
     assert len(list((tmp_path / "killed").glob("part-*"))) == 2
     resumed = []
@@ -349,20 +299,20 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
         return read(task, reading)
 
     monkeypatch.setattr(Perplexity, "read", resuming)
-    cells, _ = evaluation(["none"], at="killed", tokens=64)
+    cells, _ = evaluation(["none"], folder="killed", tokens=64)
     assert without_seconds(cells) == without_seconds(whole)
     assert resumed == [(32, 2), (64, 0), (64, 1), (64, 2)]
 
 
 def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts, tmp_path):
     """Their sequences were read in other company; they are measured once more."""
-    evaluation(["none"], at="a", tokens=64)
+    evaluation(["none"], folder="a", tokens=64)
     plan = evaluation.plans[-1]
     keys = [[job.key for job in cell_jobs((plan,), plan, tokens)] for tokens in (64, 65)]
     assert len({str(key) for of_one in keys for key in of_one}) == 2 * plan.parts == 10
 
 
-def test_what_another_process_has_claimed_is_left_to_it(
+def test_each_process_measures_only_the_parts_that_it_claimed(
     evaluation, small_parts, monkeypatch, tmp_path
 ):
     """Two processes share one cell: each measures the parts that it has claimed, the first one puts
@@ -374,10 +324,10 @@ def test_what_another_process_has_claimed_is_left_to_it(
     claimed = jobs[::2]
     for job in claimed:
         assert others.take(job.kind, job.key)
-    assert evaluation(["none"], tokens=64, lengths=[64], at="shared", share=shares[1])[0] == []
+    assert evaluation(["none"], tokens=64, lengths=[64], folder="shared", share=shares[1])[0] == []
     store = Store(tmp_path / "shared")
     assert [store.has(job.kind, job.key) for job in jobs] == [job not in claimed for job in jobs]
-    cells, _ = evaluation(["none"], tokens=64, lengths=[64], at="shared", share=shares[0])
+    cells, _ = evaluation(["none"], tokens=64, lengths=[64], folder="shared", share=shares[0])
     assert without_seconds(cells) == without_seconds(alone)
     assert {path.name[:4] for path in (tmp_path / "shared").iterdir()} == {"cell"}
 
@@ -398,8 +348,8 @@ def fitted(model, corpus, tmp_path):
     text = FitText(windows, corpus.end_of_text, "text")
     plans = plan_cells([subject], recipes, [perplexity(corpus, [64])], [64], text)
 
-    def go(at, share=Share()):  # noqa: B008
-        return measure_cells(plans, text, Store(tmp_path / at), 4096, share)
+    def go(folder, share=Share()):  # noqa: B008
+        return measure_cells(plans, text, Store(tmp_path / folder), 4096, share)
 
     return plan_jobs(plans, 4096), go
 
@@ -427,21 +377,24 @@ def test_a_process_helps_with_a_fit_that_its_cells_wait_for(fitted, tmp_path, mo
         if late:
             store.get("tried", late.pop(), lambda: next(losses))
         else:
-            found = {"notes": [], "temperature": alone.temperature["tiny"]}
-            store.get("choice", choice.key, lambda: found)
+            choice_value = {"notes": [], "temperature": alone.temperature["tiny"]}
+            store.get("choice", choice.key, lambda: choice_value)
 
     monkeypatch.setattr(Claims, "take", noted)
     monkeypatch.setattr(Claims, "pause", meanwhile)
     go("shared", Share(1, 2, "now"))
     grid = TemperatureSettings().grid
     assert tried[: len(grid)] == grid
-    kept = [json.loads(path.read_text()) for path in (tmp_path / "shared").glob("tried-*")]
-    assert {one["key"]["value"] for one in kept} >= {*grid}
-    assert {one["value"] for one in kept if one["key"]["value"] in (0.1, 0.3)} == {8.0, 9.0}
+    stored = [json.loads(path.read_text()) for path in (tmp_path / "shared").glob("tried-*")]
+    assert {result["key"]["value"] for result in stored} >= {*grid}
+    assert {result["value"] for result in stored if result["key"]["value"] in (0.1, 0.3)} == {
+        8.0,
+        9.0,
+    }
     assert store.has("cell", cell.key)
 
 
-def test_processes_fit_together_what_one_fits_alone(fitted, tmp_path):
+def test_processes_together_fit_the_temperature_of_a_single_one(fitted, tmp_path):
     """To the digit, from losses that went through the store."""
     _, go = fitted
     alone = go("alone")
@@ -452,7 +405,7 @@ def test_processes_fit_together_what_one_fits_alone(fitted, tmp_path):
     assert not list((tmp_path / "alone").glob("tried-*"))
 
 
-def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_longest(
+def test_several_processes_begin_with_fits_and_then_the_longest_cells(
     model, corpus, tmp_path, monkeypatch
 ):
     config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
@@ -478,31 +431,23 @@ def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_lon
     ]
 
 
-@pytest.mark.parametrize(("passes", "named"), [(90, False), (91, True)])
-def test_a_shorter_command_is_named_from_three_minutes_on(
-    tiny_decoder, monkeypatch, caplog, passes, named
-):
-    model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    caplog.set_level(logging.INFO, logger=engine.__name__)
-    work = 3 * forward_flops(model.config, model.layout, 16)
-    say_duration(model, [512, 16], passes * work, 48, "trainer evaluate evaluation.quick=true")
-    said = [record.getMessage() for record in caplog.records][1:]
-    assert len(said) == named
-    assert all(one.endswith(": trainer evaluate evaluation.quick=true") for one in said)
-
-
-@pytest.mark.parametrize(("passes", "said"), [(59, "118 s"), (60, "2 min"), (91, "3 min")])
-def test_the_duration_follows_from_a_pass_that_takes_two_seconds(
-    tiny_decoder, monkeypatch, caplog, passes, said
+@pytest.mark.parametrize(
+    ("passes", "duration", "named"),
+    [(59, "118 s", False), (60, "2 min", False), (90, "3 min", False), (91, "3 min", True)],
+)
+def test_the_duration_follows_from_a_pass_and_above_three_minutes_a_shorter_command_is_named(
+    tiny_decoder, monkeypatch, caplog, passes, duration, named
 ):
     model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     caplog.set_level(logging.INFO, logger=engine.__name__)
     # Three sequences of 16 tokens at once; 512 tokens would then take longer than an estimate may.
     work = 3 * forward_flops(model.config, model.layout, 16)
-    say_duration(model, [512, 16], passes * work, batch_tokens=48)
-    assert [record.getMessage() for record in caplog.records] == [f"About {said} in all"]
+    say_duration(model, [512, 16], passes * work, 48, "trainer evaluate evaluation.quick=true")
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert first == f"About {duration} in all"
+    assert len(others) == named
+    assert all(text.endswith(": trainer evaluate evaluation.quick=true") for text in others)
     assert next(clock) == 4  # one pass was timed, from 0 to 2
 
 
@@ -527,7 +472,7 @@ def test_a_cell_says_where_its_method_changes_nothing(evaluation):
         ("dope", []),
     ],
 )
-def test_what_a_fitted_method_leaves_alone_is_known_without_its_fit(model, name, unchanged):
+def test_lengths_that_a_fitted_method_leaves_alone_are_known_before_the_fit(model, name, unchanged):
     config = EvaluationConfig(
         lengths=[0.5, 1, 2], methods=[name], temperature=TemperatureSettings(models="all")
     )

@@ -1,4 +1,4 @@
-"""What a fit and a choice depend on, and the temperature, against plain computation."""
+"""Keys of fits and choices, and temperatures for all heads and for each, against plain loops."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from trainer.evaluation import fitting
-from trainer.evaluation.fitting import FitText, Fitting, fit_coefficient, fit_line
+from trainer.evaluation.fitting import FitText, Fitting, fit_coefficient, fit_heads, fit_line
 from trainer.evaluation.layouts import tempered
 from trainer.evaluation.store import Claims, Share, Store
+from trainer.model.config import QKNormConfig, SoftmaxConfig
+from trainer.positional.layout import Intervention
+from trainer.positional.rescaling import yarn
 
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
@@ -26,8 +29,8 @@ OTHERS = {
 }
 
 
-def test_a_fit_depends_on_its_text_and_a_choice_on_its_own_too():
-    assert {one.name for one in fields(FitText)} == {*OTHERS}
+def test_keys_of_fits_and_choices_have_their_texts():
+    assert {item.name for item in fields(FitText)} == {*OTHERS}
     changed = {name: replace(TEXT, **{name: other}) for name, other in OTHERS.items()}
     of_fits = {name for name, text in changed.items() if text.key != TEXT.key}
     of_choices = {name for name, text in changed.items() if text.choice_key != TEXT.choice_key}
@@ -38,24 +41,24 @@ def test_a_fit_depends_on_its_text_and_a_choice_on_its_own_too():
     assert longer.key != TEXT.key
 
 
-def test_what_is_kept_is_taken_for_the_same_weights_text_and_settings_alone(tmp_path):
+def test_a_stored_fit_is_for_the_same_weights_text_and_settings(tmp_path):
     made = []
 
-    def kept(model="weights", text=TEXT, settings=("a", 1), kind="temperature"):
+    def stored(model="weights", text=TEXT, settings=("a", 1), kind="temperature"):
         def make():
             made.append(1)
             return len(made)
 
-        return Fitting(None, model, text, Store(tmp_path), 64).kept(kind, settings, make)
+        return Fitting(None, model, text, Store(tmp_path), 64).stored(kind, settings, make)
 
-    assert [kept(), kept()] == [1, 1]
+    assert [stored(), stored()] == [1, 1]
     others = [
         {"model": "other"}, {"settings": ("a", 2)}, {"kind": "longrope"},
         *({"text": replace(TEXT, **{k: OTHERS[k]})} for k in ("windows", "fingerprint")),
         {"text": replace(TEXT, end_of_text=1)},
     ]  # fmt: skip
-    assert [kept(**other) for other in others] == [2, 3, 4, 5, 6, 7]
-    assert kept() == 1
+    assert [stored(**other) for other in others] == [2, 3, 4, 5, 6, 7]
+    assert stored() == 1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -64,7 +67,7 @@ def test_a_loss_that_is_not_a_number_is_the_worst_one(tmp_path, processes):
     claims = Claims(tmp_path, Share(0, processes, "now"))
     have = Fitting(None, "weights", TEXT, Store(tmp_path), 64, claims=claims)
     losses = {0.0: math.nan, 0.5: 2.0, 1.0: math.inf}
-    assert have.of_each("settings", [*losses], losses.get) == [math.inf, 2.0, math.inf]
+    assert have.losses("settings", [*losses], losses.get) == [math.inf, 2.0, math.inf]
 
 
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]
@@ -82,16 +85,15 @@ def fit(model, windows=WINDOWS, **form):
     )
 
 
-def mean_losses(model, layout):
-    before, found = model.layout, []
-    model.layout = layout
-    for windows in WINDOWS.values():
-        ids = torch.from_numpy(np.pad(windows, ((0, 0), (1, 0))))
-        with torch.no_grad():
+def summed_loss(model, layout):
+    """Return the mean losses at both lengths, summed, in a plain computation."""
+    total = 0.0
+    with model.using(layout), torch.no_grad():
+        for windows in WINDOWS.values():
+            ids = torch.from_numpy(np.pad(windows, ((0, 0), (1, 0))))
             logits = model(ids[:, :-1])
-        found.append(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
-    model.layout = before
-    return found
+            total += F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    return total
 
 
 @pytest.mark.parametrize("layers", [["rope"], ["nope"], ["alibi"]])
@@ -100,11 +102,11 @@ def mean_losses(model, layout):
 def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers, per, exponent):
     model = tiny_decoder(training_length=C, layers=layers)
     layout = model.layout
-    found = fit(model, per=per, exponent=exponent)
+    coefficient = fit(model, per=per, exponent=exponent)
     assert model.layout is layout
-    grid = [sum(mean_losses(model, tempered(layout, c, per, exponent))) for c in GRID]
-    best = tempered(layout, found, per, exponent)
-    assert sum(mean_losses(model, best)) <= min(grid) + 1e-6
+    losses = [summed_loss(model, tempered(layout, c, per, exponent)) for c in GRID]
+    best = tempered(layout, coefficient, per, exponent)
+    assert summed_loss(model, best) <= min(losses) + 1e-6
 
 
 def stand_in(monkeypatch, loss):
@@ -120,22 +122,12 @@ def stand_in(monkeypatch, loss):
     return asked
 
 
-@pytest.mark.parametrize("at", [0.3, 0.61, 1.2, 1.4])
-def test_a_parabola_is_fitted_exactly(monkeypatch, tiny_decoder, at):
-    asked = stand_in(monkeypatch, lambda c: 3 + 2 * (c - at) ** 2)
+@pytest.mark.parametrize("lowest", [0.3, 0.61, 1.2, 1.4])
+def test_a_parabola_is_fitted_exactly(monkeypatch, tiny_decoder, lowest):
+    asked = stand_in(monkeypatch, lambda c: 3 + 2 * (c - lowest) ** 2)
     model = tiny_decoder(training_length=C)
-    assert fit(model) == pytest.approx(at)
+    assert fit(model) == pytest.approx(lowest)
     assert len(asked) == (len(GRID) + 1) * len(WINDOWS)
-
-
-def test_the_refined_point_is_that_of_numpys_parabola(monkeypatch, tiny_decoder):
-    def loss(c):
-        return np.cosh(c - 0.7) + 0.1 * c**3
-
-    asked = stand_in(monkeypatch, loss)
-    fit(tiny_decoder(training_length=C))
-    a, b, _ = np.polyfit(GRID[:3], [loss(c) for c in GRID[:3]], 2)
-    assert asked[-1] == pytest.approx(-b / (2 * a))
 
 
 @pytest.mark.parametrize(("slope", "end"), [(1.0, 0.0), (-1.0, 2.0), (0.0, 0.0)])
@@ -156,38 +148,126 @@ def test_coefficients_of_infinite_loss_are_not_taken(monkeypatch, tiny_decoder):
 
 
 def test_the_layout_may_depend_on_the_extension_too(monkeypatch, tiny_decoder):
-    model, told, factors = tiny_decoder(training_length=C), [], []
+    model, calls, factors = tiny_decoder(training_length=C), [], []
     stand_in(monkeypatch, lambda c: (c - 0.8) ** 2)
     layout = model.layout
 
     def tempered_with(coefficient):
         return lambda factor: factors.append(factor) or tempered(layout, coefficient)
 
-    have = fitting_of(model, read=lambda *shape: told.append(shape))
-    found = fit_coefficient(have, tempered_with, WINDOWS, GRID, None)
-    assert found == pytest.approx(0.8)
+    have = fitting_of(model, read=lambda *shape: calls.append(shape))
+    result = fit_coefficient(have, tempered_with, WINDOWS, GRID, None)
+    assert result == pytest.approx(0.8)
     assert factors == [2.0, 4.0] * 5
-    assert told == [(3, 16), (3, 32)] * 5
+    assert calls == [(3, 16), (3, 32)] * 5
 
 
 def test_a_line_goes_through_the_best_scale_of_every_length(monkeypatch, tiny_decoder):
     """Peng et al.: the scale of least perplexity at each s, and 1 + c ln s through all of them."""
-    at = {16: 0.4, 32: 1.1}
+    lowest = {16: 0.4, 32: 1.1}
 
     def losses(model, windows, end_of_text, batch_tokens):
         c = model.layout.spectra[0].temperature.coefficient
-        return torch.tensor([(c - at[windows.shape[1]]) ** 2], dtype=torch.float64)
+        return torch.tensor([(c - lowest[windows.shape[1]]) ** 2], dtype=torch.float64)
 
     monkeypatch.setattr(fitting, "losses_by_position", losses)
     model = tiny_decoder(training_length=C)
     logs = np.log([16 / C, 32 / C])
-    scales = 1 + np.array(list(at.values())) * logs
+    scales = 1 + np.array(list(lowest.values())) * logs
     expected = np.linalg.lstsq(logs[:, None], scales - 1, rcond=None)[0].item()
 
     def best(windows):
         return fit(model, windows)
 
     assert fit_line(best, WINDOWS, C) == pytest.approx(expected)
-    one = {16: WINDOWS[16]}
-    assert fit_line(best, one, C) == pytest.approx(0.4)
-    assert best(one) == pytest.approx(0.4)
+    shorter = {16: WINDOWS[16]}
+    assert fit_line(best, shorter, C) == pytest.approx(0.4)
+    assert best(shorter) == pytest.approx(0.4)
+
+
+SHAPES = {
+    "nope": (["nope"], {"num_key_value_heads": 4}),
+    "rope, GQA": (["rope"], {}),
+    "QK-norm": (["nope"], {"qk_norm": QKNormConfig("always")}),
+}
+
+
+def decoder_of(decoder, shape, **more):
+    layers, model = SHAPES[shape]
+    return decoder(training_length=C, layers=layers, model=model | more)
+
+
+def coefficients(model):
+    heads = model.config.num_attention_heads
+    rows = range(len(model.layout.layers))
+    return [[0.1 * (1 + row + 2 * head) for head in range(heads)] for row in rows]
+
+
+def encoded(model, layout, ids):
+    sides = []
+    with model.using(layout), model.observed(lambda _, q, k, *more, **__: sides.append(more[:2])):
+        logits = model(ids)
+    return sides, logits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [False, True], ids=["as trained", "yarn"])
+@torch.no_grad()
+def test_each_head_has_a_separate_factor(tiny_decoder, shape, scaled):
+    model = decoder_of(tiny_decoder, shape)
+    rows = coefficients(model)
+    layers = range(len(rows))
+    before = model.layout.rescaled(yarn, 4.0) if scaled else model.layout
+    ids = torch.from_numpy(WINDOWS[32])
+    plain, logits = encoded(model, before, ids)
+    result, tempered_logits = encoded(model, before.tempered_by_head(rows, layers), ids)
+    q, k = plain[0]
+    copies = q.shape[1] // k.shape[1]
+    theirs_q, theirs_k = result[0]
+    for head, c in enumerate(rows[0]):  # of the first layer: its input is the same
+        factor = 1 + c * math.log(32 / C)
+        torch.testing.assert_close(theirs_q[:, head], q[:, head] * factor)
+        key = theirs_k[:, head // (q.shape[1] // theirs_k.shape[1])]
+        torch.testing.assert_close(key, k[:, head // copies])
+    assert not torch.allclose(logits, tempered_logits)
+    short = ids[:, :C]
+    unchanged = [
+        encoded(model, x, short)[1] for x in (before, before.tempered_by_head(rows, layers))
+    ]
+    torch.testing.assert_close(*unchanged)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_fit_lowers_the_loss_and_leaves_the_model_alone(
+    tiny_decoder, monkeypatch, shape, learned
+):
+    monkeypatch.setattr(fitting, "STEPS", 4)
+    model = decoder_of(tiny_decoder, shape, softmax=SoftmaxConfig(learned_scale=learned))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    read = []
+    have = fitting_of(model, read=lambda *shape: read.append(shape))
+    layers = range(len(model.layout.layers))
+    base = tempered(model.layout, 0.0)
+    fitted = fit_heads(have, lambda _: base, WINDOWS, layers, 0.2)
+    losses = [
+        summed_loss(model, model.layout.tempered_by_head(rows, layers))
+        for rows in (fitted, [[0.2] * 4 for _ in layers])
+    ]
+    assert losses[0] < losses[1]
+    assert all(0 <= c <= 100 for row in fitted for c in row)
+    assert len({c for row in fitted for c in row}) > 1
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    assert read == [(3, 16), (3, 32)] * 5
+
+
+def test_interventions_on_shared_keys_stay(tiny_decoder):
+    layout = decoder_of(tiny_decoder, "rope, GQA").layout
+    noisy = replace(layout.layers[0], intervention=Intervention(key_noise=(0.1, 0.2)))
+    layout = replace(layout, layers=(noisy, *layout.layers[1:]))
+    result = layout.tempered_by_head([[0.1, 0.2, 0.3, 0.4]], [0])
+    assert result.layers[0].intervention.key_noise == (0.1, 0.1, 0.2, 0.2)
+    assert result.layers[1:] == layout.layers[1:]

@@ -128,29 +128,29 @@ def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
     )
     config = HarnessConfig(["both"], limit=4, include_path=str(task))
     scores = score_tasks(models[0].model, models[0].encoder, config)
-    of = {score.task: score for score in scores if score.metric == "acc"}
-    assert of["both"].each == of["sums"].each + of["more"].each
-    assert len(of["both"].each) == 8
+    by_task = {score.task: score for score in scores if score.metric == "acc"}
+    assert by_task["both"].each == by_task["sums"].each + by_task["more"].each
+    assert len(by_task["both"].each) == 8
 
 
 def test_requests_that_are_spread_have_the_answers_of_one_process(models):
-    one = models[0]
+    alone = models[0]
 
     def spread(items, compute):
-        found = [None] * len(items)
+        result = [None] * len(items)
         for start in range(3):
-            found[start::3] = compute(items[start::3])
-        return found
+            result[start::3] = compute(items[start::3])
+        return result
 
-    many = HarnessModel(one.model, one.encoder, 64, spread, silent=True)
+    many = HarnessModel(alone.model, alone.encoder, 64, spread, silent=True)
     pairs = [asked(*pair) for pair in PAIRS]
-    expected, found = (model.loglikelihood(pairs) for model in (one, many))
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], abs=1e-5)
+    expected, result = (model.loglikelihood(pairs) for model in (alone, many))
+    assert [greedy for _, greedy in result] == [greedy for _, greedy in expected]
+    assert [x for x, _ in result] == pytest.approx([x for x, _ in expected], abs=1e-5)
     texts = [asked(text, {"until": [], "max_gen_toks": 5}) for text in TEXTS[:4]]
-    assert many.generate_until(texts) == one.generate_until(texts)
+    assert many.generate_until(texts) == alone.generate_until(texts)
     whole = [asked(text) for text in TEXTS[:2]]
-    assert many.loglikelihood_rolling(whole) == pytest.approx(one.loglikelihood_rolling(whole))
+    assert many.loglikelihood_rolling(whole) == pytest.approx(alone.loglikelihood_rolling(whole))
 
 
 @pytest.fixture
@@ -196,15 +196,15 @@ def test_metadata_size_a_task(models, sized, lengths):
     config = HarnessConfig(["long"], include_path=str(sized), metadata=metadata)
     assert task_problems(config) == []
     scores = score_tasks(ours.model, ours.encoder, config)
-    found = {score.metric: (score.value, score.questions, score.each) for score in scores}
-    assert found == {str(n): (n / 100, 2, (n / 100, n / 100)) for n in lengths}
+    result = {score.metric: (score.value, score.questions, score.each) for score in scores}
+    assert result == {str(n): (n / 100, 2, (n / 100, n / 100)) for n in lengths}
 
 
 def test_wrong_metadata_are_named(sized, task):
     def problem(name, **metadata):
         config = HarnessConfig([name], include_path=str(sized), metadata=metadata)
-        (found,) = task_problems(config)
-        return str(found)
+        (result,) = task_problems(config)
+        return str(result)
 
     assert "cannot load long (No tokenizer provided.)" in problem("long", max_seq_lengths=[32])
     assert "not iterable" in problem("long", max_seq_lengths=32, tokenizer="any")

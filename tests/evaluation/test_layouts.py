@@ -1,4 +1,4 @@
-"""What is done to layouts, and what they say of themselves."""
+"""Changes of layouts, and files of published factors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trainer.common.errors import UserError
 from trainer.evaluation.layouts import (
     TITLES,
     check_published,
-    is_free_of_positions,
     read_factors,
     tempered,
     windowed,
@@ -35,19 +34,6 @@ def layout(**positional):
         head_dim=8,
         training_length=64,
     )
-
-
-def test_temperature_is_one_at_the_training_length_and_grows_with_the_logarithm():
-    spectrum = tempered(layout(layers=["nope"]), 0.4).layers[0].spectra[0]
-    assert spectrum.temperature.at(64, 64).scale == 1
-    assert spectrum.temperature.at(512, 64).scale == pytest.approx(1 + 0.4 * math.log(8))
-
-
-def test_what_applies_to_what():
-    assert layout(layers=["nope", "rope"]).rotates
-    assert not layout(layers=["nope"]).rotates
-    assert is_free_of_positions(layout(layers=["nope"]))
-    assert not is_free_of_positions(layout(layers=["alibi"]))
 
 
 def test_a_window_is_no_wider_than_the_training_length():
@@ -81,7 +67,7 @@ def test_factors_divide_the_frequencies_beyond_the_training_length():
     assert after.at(65, 64).inv_freq == pytest.approx(slow)
 
 
-def test_every_rescaling_has_a_title_of_its_own():
+def test_every_rescaling_has_a_distinct_title():
     assert list(TITLES) == list(RESCALINGS)
     assert len(set(TITLES.values())) == len(TITLES)
 
@@ -135,10 +121,10 @@ def theirs(length, **more):
 )
 @pytest.mark.parametrize("length", [10, C, C + 1, 8 * C])
 def test_a_file_gives_frequencies_and_sizes_of_transformers(written, content, more, length):
-    found = with_published(rotary(), read_factors(written(content)), 2.0).at(length)
+    result = with_published(rotary(), read_factors(written(content)), 2.0).at(length)
     inv_freq, attention = theirs(length, **more)
-    assert found.spectra[0].inv_freq == pytest.approx(inv_freq.tolist(), rel=1e-6)
-    assert found.spectra[0].rotary_scale == pytest.approx(attention)
+    assert result.spectra[0].inv_freq == pytest.approx(inv_freq.tolist(), rel=1e-6)
+    assert result.spectra[0].rotary_scale == pytest.approx(attention)
 
 
 def test_factors_alone_are_for_the_length_that_is_evaluated(written):
@@ -149,13 +135,13 @@ def test_factors_alone_are_for_the_length_that_is_evaluated(written):
         assert spectrum.rotary_scale == pytest.approx(expected)
 
 
-def test_what_does_not_rotate_stays(written):
+def test_published_factors_leave_spectra_without_rotation(written):
     still = one_layer(C, Spectrum())
     assert with_published(still, read_factors(written(SCALING)), 4.0) == still
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("[1, 2", "it is not JSON"),
         ([1, 2], "holds no keys; it needs short_factor and long_factor"),
@@ -174,26 +160,21 @@ def test_what_does_not_rotate_stays(written):
         ({**SCALING, "factor": "8"}, "factor: expected a positive number from 0.000001 to 10^12"),
     ],
 )
-def test_a_file_of_something_else_is_refused_in_one_line(written, content, said):
+def test_a_file_without_valid_factors_is_refused_in_one_line(written, content, message):
     with pytest.raises(UserError, match=r"^evaluation\.longrope\.factors: ") as error:
         read_factors(written(content))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(UserError, match=r"longrope\.factors: cannot read 'none.json'"):
-        read_factors("none.json")
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"original_max_position_embeddings": 32}, "expected original_max_position_embeddings of"),
         ({"short_factor": [1, 1], "long_factor": [1, 2]}, "expected 4 factors, one for each pair"),
     ],
 )
-def test_factors_for_another_model_are_refused(written, change, said):
+def test_factors_for_another_model_are_refused(written, change, message):
     check_published(rotary(), read_factors(written(SCALING)))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         check_published(rotary(), read_factors(written({**SCALING, **change})))

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
-from tests.model.test_decoder import published
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation import likelihood
@@ -31,24 +30,24 @@ def some_requests(seed=0):
         return tuple(torch.randint(50, (count,), generator=generator).tolist())
 
     sizes = [(3, [4]), (20, [1, 1, 1]), (9, [5, 1, 12]), (8, [2, 2]), (1, [30]), (15, [1])]
-    found = [
+    requests = [
         Request(context, tokens(n)) for c, news in sizes for context in [tokens(c)] for n in news
     ]
-    return found + found[4:7]
+    return requests + requests[4:7]
 
 
 @torch.no_grad()
 def one_at_a_time(model, requests):
     """(log-likelihood, greedy), by a forward pass over each whole request in float64."""
     model = copy.deepcopy(model).double()
-    found = []
+    expected = []
     for request in requests:
         ids = torch.tensor([request.context + request.continuation])
         logits = model(ids[:, :-1])[0, len(request.context) - 1 :]
         targets = torch.tensor(request.continuation)
         chosen = logits.log_softmax(-1).gather(-1, targets[:, None])
-        found.append((chosen.sum().item(), bool((logits.argmax(-1) == targets).all())))
-    return found
+        expected.append((chosen.sum().item(), bool((logits.argmax(-1) == targets).all())))
+    return expected
 
 
 def assert_same(got, expected):
@@ -59,13 +58,13 @@ def assert_same(got, expected):
 
 def greedy_requests(model):
     """Requests whose continuations the model would write itself."""
-    found = []
+    requests = []
     for request in some_requests(1)[:8]:
         ids = torch.tensor([request.context])
         for _ in request.continuation:
             ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
-        found.append(Request(request.context, tuple(ids[0, len(request.context) :].tolist())))
-    return found
+        requests.append(Request(request.context, tuple(ids[0, len(request.context) :].tolist())))
+    return requests
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
@@ -99,20 +98,6 @@ def test_order_makes_no_difference(tiny_decoder, enough, monkeypatch):
     model, requests = tiny_decoder(), some_requests()
     expected = one_at_a_time(model, requests)
     assert_same(log_likelihoods(model, requests[::-1], 100), expected[::-1])
-
-
-@torch.no_grad()
-def test_transformers_says_the_same(tiny_decoder):
-    model = tiny_decoder()
-    hf, requests = published("Llama", model), some_requests()
-    found = []
-    for request in requests:
-        ids = torch.tensor([request.context + request.continuation])
-        logits = hf(ids).logits[0, len(request.context) - 1 : -1]
-        chosen = logits.log_softmax(-1).gather(-1, ids[:, len(request.context) :].T)
-        greedy = torch.equal(logits.argmax(-1), ids[0, len(request.context) :])
-        found.append((chosen.sum().item(), greedy))
-    assert_same(log_likelihoods(model, requests, 4096), found)
 
 
 def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
@@ -166,13 +151,13 @@ def test_end_of_text_stands_for_an_empty_context_and_begins_others_if_asked(toke
     assert other.context == ((end,) if add_bos else ()) + tuple(tokenizer.encode("a").ids)
 
 
-def test_a_tokenizer_that_begins_texts_itself_is_left_to_it(tokenizer):
+def test_a_tokenizer_with_its_own_first_token_gets_no_other(tokenizer):
     from tokenizers.processors import TemplateProcessing
 
-    own = type(tokenizer).from_str(tokenizer.to_str())
-    own.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 7)])
+    beginning = type(tokenizer).from_str(tokenizer.to_str())
+    beginning.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 7)])
     for add_bos in (False, True):
-        requests = Encoder(own, 100, add_bos).requests([("a", " b"), ("", "b")])
+        requests = Encoder(beginning, 100, add_bos).requests([("a", " b"), ("", "b")])
         assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
 
 
@@ -187,12 +172,12 @@ def test_long_contexts_lose_their_beginning(tokenizer, caplog):
     assert "1 of 1 contexts lost their beginning" in caplog.text
     caplog.clear()
     fits = len(whole.context) + size - 1
-    for room, said in ((fits, ""), (fits - 1, f"they are longer than {fits - 1} tokens")):
+    for room, message in ((fits, ""), (fits - 1, f"they are longer than {fits - 1} tokens")):
         Encoder(tokenizer, room).requests([pair, ("", "x")])
-        assert said in caplog.text
-        assert bool(said) == ("1 of 2 contexts lost" in caplog.text)
-    (kept,) = Encoder(tokenizer, 2).requests([pair])
-    assert (kept.context, kept.continuation) == (whole.context[-1:], whole.continuation)
+        assert message in caplog.text
+        assert bool(message) == ("1 of 2 contexts lost" in caplog.text)
+    (stored,) = Encoder(tokenizer, 2).requests([pair])
+    assert (stored.context, stored.continuation) == (whole.context[-1:], whole.continuation)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

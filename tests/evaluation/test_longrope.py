@@ -42,11 +42,11 @@ def mixed():
 def generations(space, count=40, seed=0):
     """Starts and descendants."""
     generator = np.random.default_rng(seed)
-    found = list(space.starts())
+    individuals = list(space.starts())
     for _ in range(count):
-        one, other = (found[i] for i in generator.integers(len(found), size=2))
-        found.append(space.child(one, other, generator))
-    return found
+        first, second = (individuals[i] for i in generator.integers(len(individuals), size=2))
+        individuals.append(space.child(first, second, generator))
+    return individuals
 
 
 @pytest.mark.parametrize("make", [EveryPair, FromCriticalPair])
@@ -153,12 +153,12 @@ def fitting(tmp_path):
     return make
 
 
-def test_what_is_found_is_no_worse_than_any_start_and_better_than_the_best(model):
+def test_the_result_is_better_than_every_starting_point(model):
     layout = model.layout
-    found = search_longrope(model, lambda: text_loss(model), S, budget=30)
+    result = search_longrope(model, lambda: text_loss(model), S, budget=30)
     assert model.layout is layout
     start = min(loss_with(model, f, text_loss) for f in EveryPair(layout, S).starts())
-    assert loss_with(model, found, text_loss) < start
+    assert loss_with(model, result, text_loss) < start
 
 
 @pytest.mark.parametrize("search", ["perplexity", "needles"])
@@ -189,8 +189,8 @@ def test_factors_whose_loss_is_not_a_number_are_not_taken(model):
         tried.append(model.layout)
         return next(losses)
 
-    found = search_longrope(model, loss, S, budget=16)
-    assert with_factors(model.layout, found) == tried[3]
+    result = search_longrope(model, loss, S, budget=16)
+    assert with_factors(model.layout, result) == tried[3]
 
 
 def slowest(layout):
@@ -198,7 +198,7 @@ def slowest(layout):
 
 
 @pytest.mark.parametrize(("search", "ideal"), [("perplexity", 2.7), ("needles", 4.4)])
-def test_the_best_are_kept_as_parents(model, search, ideal):
+def test_the_search_approaches_the_factor_of_least_loss(model, search, ideal):
     """With a loss that is least where the slowest pair is divided by so much, the search goes
     there."""
     wanted = slowest(model.layout) / ideal
@@ -206,11 +206,11 @@ def test_the_best_are_kept_as_parents(model, search, ideal):
     def loss():
         return abs(math.log(slowest(model.layout) / wanted))
 
-    found = search_longrope(model, loss, S, search, budget=100)
-    assert next(f for f in found if f)[-1] == pytest.approx(ideal, rel=0.05)
+    result = search_longrope(model, loss, S, search, budget=100)
+    assert next(f for f in result if f)[-1] == pytest.approx(ideal, rel=0.05)
 
 
-def test_each_search_takes_its_own_loss_of_its_own_texts(model, fitting):
+def test_perplexity_and_needles_search_by_their_losses_on_their_texts(model, fitting):
     """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
     for search, loss, shape in (
         ("perplexity", text_loss, (3, 32)),
@@ -219,9 +219,15 @@ def test_each_search_takes_its_own_loss_of_its_own_texts(model, fitting):
         have, read = fitting(model), []
         have.read = lambda *shape, read=read: read.append(shape)
         settings = LongRopeSettings(search=search, evaluations=12)
-        found = fitted_factors(have, settings, S, model.layout)
-        assert found == search_longrope(model, lambda f=loss: f(model), S, search, budget=12)
+        result = fitted_factors(have, settings, S, model.layout)
+        assert result == search_longrope(model, lambda f=loss: f(model), S, search, budget=12)
         assert read == [shape] * 12
+
+
+def test_a_search_begins_with_the_unchanged_model_and_by_needles_with_the_extension(model):
+    for search, slowest_factor in (("perplexity", 1.0), ("needles", S)):
+        factors = search_longrope(model, lambda: 0.0, S, search, budget=1)
+        assert {f[-1] for f in factors if f} == {slowest_factor}
 
 
 def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fitting):
@@ -230,7 +236,7 @@ def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fittin
         fitted_factors(fitting(model), LongRopeSettings(), S, model.layout)
 
 
-def test_a_choice_depends_on_what_decides_it_and_on_nothing_else():
+def test_the_key_of_a_search_has_its_settings():
     usual = LongRopeSettings()
     assert usual.of_choice == {"evaluations": 64, "windows": 4, "seed": 0}
     assert replace(usual, search="needles").of_choice != usual.of_choice

@@ -1,4 +1,4 @@
-"""Held-out loss by position, against a window-by-window computation."""
+"""Held-out loss by position, against a window-by-window computation, and sizes of batches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.common.errors import UserError
+from trainer.evaluation import passes
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import (
     AnsweredTexts,
@@ -21,6 +22,7 @@ from trainer.evaluation.loss import (
     losses_by_position,
     windows_with_common_ends,
 )
+from trainer.evaluation.passes import sequences_at_once
 
 
 class Stream:
@@ -76,7 +78,7 @@ def as_read(model, window, position, first):
 @torch.no_grad()
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
 @pytest.mark.parametrize(("length", "reads"), [(16, 8), (19, 8), (21, 6), (9, 8), (23, 5), (7, 2)])
-def test_cropped_every_token_sees_half_to_all_of_what_is_read(
+def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
     tiny_decoder, length, reads, batch_tokens
 ):
     """Pieces of ``reads`` tokens, counted from the end, whose last halves count."""
@@ -105,16 +107,16 @@ def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder
     model = tiny_decoder(training_length=8)
     windows = windows_with_common_ends(Stream(500), 4, [16, 24, 61])
     losses = [losses_by_position(model, w, 0, 100, reads=8)[-4:] for w in windows.values()]
-    for found in losses[1:]:
-        torch.testing.assert_close(found, losses[0], rtol=1e-6, atol=1e-6)
+    for result in losses[1:]:
+        torch.testing.assert_close(result, losses[0], rtol=1e-6, atol=1e-6)
 
 
 def test_progress_counts_windows(tiny_decoder):
-    told = []
+    counts = []
     windows = Stream(100).windows(np.array([0, 17, 30]), 10)
-    losses_by_position(tiny_decoder(), windows, 0, 20, done=told.append)
-    losses_by_position(tiny_decoder(), windows, 0, 20, reads=4, done=told.append)
-    assert told == [2, 1, 2, 1]
+    losses_by_position(tiny_decoder(), windows, 0, 20, done=counts.append)
+    losses_by_position(tiny_decoder(), windows, 0, 20, reads=4, done=counts.append)
+    assert counts == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("layers", [["rope"], ["nope"]])
@@ -179,12 +181,12 @@ def test_the_loss_is_of_the_answers_tokens_a_mean_for_each_text(tiny_decoder):
         for row, count in enumerate(answers)
     ]
     for batch_tokens in (40, 1000):
-        found = answer_loss(model, AnsweredTexts(ids, answers), batch_tokens)
-        assert found == pytest.approx(np.mean(expected), rel=1e-5)
+        result = answer_loss(model, AnsweredTexts(ids, answers), batch_tokens)
+        assert result == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def test_an_encoding_that_follows_the_length_has_that_of_the_whole_text(tiny_decoder):
-    """Also where the text is one token longer than the training length, and what is read is not."""
+    """Also if the text has one token more than the training length, and the read part has not."""
     model = tiny_decoder(training_length=39)
     asked = AnsweredTexts(np.random.default_rng(0).integers(0, 50, (2, 40)), np.array([2, 2]))
     with model.using(model.layout.map(lambda s: s.with_temperature(coefficient=3.0))):
@@ -195,3 +197,20 @@ def test_an_encoding_that_follows_the_length_has_that_of_the_whole_text(tiny_dec
 def test_a_length_without_room_is_named(haystack):
     with pytest.raises(UserError, match=r"evaluation.longrope.search: expected at least \d+ tok"):
         answered_texts(haystack, 1, 20, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_tokens", "expected"),
+    [(8, 64, 8), (8, 71, 8), (8, 4, 1), (8, 10**9, 16), (1000, 10**9, 1)],
+)
+def test_no_more_than_allowed_and_than_the_cache_holds(
+    tiny_decoder, monkeypatch, length, batch_tokens, expected
+):
+    model = tiny_decoder()
+    monkeypatch.setattr(passes, "IN_CACHE", 128 * model.config.hidden_size)
+    assert sequences_at_once(model, length, batch_tokens) == expected
+
+
+def test_a_gpu_takes_all_that_is_allowed(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(passes, "IN_CACHE", 0)
+    assert sequences_at_once(tiny_decoder().to("meta"), 8, 64) == 8

@@ -1,4 +1,4 @@
-"""Many-shot prompts: what they hold, how full they are, where the needle is, what is right."""
+"""Many-shot prompts: their examples, lengths and needles, and the comparison of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.many_shot import (
     ManyShotSettings,
     arithmetic,
-    boxed,
     final_answer,
     many_shot_tasks,
     normalised,
@@ -29,8 +28,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def tasks(tokenizer):
     """By name, of arithmetic."""
-    found, _ = many_shot_tasks(ManyShotSettings(trials=5), tokenizer, 7)
-    return {task.name: task for task in found}
+    made, _ = many_shot_tasks(ManyShotSettings(trials=5), tokenizer, 7)
+    return {task.name: task for task in made}
 
 
 @pytest.fixture
@@ -142,9 +141,9 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     ]
     file = math_file(*rows, rows[0], {"problem": "Q", "solution": "S", "answer": r"\text{A}"})
     settings = ManyShotSettings(file=file, new_tokens=50)
-    found, notes = many_shot_tasks(settings, tokenizer, None)
+    made, notes = many_shot_tasks(settings, tokenizer, None)
     assert notes == ["Many-shot prompts ask 31 problems: evaluation.many_shot.file has no more."]
-    prompts = found[1].prompts(1400)
+    prompts = made[1].prompts(1400)
     assert len(prompts) == 31
     for prompt in prompts:  # nearly all others are examples, the question never
         solved, question = examples(tokenizer.decode(prompt.tokens))
@@ -152,7 +151,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
         assert not any(text.startswith(question) for text in solved)
     (asked,) = [p for p in prompts if tokenizer.decode(p.tokens).endswith("Half of 0?\nSolution:")]
     assert asked.answers == (r"\frac{0}{2}",)
-    assert found[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
+    assert made[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
     (default, *_), _ = many_shot_tasks(ManyShotSettings(file=file), tokenizer, None)
     assert default.new_tokens == 2048
 
@@ -165,7 +164,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
         ([], "is empty"),
     ],
 )
-def test_a_malformed_file_is_one_clear_sentence(math_file, rows, fault):
+def test_a_malformed_file_is_refused_with_its_fault(math_file, rows, fault):
     with pytest.raises(UserError, match=f"evaluation.many_shot.file: '.*math.jsonl'.*{fault}"):
         read_problems(math_file(*rows))
 
@@ -189,7 +188,7 @@ def test_lengths_that_cannot_be_filled_are_refused(tasks, math_file, tokenizer):
         few.prompts(2000)
 
 
-def test_all_problems_of_settings_are_told_at_once():
+def test_all_problems_of_settings_are_reported_together():
     wrong = ManyShotSettings(["many_shot_skp"], "none.jsonl", depths=[])
     problems = [*map(str, wrong.problems())]
     assert len(problems) == 3
@@ -211,11 +210,6 @@ def test_all_problems_of_settings_are_told_at_once():
 )
 def test_the_boxed_answer_or_else_the_last_number(text, answer):
     assert final_answer(text) == answer
-
-
-def test_nothing_boxed():
-    assert boxed("17") is None
-    assert boxed(r"\boxed{7") is None
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,14 @@
-"""What is measured at a length: shared among ranks, scored, and cropped."""
+"""Measurements at a length: shared among ranks, scored, and cropped."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from trainer.data.needles import NeedleVocabulary, make_trials
+from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Prompted, Statements, successes
+from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
 
 LENGTHS = [32, 64]
@@ -22,7 +18,7 @@ def test_ranks_share_trials_and_windows(corpus):
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     windows = windows_with_common_ends(corpus.test, 3, LENGTHS)
     perplexity = Perplexity(windows, corpus.end_of_text, 32)
-    whole = Statements.of(corpus.test, LENGTHS, vocabulary, corpus.end_of_text, 6, 2, 1)
+    whole = Statements.make(corpus.test, LENGTHS, vocabulary, corpus.end_of_text, 6, 2, 1)
     parts = [whole.part(rank, 2).trials[64] for rank in range(2)]
     assert (parts[1].prompts == whole.trials[64].prompts[1::2]).all()
     assert sum(len(part.answers) for part in parts) == len(parts[0].depths) * 2 == 6
@@ -51,11 +47,13 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
         for window in windows[length]:
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
-        mean = torch.stack(losses).mean(dim=0)
-        found = task.measure(model, length, None, 4096)
-        assert found["last_loss"] == pytest.approx(mean[-(last or 24) :].mean().item(), rel=1e-5)
-        assert found["edges"] == (*range(0, length, 16), length)
-        for value, start in zip(found["losses"], found["edges"], strict=False):
+        mean, count = torch.stack(losses).mean(dim=0), last or 24
+        result = task.measure(model, length, None, 4096)
+        assert result["last_loss"] == pytest.approx(mean[-count:].mean().item(), rel=1e-5)
+        by_window = [window[-count:].mean().item() for window in losses]
+        assert result["by_window"] == pytest.approx(by_window, rel=1e-5)
+        assert result["edges"] == (*range(0, length, 16), length)
+        for value, start in zip(result["losses"], result["edges"], strict=False):
             assert value == pytest.approx(mean[start : start + 16].mean().item(), rel=1e-5)
 
 
@@ -64,10 +62,10 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
     vocabulary, end = NeedleVocabulary.from_tokenizer(corpus.tokenizer), corpus.end_of_text
-    task = Statements.of(corpus.test, [64], vocabulary, end, 8, 2, 1)
+    task = Statements.make(corpus.test, [64], vocabulary, end, 8, 2, 1)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    found = task.measure(model, 64, reads, 4096)
+    result = task.measure(model, 64, reads, 130)  # two trials, a batch
     handle.remove()
     trials = task.trials[64]
     cropped = [[end, *prompt[64 - min(reads or 64, 64) + 1 :]] for prompt in trials.prompts]
@@ -76,8 +74,8 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
         float(model(torch.tensor([prompt]))[0, -1].argmax() == answer)
         for prompt, answer in zip(cropped, trials.answers, strict=True)
     ]
-    assert found["scores"] == tuple(hits)
-    assert found["depths"] == tuple(round(1 - depth / 64, 4) for depth in trials.depths.tolist())
+    assert result["scores"] == tuple(hits)
+    assert result["depths"] == tuple(round(1 - depth / 64, 4) for depth in trials.depths.tolist())
 
 
 def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
@@ -99,8 +97,8 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     assert task.fingerprint(64) == Prompted(Quarter(), corpus.tokenizer).fingerprint(64)
     assert task.fingerprint(64) != task.fingerprint(32)
     read = []
-    found = task.measure(model, 64, 32, 4096, read.append)
-    assert found == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
+    result = task.measure(model, 64, 32, 4096, read.append)
+    assert result == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
     assert sum(read) == 3
     assert asked == [("0",), ("1",), ("2",)]
 
@@ -108,8 +106,8 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "trainer.evaluation.measurements.answers_of",
-        lambda piece, model, tokenizer, prompts, *_: asked.extend(prompts) or {0: ""},
+        "trainer.evaluation.measurements.answers",
+        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or {0: ""},
     )
 
     class One:
@@ -126,44 +124,3 @@ def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, m
     assert len(prompt.tokens) == 30
     assert prompt.tokens[0] == 7
     assert prompt.tokens[-1] == 160
-
-
-VOCABULARY = NeedleVocabulary(np.arange(100, 116), np.arange(200, 290), 300)
-
-
-class Reader(nn.Module):
-    """Reads prompts as a person would: finds the name's statement within ``reach`` tokens."""
-
-    def __init__(self, reach):
-        super().__init__()
-        self.reach, self.largest = reach, 0
-        self.device = torch.device("cpu")
-        self.computes_on = "cpu"
-        self.config = SimpleNamespace(hidden_size=1)
-
-    def forward(self, ids, last):
-        assert last == 1
-        self.largest = max(self.largest, ids.numel())
-        logits = torch.zeros(len(ids), 1, 301)
-        for row, prompt in enumerate(ids.tolist()):
-            for i in range(max(0, len(prompt) - 1 - self.reach), len(prompt) - 1):
-                if prompt[i] == prompt[-1]:
-                    logits[row, 0, prompt[i + 1]] = 1
-        return logits
-
-
-def test_reach_of_a_reader_is_what_is_measured():
-    text = np.tile(np.arange(256) % 90, (200, 1))
-    trials = make_trials(text, np.arange(200), VOCABULARY, 4, seed=0)
-    for reach in (32, 128, 256):
-        hits = successes(Reader(reach), trials, batch_tokens=1000)
-        assert hits == (trials.depths <= reach).tolist()
-    assert 0.05 < np.mean(successes(Reader(32), trials, 1000)) < 0.3
-
-
-def test_a_batch_holds_the_tokens_it_may():
-    text = np.tile(np.arange(256) % 90, (20, 1))
-    trials = make_trials(text, np.arange(20), VOCABULARY, 4, seed=0)
-    reader = Reader(256)
-    successes(reader, trials, batch_tokens=1000)
-    assert reader.largest <= 1000

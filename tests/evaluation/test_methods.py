@@ -1,5 +1,4 @@
-"""Methods by name: what a part does, how parts combine, and what they say of models without
-rotation."""
+"""Methods by name: their parts, combinations, fits and keys, and models without rotation."""
 
 from __future__ import annotations
 
@@ -60,10 +59,6 @@ def layout_of(name, fitting, factor, config=CONFIG):
     return made.make(fitting).layout_at(factor)
 
 
-def test_every_part_that_can_be_named_can_be_made():
-    assert set(MAKERS) == set(PARTS)
-
-
 def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
     assert {name for name, part in MAKERS.items() if part.fits(CONFIG, 2.0)} == set(ON_TEXT)
 
@@ -92,17 +87,6 @@ def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitt
     assert 0.1 < whole.std() < 10
 
 
-@pytest.mark.parametrize(
-    "name", ["none", "crop", "pi", "yarn", "dynamic_yarn", "longrope", "temperature"]
-)
-def test_at_the_training_length_nothing_changes(fitting, name):
-    have = fitting()
-    ids = torch.randint(50, (2, 32))
-    before = have.model(ids)
-    have.model.layout = layout_of(name, have, 1.0)
-    torch.testing.assert_close(have.model(ids), before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", sorted(RESCALINGS))
 def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
     have = fitting()
@@ -123,8 +107,8 @@ def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
     for n in (16, 32, 48, 64, 256):
         base = 10_000.0 * max(a * n / C - (a - 1), 1.0) ** (d / (d - 2))
         expected = [base ** (-2 * m / d) for m in range(d // 2)]
-        (found,) = layout.at(n).spectra
-        np.testing.assert_allclose(found.inv_freq, expected, rtol=1e-12)
+        (result,) = layout.at(n).spectra
+        np.testing.assert_allclose(result.inv_freq, expected, rtol=1e-12)
 
 
 def test_rope_id_s_temperature_takes_another_coefficient_and_exponent(fitting):
@@ -137,8 +121,8 @@ def test_rope_id_s_temperature_takes_another_coefficient_and_exponent(fitting):
         ),
     ):
         config = replace(CONFIG, temperature=settings)
-        (found,) = layout_of("temperature_rope_id", have, 2.0, config).at(64).spectra
-        assert found.temperature.scale == pytest.approx(expected)
+        (result,) = layout_of("temperature_rope_id", have, 2.0, config).at(64).spectra
+        assert result.temperature.scale == pytest.approx(expected)
 
 
 def test_joined_parts_apply_from_left_to_right(fitting):
@@ -163,13 +147,6 @@ def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     assert layout_of("dope", have, 2.0, config) == dope.apply(
         have.model.layout, dope.select(have.model, ids, config.dope)
     )
-
-
-def test_cropping_reads_as_many_tokens_as_in_training(fitting):
-    have = fitting()
-    made = recipe("crop", have.model.layout, CONFIG)
-    assert made.make(have).reads == 32
-    assert recipe("none", have.model.layout, CONFIG).make(have).reads is None
 
 
 def test_dropping_keeps_a_temperature_that_was_trained(fitting):
@@ -201,29 +178,15 @@ def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name
         pairs, sin = trained.rotary_dim // 2, 0.0
 
         def encoded(x, pairs=pairs, sin=sin):
-            first, second, rest = np.split(x, [pairs, 2 * pairs], axis=-1)
+            first, second, others = np.split(x, [pairs, 2 * pairs], axis=-1)
             turned = first * cos - second * sin, second * cos + first * sin
-            return np.concatenate([*turned, rest], axis=-1)
+            return np.concatenate([*turned, others], axis=-1)
 
         expected = encoded(q) @ encoded(k).swapaxes(1, 2)
         keys = layer.rotated_k[0].repeat_interleave(4 // layer.k.shape[1], dim=0)
-        found = layer.rotated_q[0] @ keys.mT
-        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+        result = layer.rotated_q[0] @ keys.mT
+        np.testing.assert_allclose(result.numpy(), expected, atol=1e-5)
     assert (np.abs(expected).max() == 0) == (cos == 0 and encoding != "half_rope")
-
-
-def test_without_its_rotary_channels_a_head_averages_the_values(fitting):
-    """With all channels rotary every score is 0: row t weighs tokens 0 to t by 1 / (t + 1)."""
-    have = fitting()
-    attention, block = have.model.layers[0].self_attn, {}
-    attention.v_proj.register_forward_hook(lambda _, __, out: block.update(v=out))
-    attention.o_proj.register_forward_hook(lambda _, given, __: block.update(mixed=given[0]))
-    with torch.no_grad(), have.model.using(layout_of("drop_channels", have, 1.0)):
-        have.model(torch.arange(30)[None])
-    v = block["v"][0].double().numpy().reshape(30, 2, -1)
-    means = np.cumsum(v, axis=0) / np.arange(1, 31)[:, None, None]
-    expected = np.repeat(means, 2, axis=1).reshape(30, -1)
-    np.testing.assert_allclose(block["mixed"][0].numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["weighted_rope+temperature", "dope+temperature"])
@@ -231,9 +194,9 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
     """Which layouts are never stored."""
     every = WeightedRopeSettings("sequence", "below", 1.0, 0.5)
     config = replace(CONFIG, weighted_rope=[every], dope=DopeSettings(heads=2, removal="zero"))
-    found = layout_of(name, fitting(), 2.0, config)
-    assert any(layer.intervention is not None for layer in found.layers)
-    assert {s.temperature.coefficient for s in found.spectra} <= {0.0, 0.5}
+    result = layout_of(name, fitting(), 2.0, config)
+    assert any(layer.intervention is not None for layer in result.layers)
+    assert {s.temperature.coefficient for s in result.spectra} <= {0.0, 0.5}
 
 
 def test_a_model_without_rotation_has_no_rescaling(fitting):
@@ -253,15 +216,15 @@ def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
     fitting, name, layers, changed
 ):
     have = fitting(windows=[16, None])
-    found = layout_of(name, have, 2.0, replace(CONFIG, layers=layers)).at(64)
+    result = layout_of(name, have, 2.0, replace(CONFIG, layers=layers)).at(64)
     trained = have.model.layout.layers
-    differ = [i for i, layer in enumerate(found.layers) if layer != trained[i]]
+    differ = [i for i, layer in enumerate(result.layers) if layer != trained[i]]
     assert differ == changed
     if name in RESCALINGS:
         (spectrum,) = have.model.layout.spectra
         stretch = RESCALINGS[name](spectrum.inv_freq, 32)
         slowed = stretch.frequencies(spectrum.inv_freq, 2.0)
-        assert all(found.layers[i].spectra[0].inv_freq == slowed for i in changed)
+        assert all(result.layers[i].spectra[0].inv_freq == slowed for i in changed)
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_pi", "longrope", "temperature_rope_id"])
@@ -290,33 +253,33 @@ def test_windows_within_the_training_length_leave_a_method_nothing_to_do(fitting
     assert made[0].endswith("(analysis.layers=all changes them all)")
 
 
-def test_what_a_cell_depends_on_has_the_layers_unless_all_change(fitting):
+def test_the_key_of_a_cell_has_the_layers_unless_all_change(fitting):
     """Cells of models without windows, and those that were stored of others with all layers
     rescaled, keep their keys."""
     layout = fitting(windows=[16, None]).model.layout
-    of = {
+    settings = {
         choice: recipe("yarn", layout, replace(CONFIG, layers=layers)).settings
         for choice, layers in (("default", None), ("all", "all"), ("both", [0, 1]), ("one", [-2]))
     }
-    assert of == {"default": {"layers": [1]}, "all": {}, "both": {}, "one": {"layers": [0]}}
+    assert settings == {"default": {"layers": [1]}, "all": {}, "both": {}, "one": {"layers": [0]}}
     assert recipe("none", layout, replace(CONFIG, layers=[0])).settings == {}
     assert recipe("yarn", fitting().model.layout, CONFIG).settings == {}
 
 
 def test_a_window_that_a_method_gives_does_not_keep_it_from_rescaling(fitting):
     have = fitting()
-    found = layout_of("window+pi", have, 2.0)
-    assert {layer.window for layer in found.layers} == {32}
+    result = layout_of("window+pi", have, 2.0)
+    assert {layer.window for layer in result.layers} == {32}
     slowed = [f / 2 for f in have.model.layout.spectra[0].inv_freq]
-    assert found.spectra[0].inv_freq == pytest.approx(slowed)
+    assert result.spectra[0].inv_freq == pytest.approx(slowed)
 
 
 def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
     """Of two encodings one stands in layers with windows: it has no factors."""
     have = fitting(layers=["rope", "half_rope"], windows=[16, None])
-    found = layout_of("longrope", have, 2.0).at(64)
-    assert found.layers[0] == have.model.layout.layers[0]
-    assert found.layers[1] != have.model.layout.layers[1]
+    result = layout_of("longrope", have, 2.0).at(64)
+    assert result.layers[0] == have.model.layout.layers[0]
+    assert result.layers[1] != have.model.layout.layers[1]
     all_layers = layout_of("longrope", have, 2.0, replace(CONFIG, layers="all")).at(64)
     assert all_layers.layers[0] != have.model.layout.layers[0]
 
@@ -324,17 +287,17 @@ def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
 @pytest.mark.parametrize("name", ["longrope", "temperature"])
 def test_a_fit_depends_on_the_parts_before_it(fitting, name):
     have, asked = fitting(), []
-    have.kept = lambda kind, settings, make: asked.append(settings) or make()
+    have.stored = lambda kind, settings, make: asked.append(settings) or make()
     for before in ("", "pi+"):
         layout_of(before + name, have, 2.0)
     assert asked[0] != asked[1]
 
 
 def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
-    for layers, said in ((None, [1]), ("all", None)):
+    for layers, message in ((None, [1]), ("all", None)):
         have = fitting(windows=[16, None])
         layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
-        assert have.temperature.get("layers") == said
+        assert have.temperature.get("layers") == message
 
 
 def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting):
@@ -342,7 +305,7 @@ def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting
     have = fitting(windows=[16, None])
     keys = []
     for layers in (None, "all"):
-        have.of_each = lambda settings, values, loss: keys.append(settings) or [0.0] * len(values)
+        have.losses = lambda settings, values, loss: keys.append(settings) or [0.0] * len(values)
         layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
     assert keys[0] != keys[1]
 
@@ -353,6 +316,13 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, 
     settings = replace(CONFIG.temperature, fit=fit)
     config = replace(CONFIG, lengths=[1.001], temperature=settings)
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
+
+
+@pytest.mark.parametrize("name", ["temperature", "temperature_per_head"])
+def test_without_longer_lengths_a_temperature_needs_no_text(fitting, name):
+    layout = fitting().model.layout
+    made = recipe(name, layout, replace(CONFIG, lengths=[0.5, 1]))
+    assert made.fixed.layout_at(1.0) == layout
 
 
 def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
@@ -395,8 +365,16 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     assert layout_of("temperature", have, 2.0, config) == first
 
 
+def test_a_single_coefficient_is_noted_as_given(fitting):
+    have = fitting(layers=["nope"])
+    config = replace(CONFIG, temperature=TemperatureSettings(grid=[0.3]))
+    layout_of("temperature", have, 2.0, config)
+    assert have.temperature["coefficient"] == 0.3
+    assert have.notes == ["logits times 1 + 0.3 ln s, as given"]
+
+
 @pytest.mark.parametrize("name", ["longrope", "temperature", "yarn+temperature", "dope", "pi"])
-def test_what_a_fit_reads_is_known_before(fitting, name):
+def test_the_sequences_of_a_fit_are_counted_before_it(fitting, name):
     have, read = fitting(), []
     have.read = lambda sequences, length: read.append((sequences, length))
     made = recipe(name, have.model.layout, replace(CONFIG, fit_windows=2))
@@ -425,45 +403,18 @@ def test_published_factors_are_taken_as_they_are(fitting, tmp_path):
         recipe("longrope", have.model.layout, config)
 
 
-def spread(vectors, r):
-    """exp of the entropy of the r largest squared singular values (Eq. 27 to 30)."""
-    power = np.linalg.svd(vectors, compute_uv=False)[:r] ** 2
-    share = power / power.sum()
-    return np.exp(-(share * np.log(share)).sum())
-
-
 @pytest.mark.parametrize("text", [None, {64: np.random.default_rng(8).integers(1, 50, (3, 64))}])
-def test_heads_of_another_length_and_text_are_taken_for_the_evaluated_one(fitting, text):
+def test_heads_chosen_at_another_length_and_text_serve_the_evaluated_one(fitting, text):
     """DoPE, Tables 3 and 4: heads by the entropy of queries under Dynamic NTK on texts of 64
-    tokens, read as an evaluation at 64 tokens reads them, and taken away at 32."""
-    have, C = fitting(), 32
+    tokens, removed at 32."""
+    have = fitting()
     have.text = replace(have.text, choice=text)
     ids = (text or have.text.windows)[64]
-    base, d, table = 10_000.0 * 2 ** (8 / 6), 8, {}
-
-    def rank(heads):
-        angles = np.outer(np.arange(64), [base ** (-2 * m / d) for m in range(d // 2)])
-        for h in range(4):
-            q = heads.q[:, h].double().numpy()
-            z = (q[..., :4] + 1j * q[..., 4:]) * np.exp(1j * angles)
-            table[heads.layer, h] = spread(
-                np.concatenate([z.real, z.imag], axis=-1).reshape(-1, d), 4
-            )
-
-    with have.model.using(have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])):
-        capture(have.model, torch.from_numpy(ids), rank)
-    chosen = sorted(table, key=table.get)[:3]
-    config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=64 / C))
-    layout = layout_of("dynamic_ntk+dope", have, 1.0, config)
-    still = [
-        (i, h)
-        for i, layer in enumerate(layout.layers)
-        for h in range(4)
-        if not layer.spectra[h * len(layer.spectra) // 4].rotates
-    ]
-    assert still == sorted(chosen)
-    named = ", ".join(f"L{i}H{h}" for i, h in chosen)
-    assert have.notes == [f"{named}, chosen on {len(ids)} texts of 64 tokens (validation)"]
+    rescaled = have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])
+    config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=2))
+    chosen = dope.select(have.model, torch.from_numpy(ids), config.dope, rescaled)
+    assert layout_of("dynamic_ntk+dope", have, 1.0, config) == dope.apply(rescaled, chosen)
+    assert have.notes == [f"{chosen.words}, chosen on {len(ids)} texts of 64 tokens (validation)"]
 
 
 def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
@@ -481,7 +432,7 @@ def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
     )
 
 
-def test_what_is_read_for_another_length_is_known_before(fitting):
+def test_the_sequences_of_a_fit_at_another_length_are_counted_before_it(fitting):
     layout = fitting().model.layout
     config = replace(CONFIG, choice=ChoiceSettings(length=4.0), fit_windows=2)
     assert recipe("dope", layout, config).fits(2.0) == {4.0: 2}
@@ -545,7 +496,7 @@ def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     assert len(chosen) == 1
 
 
-def test_unknown_names_are_told_with_the_nearest():
+def test_unknown_names_are_reported_with_the_nearest():
     assert part_problems("none") == []
     assert [*map(str, part_problems("yarm+dope"))] == [
         "evaluation.methods: unknown method 'yarm'. Did you mean 'yarn'?"

@@ -77,7 +77,7 @@ def write(path, labels, free=True):
 @pytest.mark.parametrize(
     ("label", "right"), [(0, (1, 0, 0)), (1, (0, 1, 0)), (2, (0, 0, 1))], ids=["ab", "long", "xyz"]
 )
-def test_each_normalisation_has_its_own_winner(tmp_path, label, right):
+def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     questions = read_questions(write(tmp_path / "t.jsonl.gz", [label, 0]))
     scores = score_questions(None, KnownEncoder(), "t", questions, 100)
     assert [score.metric for score in scores] == ["acc", "acc_norm", "acc_uncond"]
@@ -150,21 +150,21 @@ def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "label", "said"),
+    ("index", "label", "message"),
     [
         (3, 0, "doc_id 0 lacks a choice, or its label is none of them"),
         (0, 0, "line 2 is no request .*doc_id 0 has two choices 0"),
         (1, 3, "doc_id 0 lacks a choice, or its label is none of them"),
     ],
 )
-def test_choices_that_are_missing_or_given_twice_are_refused(tmp_path, index, label, said):
+def test_missing_and_repeated_choices_are_refused(tmp_path, index, label, message):
     path = write(tmp_path / "t.jsonl.gz", [label, 0])
     with gzip.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     rows[1]["idx"] = index
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read_questions(path)
 
 

@@ -59,11 +59,11 @@ def test_needles_and_answers_are_in_the_text_once(haystack, name):
     needles = 4 if name in SEVERAL else 1
     for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
         text = text_of(haystack, prompt)
-        found = NEEDLE.findall(text)
-        assert len(found) == len(set(found)) == needles
-        assert len({value for _, value in found}) == needles
-        assert len({key for key, _ in found}) == (1 if name == "multi_value" else needles)
-        assert set(prompt.answers) <= {value for _, value in found}
+        needles_found = NEEDLE.findall(text)
+        assert len(needles_found) == len(set(needles_found)) == needles
+        assert len({value for _, value in needles_found}) == needles
+        assert len({key for key, _ in needles_found}) == (1 if name == "multi_value" else needles)
+        assert set(prompt.answers) <= {value for _, value in needles_found}
         for answer in prompt.answers:
             assert text.count(answer) == 1
 
@@ -93,9 +93,9 @@ def test_all_keys_are_asked_for_in_the_order_of_the_answers(haystack):
 def test_all_values_of_a_key_are_asked_for(haystack):
     for prompt in NEEDLE_TASKS["multi_value"](haystack, SETTINGS).prompts(900):
         text = text_of(haystack, prompt)
-        found = NEEDLE.findall(text)
-        assert {value for _, value in found} == set(prompt.answers)
-        asked = f"What are all the special magic numbers for {found[0][0]} mentioned"
+        needles = NEEDLE.findall(text)
+        assert {value for _, value in needles} == set(prompt.answers)
+        asked = f"What are all the special magic numbers for {needles[0][0]} mentioned"
         assert text.count(asked) == 1
 
 
@@ -109,9 +109,9 @@ def test_a_pass_key_is_in_one_sentence_of_a_text_that_repeats(haystack):
         assert text.count(needle) == 1
         assert text.count(key) == 2
         assert text.endswith("What is the pass key? The pass key is")
-        around = " ".join(text.replace(needle, "").split("What is the")[0].split())
+        hay = " ".join(text.replace(needle, "").split("What is the")[0].split())
         endless = " ".join([FILLER] * 100)
-        assert around.rstrip("\u2047 ") in endless or endless.startswith(around[:-8])
+        assert hay.rstrip("\u2047 ") in endless or endless.startswith(hay[:-8])
 
 
 def test_a_sentence_stands_in_a_book_and_is_asked_for_behind_it(haystack):
@@ -125,9 +125,9 @@ def test_a_sentence_stands_in_a_book_and_is_asked_for_behind_it(haystack):
     for prompt in prompts:
         text = text_of(haystack, prompt)
         assert text.count(needle) == 1
-        begin, _, rest = text.partition("This is a very long story book: <book>")
+        begin, _, after = text.partition("This is a very long story book: <book>")
         assert len(begin.strip()) <= len(END_OF_TEXT)
-        book, _, question = rest.partition(" </book>.")
+        book, _, question = after.partition(" </book>.")
         assert question == (
             "\nBased on the content of the book, Question: What is the best thing to do in San "
             "Francisco?\nAnswer:"
@@ -190,16 +190,16 @@ def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystac
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
     task = NEEDLE_TASKS[name]
-    found = task(haystack, SETTINGS).prompts(900)
-    assert found == task(haystack, SETTINGS).prompts(900)
+    prompts = task(haystack, SETTINGS).prompts(900)
+    assert prompts == task(haystack, SETTINGS).prompts(900)
     fewer = task(haystack, replace(SETTINGS, trials=2)).prompts(900)
-    assert fewer == found[: len(fewer)]
+    assert fewer == prompts[: len(fewer)]
     other = task(haystack, replace(SETTINGS, seed=2)).prompts(900)
-    assert not {p.tokens for p in other} & {p.tokens for p in found}
+    assert not {p.tokens for p in other} & {p.tokens for p in prompts}
     if name != "sentence":
-        assert not {p.answers for p in other} & {p.answers for p in found}
+        assert not {p.answers for p in other} & {p.answers for p in prompts}
     longer = task(haystack, SETTINGS).prompts(1000)
-    assert [p.answers for p in longer] == [p.answers for p in found]
+    assert [p.answers for p in longer] == [p.answers for p in prompts]
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)

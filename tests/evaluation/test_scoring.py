@@ -61,7 +61,7 @@ def test_all_answers_count_equally(text, answers, share):
         ("", 0),
     ],
 )
-def test_a_sentence_is_found_in_part(text, words):
+def test_the_recall_of_a_sentence_counts_its_words(text, words):
     """Of its twelve words, "a" twice."""
     assert rouge_1_recall(text, (RIGHT,)) == pytest.approx(words / 12)
     assert rouge_1_recall(text, ("nothing of it", RIGHT)) == pytest.approx(words / 12)
@@ -92,7 +92,7 @@ def test_a_number_is_read_to_its_end_unless_it_is_wrong_already(text, stops):
     assert after_number(text, ("1234",)) is stops
 
 
-def test_stops_wait_for_what_is_asked():
+def test_stops_wait_for_the_answers():
     assert not after_all(" 12", ("12", "34"))
     assert after_all(" 34 12", ("12", "34"))
     assert not after_any(" 5", ("12", "34"))

@@ -1,4 +1,4 @@
-"""Pieces are kept under all that they depend on."""
+"""Keys, stored results and claims of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.data.needles import Trials
 from trainer.evaluation import store as store_module
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.store import Claims, Share, Store, all_fields, fingerprint, idle_share
+from trainer.evaluation.store import Claims, Share, Store, all_fields, fingerprint
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ DIFFERENT = [
 
 
 def test_only_equal_values_have_equal_fingerprints():
-    found = [fingerprint(*parts) for parts in DIFFERENT]
-    assert len(set(found)) == len(found)
-    assert found == [fingerprint(*parts) for parts in DIFFERENT]
+    prints = [fingerprint(*parts) for parts in DIFFERENT]
+    assert len(set(prints)) == len(prints)
+    assert prints == [fingerprint(*parts) for parts in DIFFERENT]
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint(A[::2]) == fingerprint(A[::2].copy())
     with pytest.raises(TypeError, match="no key can be made of <object"):
@@ -58,7 +58,7 @@ def test_only_equal_values_have_equal_fingerprints():
 
 def changed(value, others):
     """Return a copy for each field, with that field changed, by the field's name."""
-    assert {one.name for one in fields(value)} == {*others}
+    assert {item.name for item in fields(value)} == {*others}
     return {name: replace(value, **{name: other}) for name, other in others.items()}
 
 
@@ -66,7 +66,9 @@ def told_apart(task, others, length=4):
     """Return the fields that the fingerprint of a task depends on."""
     before = task.fingerprint(length)
     return {
-        name for name, one in changed(task, others).items() if one.fingerprint(length) != before
+        name
+        for name, variant in changed(task, others).items()
+        if variant.fingerprint(length) != before
     }
 
 
@@ -124,7 +126,7 @@ def test_prompts_depend_on_every_field_but_their_group():
         return Prompted(Task(), None).fingerprint(4)
 
     before = print_of([prompt])
-    depends = {k for k, one in changed(prompt, others).items() if print_of([one]) != before}
+    depends = {k for k, variant in changed(prompt, others).items() if print_of([variant]) != before}
     assert depends == {*others} - {"group"}
     assert print_of([prompt, prompt]) != before
 
@@ -150,7 +152,7 @@ def test_the_order_of_a_key_does_not_matter(tmp_path):
     assert store.path("cell", {"a": 1, "b": 2}) == store.path("cell", {"b": 2, "a": 1})
 
 
-def test_nothing_is_kept_of_what_fails(tmp_path):
+def test_a_failure_stores_nothing(tmp_path):
     def fail():
         raise RuntimeError
 
@@ -165,18 +167,18 @@ def test_a_number_that_json_lacks_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])
-def test_what_a_damaged_file_held_is_made_again(tmp_path, content, caplog):
+def test_a_damaged_file_is_computed_again(tmp_path, content, caplog):
     store, path = Store(tmp_path), Store(tmp_path).path("cell", {"a": 1})
     store.get("cell", {"a": 1}, lambda: 2)
     path.write_bytes(content)
     assert not store.has("cell", {"a": 1})
     assert store.get("cell", {"a": 1}, lambda: 3) == 3
     assert store.get("cell", {"a": 1}, lambda: 4) == 3
-    said = f"{path} is damaged; what it held is measured again"
-    assert [record.getMessage() for record in caplog.records] == [said]
+    message = f"{path} is damaged; what it held is measured again"
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
-def test_what_is_not_what_was_written_is_made_again(tmp_path, caplog):
+def test_a_changed_file_is_computed_again(tmp_path, caplog):
     store, path = Store(tmp_path), Store(tmp_path).path("cell", {})
     store.get("cell", {}, lambda: {"scores": [1.0, 0.5]})
     path.write_text(path.read_text().replace("0.5", "1.0"))
@@ -224,14 +226,6 @@ def test_one_process_claims_everything_and_writes_nothing(tmp_path):
     claims.leave()
     claims.wait_for_others()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("worked", "seconds", "idle"),
-    [([10.0, 10.0], 10.0, 0.0), ([10.0, 5.0], 10.0, 0.25), ([1.0] * 4, 4.0, 0.75)],
-)
-def test_idle_is_the_time_in_which_a_process_had_nothing_to_do(worked, seconds, idle):
-    assert idle_share(worked, seconds) == pytest.approx(idle)
 
 
 def test_the_first_waits_for_the_others_and_says_how_long_all_were_idle(

@@ -26,8 +26,8 @@ def captured(model, layout):
 
 
 def median(model, measure, ids):
-    found = frequency_entropies(model, ids, [measure])
-    return float(torch.cat([e.query[measure].flatten() for e in found]).median())
+    result = frequency_entropies(model, ids, [measure])
+    return float(torch.cat([e.query[measure].flatten() for e in result]).median())
 
 
 @pytest.mark.parametrize("side", ["below", "above"])
@@ -37,8 +37,8 @@ def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure
     settings = WeightedRopeSettings(measure, side, median(model, measure, IDS), 0.25)
     weights = select(model, IDS, [settings])
     before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
-    found = frequency_entropies(model, IDS, [measure])
-    for name, entropies in (("q", found[0].query), ("k", found[0].key)):
+    result = frequency_entropies(model, IDS, [measure])
+    for name, entropies in (("q", result[0].query), ("k", result[0].key)):
         expected = getattr(before[0], f"rotated_{name}").clone()
         for h, row in enumerate(entropies[measure].tolist()):
             for m, entropy in enumerate(row):
@@ -84,7 +84,7 @@ def test_pairs_that_several_rules_choose_have_the_smallest_factor(tiny_decoder):
         assert values == {0.2, 0.5}
 
 
-def test_pairs_that_do_not_rotate_are_left_alone(tiny_decoder):
+def test_pairs_without_rotation_keep_the_factor_1(tiny_decoder):
     half = {"encodings": {"rope": {"rotary_fraction": 0.5}}}
     model = tiny_decoder(layers=["rope", "nope"], heads={"nope": 0.5}, **half)
     first, second = select(model, SHORT, [EVERYTHING])

@@ -3,7 +3,7 @@
 import math
 
 from tests.report.examples import cell, example, report
-from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
+from trainer.evaluation.longbench import FOURTEEN, KINDS
 from trainer.evaluation.results import PERPLEXITY
 from trainer.report.tables import (
     latex_tables,

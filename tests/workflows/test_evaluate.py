@@ -242,7 +242,7 @@ def test_an_evaluation_on_other_text_or_of_other_weights_leaves_the_first_where_
 def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_runs_here(
     runs, tmp_path, monkeypatch
 ):
-    read, seen, measure = [], set(), Perplexity.measure
+    read, seen, read_part = [], set(), Perplexity.read
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def load(path, state, device):
@@ -251,12 +251,13 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
         model.config = replace(model.config, attention_backend="flash")
         return model
 
-    def looking(task, model, *rest):
+    def looking(task, reading):
+        model = reading.model
         seen.update((model.norm.weight.dtype, block.self_attn.attend) for block in model.layers)
-        return measure(task, model, *rest)
+        return read_part(task, reading)
 
     monkeypatch.setattr("trainer.runs.models.load_decoder", load)
-    monkeypatch.setattr(Perplexity, "measure", looking)
+    monkeypatch.setattr(Perplexity, "read", looking)
     evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
     assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
     assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
@@ -340,7 +341,7 @@ def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp
 
 
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.evaluation.head_scale.STEPS", 2)
+    monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
     found = find_candidate(str(runs))
     given = request(runs, tmp_path, methods=["none", "temperature_per_head"])
     report, _ = evaluate_lengths(given)
@@ -360,7 +361,7 @@ def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
     runs, tmp_path, monkeypatch
 ):
     """And not from the one that the checkpoint has."""
-    monkeypatch.setattr("trainer.evaluation.head_scale.STEPS", 1)
+    monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 1)
     given = {"methods": ["none", "temperature_per_head"], "training_length": 16}
     evaluate_lengths(request(runs, tmp_path, **given))
     found = find_candidate(str(runs))

@@ -229,13 +229,13 @@ def measured(monkeypatch):
     found = Measured()
     for kind in (Perplexity, Statements):
 
-        def counting(task, model, length, *rest, measure=kind.measure):
+        def counting(task, reading, read=kind.read):
             if len(found) == found.limit:
                 raise KeyboardInterrupt
-            found.append((task.key, length))
-            return measure(task, model, length, *rest)
+            found.append((task.key, reading.length))
+            return read(task, reading)
 
-        monkeypatch.setattr(kind, "measure", counting)
+        monkeypatch.setattr(kind, "read", counting)
     return found
 
 

@@ -3,7 +3,7 @@
 Prompts of a group, such as one text with a needle at several depths, share a prefix. The prompt
 that has most in common with the others, the trunk, is read first. The others continue from a copy
 of its keys and values, up to where they diverge. Groups are read in one batch, and all their
-prompts then grow together. The rest is up to :func:`generate`.
+prompts then grow together. All other prompts go to :func:`generate`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 
 WORTH_SHARING = 0.15
-"""Share of the tokens to read that must be saved; smaller forward passes cost about as much."""
+"""Least share of tokens that sharing must save; a slightly smaller pass costs about as much."""
 ENOUGH = {"cpu": 1e9, "cuda": 1e12}
-"""Operations that take about as long as a forward pass takes at least. Smaller passes are joined,
-and then read some tokens that the trunk has read already."""
+"""Operations that take about as long as the shortest forward pass. Smaller passes are joined, at
+the price of reading some tokens of the trunk again."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,15 @@ class _Batch:
     """Prompts to answer together, by index.
 
     ``cuts``: positions, ascending, at which prompts diverge from the trunk of their group; empty if
-    nothing is shared. Otherwise ``prompts`` lists those that diverge at ``cuts[0]``, one per group,
-    then those of the next cut, and finally the trunks.
+    nothing is shared. Otherwise ``prompts`` lists the prompt of each group that diverges at
+    ``cuts[0]``, then one of each group for the next cut, and so on, and finally the trunks.
     """
 
     prompts: tuple[int, ...]
     cuts: tuple[int, ...] = ()
 
 
+@torch.no_grad()
 def answers(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -54,10 +55,11 @@ def answers(
     batch_tokens: int,
     done: Callable[[int], None] | None = None,
     stop: Stop | None = None,
-) -> list[str]:
-    """Return the model's answer to each prompt, as if each were computed alone.
+    piece: Piece = WHOLE,
+) -> dict[int, str]:
+    """Return the model's answers by the indices of their prompts, as if each were computed alone.
 
-    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop`` says so.
+    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop`` returns True.
 
     Args:
         model: a decoder.
@@ -67,34 +69,20 @@ def answers(
             prompt).
         done: called with the number of prompts answered since the last call.
         stop: called with each answer after each of its tokens.
+        piece: the batches to answer.
     """
-    found = answers_of(WHOLE, model, tokenizer, prompts, batch_tokens, done, stop)
-    return [found[index] for index in range(len(prompts))]
-
-
-@torch.no_grad()
-def answers_of(
-    piece: Piece,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    batch_tokens: int,
-    done: Callable[[int], None] | None = None,
-    stop: Stop | None = None,
-) -> dict[int, str]:
-    """Return the answers to a part of the prompts by their indices; see :func:`answers`."""
     texts: dict[int, str] = {}
     end = end_of_text(tokenizer)
     for batch in piece.among(list(_batches(prompts, batch_tokens))):
         asked = [prompts[index] for index in batch.prompts]
-        said: list[list[int]] = [[] for _ in asked]
+        answered: list[list[int]] = [[] for _ in asked]
 
-        def on_token(row: int, token: int, asked: Any = asked, said: Any = said) -> bool:
-            said[row].append(token)
-            return stop is not None and stop(tokenizer.decode(said[row]), asked[row].answers)
+        def on_token(row: int, token: int, asked: Any = asked, answered: Any = answered) -> bool:
+            answered[row].append(token)
+            return stop is not None and stop(tokenizer.decode(answered[row]), asked[row].answers)
 
         _answer(model, asked, batch.cuts, end, on_token)
-        for index, tokens in zip(batch.prompts, said, strict=True):
+        for index, tokens in zip(batch.prompts, answered, strict=True):
             texts[index] = tokenizer.decode(tokens[:-1] if tokens[-1:] == [end] else tokens)
         if done is not None:
             done(len(asked))
@@ -114,11 +102,11 @@ def _answer(
         logits, cache = _read(model, tokens, cuts, count)
         continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
-        # this is the last token, so nothing needs to be cached
+        # No token follows, so nothing needs to be cached.
         ids = torch.tensor(tokens, device=model.device)
         parts = ids.split(sequences_at_once(model, ids.shape[1], ids.numel()))
-        found = torch.cat([model(part, last=1)[:, 0].argmax(dim=-1) for part in parts])
-        for row, token in enumerate(found.tolist()):
+        likeliest = torch.cat([model(part, last=1)[:, 0].argmax(dim=-1) for part in parts])
+        for row, token in enumerate(likeliest.tolist()):
             on_token(row, token)
     else:
         first = prompts[0].never_first
@@ -134,10 +122,10 @@ def _read(
     cache = model.empty_cache(len(tokens), length + new - 1)
     ids = torch.tensor(tokens, device=model.device)
     trunk = cache.part(len(tokens) - groups, groups, 0)
-    of_trunk = model(ids[-groups:], cache=trunk, last=1)[:, 0]
+    trunk_logits = model(ids[-groups:], cache=trunk, last=1)[:, 0]
     logits = []
-    of_a_token = forward_flops(model.config, model.layout, length) / length
-    enough = ENOUGH.get(model.device.type, 0) / of_a_token
+    operations_per_token = forward_flops(model.config, model.layout, length) / length
+    enough = ENOUGH.get(model.device.type, 0) / operations_per_token
     for first, count in _stages(cuts, groups, length, enough):
         cut, begin, end = cuts[first], first * groups, (first + count) * groups
         branches = cache.part(begin, end - begin, 0)
@@ -145,22 +133,22 @@ def _read(
             copy.append(*(x[:, :, :cut].repeat(count, 1, 1, 1) for x in (read.keys, read.values)))
         logits.append(model(ids[begin:end, cut:], cache=branches, last=1)[:, 0])
     cache.fill((), length)
-    return torch.cat([*logits, of_trunk]), cache
+    return torch.cat([*logits, trunk_logits]), cache
 
 
 def _stages(cuts: Sequence[int], groups: int, length: int, enough: float) -> list[tuple[int, int]]:
-    """Group consecutive cuts to read together; return (first, number) for each group.
+    """Return (first, number) of consecutive cuts to read together.
 
-    Every group but the last reads at least ``enough`` tokens.
+    Every stage but the last reads at least ``enough`` tokens.
     """
-    found: list[tuple[int, int]] = []
+    stages: list[tuple[int, int]] = []
     for index in range(len(cuts)):
-        first, count = found[-1] if found else (0, 0)
-        if found and count * groups * (length - cuts[first]) < enough:
-            found[-1] = first, count + 1
+        first, count = stages[-1] if stages else (0, 0)
+        if stages and count * groups * (length - cuts[first]) < enough:
+            stages[-1] = first, count + 1
         else:
-            found.append((index, 1))
-    return found
+            stages.append((index, 1))
+    return stages
 
 
 def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
@@ -176,7 +164,7 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
         if group is None or parts == len(members):
             single += members
             continue
-        # Prompts with similar depths share most.
+        # Prompts with similar depths share the longest prefixes.
         members.sort(key=lambda index: prompts[index].depth or 0.0)
         for part in np.array_split(members, parts):
             order, cuts = _cuts([prompts[index].tokens for index in part])

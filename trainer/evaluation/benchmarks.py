@@ -17,12 +17,12 @@ from trainer.evaluation.statistics import Comparison, sign_test
 from trainer.positional.rescaling import RESCALINGS
 
 NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature", "temperature_per_head")
-"""Parts that change nothing for a factor of 1."""
+"""Parts that change nothing for an extension factor of 1."""
 
 
 @configuration
 class BenchmarkConfig(MethodsConfig):
-    """The keys that all kinds of benchmark have."""
+    """Keys of all kinds of benchmarks."""
 
     tasks: list[str] = field(default_factory=list)
     """Tasks by name."""
@@ -45,29 +45,25 @@ class BenchmarkConfig(MethodsConfig):
 
     @property
     def factors(self) -> list[float]:
-        """Extension factors that methods are set for: a single one."""
+        """The single extension factor that methods are set for."""
         return [self.factor]
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = []
+        problems = [*self.method_problems()]
         if not self.tasks:
-            found.append(
-                Problem("evaluation.tasks", "expected one or more, for instance [arc_easy,piqa].")
-            )
-        return found + self.method_problems() + self._factor_problems()
-
-    def _factor_problems(self) -> list[Problem]:
+            example = "expected one or more, for instance [arc_easy,piqa]."
+            problems.insert(0, Problem("evaluation.tasks", example))
         idle = [part for part in self.parts if part in NEED_A_FACTOR]
-        if self.factor > 1 or not idle:
-            return []
-        return [
-            Problem(
-                "evaluation.factor",
-                f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
-                "training length they are set for, for instance 4.",
+        if idle and self.factor == 1:
+            problems.append(
+                Problem(
+                    "evaluation.factor",
+                    f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
+                    "training length they are set for, for instance 4.",
+                )
             )
-        ]
+        return problems
 
 
 @configuration
@@ -109,8 +105,7 @@ class Score:
     each: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without those of single questions; null for non-finite
-        numbers."""
+        """Return JSON values without ``each``; null for numbers that are not finite."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in vars(self).items()
@@ -120,7 +115,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scored:
-    """One model with one method. ``title``: of the method. ``path``: of the model."""
+    """Scores of one model with one method: the method's key and title, the model's path."""
 
     model: str
     method: str
@@ -137,14 +132,15 @@ class Scored:
 def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | None]:
     """Compare every score with a baseline on the same questions.
 
-    The baseline of a method is the same model unchanged; that of an unchanged model is the first
-    one. None if the baseline has no scores per question.
+    The baseline of a method is the same model unchanged. The baseline of an unchanged model is the
+    first one. None if the baseline has no scores per question.
     """
     as_is = [other for other in others if other.method == AS_IS]
-    own = [other for other in as_is if scored.method == AS_IS or other.model == scored.model]
-    if not own or own[0] is scored:
+    if scored.method != AS_IS:
+        as_is = [other for other in as_is if other.model == scored.model]
+    if not as_is or as_is[0] is scored:
         return [None] * len(scored.scores)
-    pairs = zip(scored.scores, own[0].scores, strict=True)
+    pairs = zip(scored.scores, as_is[0].scores, strict=True)
     return [
         sign_test(a.each, b.each) if a.each and len(a.each) == len(b.each) else None
         for a, b in pairs

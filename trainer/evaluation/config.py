@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import field, replace
 from typing import Literal, Self
 
 from trainer.common.errors import Problem
 from trainer.common.fields import Count, Multiple, configuration
 from trainer.data.config import MOST_NAMES
-from trainer.evaluation.longbench.tasks import LongBenchSettings
+from trainer.evaluation.longbench import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import Length, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
@@ -19,8 +20,8 @@ from trainer.evaluation.scoring import list_problems
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 QUICK_WINDOWS, QUICK_FITS, QUICK_TRIALS, QUICK_LIMIT, QUICK_FACTOR = 24, 8, 64, 20, 4
-"""Most windows, windows for fits, trials, questions of longbench, and training lengths of a quick
-evaluation."""
+"""Limits of a quick evaluation: windows, windows for fits, trials, questions of longbench, and the
+length in training lengths."""
 QUICK = f"at most {QUICK_WINDOWS} windows and {QUICK_TRIALS} trials"
 
 
@@ -31,7 +32,7 @@ def task_names() -> tuple[str, ...]:
 
 @configuration
 class EvaluationConfig(MethodsConfig):
-    """Methods, tasks and lengths; the defaults are those of a run at its end."""
+    """Methods, tasks and lengths; the defaults are for the evaluation at the end of a run."""
 
     enabled: bool = True
     """Evaluate a training run at its end."""
@@ -71,7 +72,7 @@ class EvaluationConfig(MethodsConfig):
 
     @property
     def factors(self) -> list[float]:
-        """Evaluated lengths, as multiples of the training length; see :meth:`at`."""
+        """Evaluated lengths, as multiples of the training length; see :meth:`in_multiples`."""
         return self.lengths
 
     @property
@@ -84,11 +85,8 @@ class EvaluationConfig(MethodsConfig):
         C = self.training_length or training_length
         return self.tokens or [round(C * factor) for factor in self.lengths]
 
-    def at(self, training_length: int) -> EvaluationConfig:
-        """Return the configuration with ``lengths`` in place of ``tokens``.
-
-        ``training_length``: C of the models, which this configuration then states as well.
-        """
+    def in_multiples(self, training_length: int) -> EvaluationConfig:
+        """Return the configuration with C of the models, and ``lengths`` in place of ``tokens``."""
         C = self.training_length or training_length
         lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
         return replace(self, training_length=C, lengths=lengths, tokens=None)
@@ -110,68 +108,57 @@ class EvaluationConfig(MethodsConfig):
 
     def problems(self, training_length: int | None = None) -> list[Problem]:
         """Check the values for models of this training length."""
-        found = list_problems("evaluation.tasks", self.tasks, task_names())
+        problems = list_problems("evaluation.tasks", self.tasks, task_names())
         training_length = self.training_length or training_length
         if not (self.lengths if self.tokens is None else self.tokens):
-            found.append(Problem(self.lengths_key, "expected one or more, got none."))
-        found += self.method_problems()
+            problems.append(Problem(self.lengths_key, "expected one or more, got none."))
+        problems += self.method_problems()
         for group in (self.needles, self.ruler, self.longbench, self.many_shot):
-            found += group.problems()
-        if found or training_length is None:
-            return found
+            problems += group.problems()
+        if problems or training_length is None:
+            return problems
         keys = {"evaluation.lengths": self.lengths_key}
-        return [problem.renamed(keys) for problem in self.at(training_length)._misfits(self)]
+        return [problem.renamed(keys) for problem in self._length_problems(training_length)]
 
-    def _misfits(self, given: EvaluationConfig) -> list[Problem]:
-        """Check that the lengths fit each other and the tasks; ``given``: with ``tokens``."""
-        C = self.training_length
-        assert C is not None
-        shortest, longest = round(C * min(self.lengths)), C * max(self.lengths)
+    def _length_problems(self, training_length: int) -> Iterator[Problem]:
+        """Check that the lengths fit each other and the tasks."""
+        C, multiples = training_length, self.in_multiples(training_length)
+        lengths = multiples.lengths
+        shortest, longest = round(C * min(lengths)), C * max(lengths)
         if shortest < 2 or longest >= 1 << 31:
-            return [
-                Problem(
-                    "evaluation.lengths",
-                    "expected multiples of the training length that make 2 to 2^31 - 1 tokens, got "
-                    f"{self.lengths} of {C}.",
-                )
-            ]
-        found = []
-        if repeated := [n for n, times in Counter(self.in_tokens(C)).items() if times > 1]:
-            times = f" times the training length of {C} tokens, more than one of which is "
-            times += f"{repeated[0]} tokens"
-            got = f"{self.lengths}{times}" if given.tokens is None else f"{given.tokens}"
-            found.append(Problem("evaluation.lengths", f"expected each length once, got {got}."))
-        if STATEMENTS in self.tasks:
-            found += self._statement_problems(C)
-        found += self.choice_problems(C, self.methods or ())
-        if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
-            found.append(
-                Problem(
-                    "evaluation.last",
-                    f"{self.last} tokens are more than the shortest length of {shortest} has; "
-                    "give that or less, or null.",
-                )
+            yield Problem(
+                "evaluation.lengths",
+                "expected multiples of the training length that make 2 to 2^31 - 1 tokens, got "
+                f"{lengths} of {C}.",
             )
-        return found
+            return
+        if repeated := [n for n, times in Counter(self.in_tokens(C)).items() if times > 1]:
+            got = f"{self.tokens}"
+            if self.tokens is None:
+                got = f"{lengths} times the training length of {C} tokens, more than one of which "
+                got += f"is {repeated[0]} tokens"
+            yield Problem("evaluation.lengths", f"expected each length once, got {got}.")
+        if STATEMENTS in self.tasks:
+            yield from multiples._statement_problems(C, shortest)
+        yield from multiples.choice_problems(C, self.methods or ())
+        if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
+            yield Problem(
+                "evaluation.last",
+                f"{self.last} tokens are more than the shortest length of {shortest} has; "
+                "give that or less, or null.",
+            )
 
-    def _statement_problems(self, training_length: int) -> list[Problem]:
-        """Whether the statements fit the shortest length, and which key is wrong where not."""
-        shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
-        statements = f"{self.needles.needles} statements of 3 tokens"
-        if self.needles.needles > MOST_NAMES:
-            more = f"statements have {MOST_NAMES} different names, got {self.needles.needles}."
-            return [Problem("evaluation.needles.needles", more)]
-        if least <= shortest:
-            return []
-        if least > training_length:
-            return [
-                Problem("evaluation.needles.needles", f"{statements} do not fit {shortest} tokens.")
-            ]
-        return [
-            Problem(
+    def _statement_problems(self, training_length: int, shortest: int) -> Iterator[Problem]:
+        """Check that the statements fit the shortest length."""
+        needles, least = self.needles.needles, 3 * self.needles.needles + 2
+        key, statements = "evaluation.needles.needles", f"{needles} statements of 3 tokens"
+        if needles > MOST_NAMES:
+            yield Problem(key, f"statements have {MOST_NAMES} different names, got {needles}.")
+        elif least > training_length and least > shortest:
+            yield Problem(key, f"{statements} do not fit {shortest} tokens.")
+        elif least > shortest:
+            yield Problem(
                 "evaluation.lengths",
                 f"{min(self.lengths):g} of {training_length} tokens is {shortest}, too few for "
-                f"{statements}; expected {least} tokens or more, or fewer "
-                "evaluation.needles.needles.",
+                f"{statements}; expected {least} tokens or more, or fewer {key}.",
             )
-        ]

@@ -3,9 +3,9 @@
 Source: Denoising Rotary Position Embedding, Sec. 4.3. Heads are chosen on a text, among all layers
 together (Sec. 5.1), and the layout is changed for them, on top of any rescaling. A head is a query
 head with a copy of the keys that it reads, as the paper counts, or optionally a key-value head with
-all its queries. Where the paper is ambiguous, there is a setting: it sorts both ways, and by-all
-multiplies queries and keys by 0 (Eq. 35), while the text removes their encoding "rather than
-completely zeroing out the head".
+all its queries. Settings resolve the paper's ambiguities: it sorts both ways, and by-all multiplies
+queries and keys by 0 (Eq. 35), while the text removes their encoding "rather than completely
+zeroing out the head".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layo
 from trainer.positional.spectrum import Spectrum
 
 NAMED = 32
-"""Heads that are named in words."""
+"""Most heads that :attr:`Selection.words` names."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Selection:
     def words(self) -> str:
         """The heads in words, in order: L for the layer, H for a query head, G for a group."""
         unit = "H" if self.settings.unit == "head" else "G"
-        named = [f"L{one.layer}{unit}{one.head}" for one in self.heads[:NAMED]]
+        named = [f"L{chosen.layer}{unit}{chosen.head}" for chosen in self.heads[:NAMED]]
         more = len(self.heads) - len(named)
         return ", ".join(named or ["no head"]) + (f" and {more} more" if more else "")
 
@@ -95,9 +95,9 @@ def select(
     scores: list[Tensor] = []
     moments: list[Tensor] = []
 
-    def by_unit(of_queries: Tensor) -> Tensor:
+    def by_unit(values: Tensor) -> Tensor:
         """Average over the query heads of each unit, ``[..., Hq]`` to ``[..., units]``."""
-        return of_queries.unflatten(-1, (count, -1)).mean(dim=-1)
+        return values.unflatten(-1, (count, -1)).mean(dim=-1)
 
     def on_layer(heads: Heads) -> None:
         entropies = _entropies(heads, settings, trained)
@@ -114,9 +114,9 @@ def select(
     sigma = settings.sigma or 0.0
     noise = [(sigma, sigma)] * len(table)
     if moments:
-        of_model, retained = torch.stack(moments).cpu(), set(rotating) - set(chosen)
-        of_sides = (_noise(of_model[:, side], retained) for side in (0, 1))
-        noise = list(zip(*of_sides, strict=True))
+        by_layer, retained = torch.stack(moments).cpu(), set(rotating) - set(chosen)
+        query_and_key = (_noise(by_layer[:, side], retained) for side in (0, 1))
+        noise = list(zip(*query_and_key, strict=True))
     heads = []
     for layer, head in chosen:
         spectrum = spectrum_of(trained.layers[layer], head, count)
@@ -126,7 +126,7 @@ def select(
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
-    """Return what heads are sorted by, ``[H]``."""
+    """Return the scores that heads are sorted by, ``[H]``."""
     if settings.entropy == "vanilla":
         return entropies.band_mean
     if settings.r != 1 or settings.spectral == "inverse":
@@ -139,30 +139,25 @@ def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixE
     """Compute the matrix entropy of all query heads, each with the keys that it reads."""
     queries = heads.q.shape[1]
     sides: tuple[Side, ...] = ("query", "key") if settings.by == "joint" else (settings.by,)
-    grams = torch.stack(
-        [
-            _of_queries(gram(at_stage(heads, side, settings.stage, trained)), queries)
-            for side in sides
-        ]
-    ).sum(dim=0)
+    stages = (at_stage(heads, side, settings.stage, trained) for side in sides)
+    grams = torch.stack([_per_query_head(gram(stage), queries) for stage in stages]).sum(dim=0)
     return matrix_entropy(grams, pair_counts(heads.encoding, queries, heads.q.shape[-1]))
 
 
 def _moments(heads: Heads) -> Tensor:
     """Return means and mean squares of query and key components, ``[2, 2, Hq]`` float64."""
 
-    def of(x: Tensor) -> Tensor:
+    def moments(x: Tensor) -> Tensor:
         var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
-        of_heads = torch.stack([mean, var + mean.square()], dim=-1).double()
-        return _of_queries(of_heads, heads.q.shape[1]).T
+        by_head = torch.stack([mean, var + mean.square()], dim=-1).double()
+        return _per_query_head(by_head, heads.q.shape[1]).T
 
-    return torch.stack([of(heads.rotated_q), of(heads.rotated_k)])
+    return torch.stack([moments(heads.rotated_q), moments(heads.rotated_k)])
 
 
-def _of_queries(of_heads: Tensor, queries: int) -> Tensor:
-    """Repeat ``[H, ...]`` of key-value heads to ``[queries, ...]`` of the query heads that read
-    them."""
-    return of_heads.repeat_interleave(queries // len(of_heads), dim=0)
+def _per_query_head(values: Tensor, queries: int) -> Tensor:
+    """Repeat values ``[H, ...]`` of heads for every query head that reads them."""
+    return values.repeat_interleave(queries // len(values), dim=0)
 
 
 def _lost_bands(
@@ -173,9 +168,7 @@ def _lost_bands(
     A band is untrained beyond the training length by its trained frequency, whatever the rescaling.
     C is the longest training length; if frequencies depend on the length, those at C count.
     """
-    slowest = math.inf
-    if settings.variant == "by_parts":
-        slowest = 2 * math.pi / training_length
+    slowest = 2 * math.pi / training_length if settings.variant == "by_parts" else math.inf
     trained = spectrum.at(training_length, training_length).inv_freq
     return tuple(m for m, theta in enumerate(trained) if 0 < theta < slowest)
 
@@ -186,23 +179,23 @@ def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
     ``moments``: means and mean squares, ``[L, 2, H]``. A layer without retained heads gets the
     model's value; a model without any, the value over all heads.
     """
-    kept = torch.zeros(moments.shape[0], moments.shape[2], dtype=torch.bool)
+    mask = torch.zeros(moments.shape[0], moments.shape[2], dtype=torch.bool)
     for place in retained:
-        kept[place] = True
+        mask[place] = True
 
     def deviation(mean: Tensor, square: Tensor) -> float:
         return math.sqrt(max(0.0, float(square.mean() - mean.mean() ** 2)))
 
     mean, square = moments[:, 0], moments[:, 1]
-    of_model = deviation(mean[kept], square[kept]) if retained else deviation(mean, square)
+    model_wide = deviation(mean[mask], square[mask]) if retained else deviation(mean, square)
     return [
-        deviation(m[k], s[k]) if k.any() else of_model
-        for m, s, k in zip(mean, square, kept, strict=True)
+        deviation(m[row], s[row]) if row.any() else model_wide
+        for m, s, row in zip(mean, square, mask, strict=True)
     ]
 
 
 def apply(layout: Layout, selection: Selection) -> Layout:
-    """Return ``layout``, rescaled or not, without what the chosen heads lose.
+    """Return ``layout``, rescaled or not, without the bands that the chosen heads lose.
 
     Raises:
         ValueError: a layer already has an intervention.
@@ -227,10 +220,6 @@ def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
         encoding = encoding.expanded(queries // len(encoding.spectra))
     if settings.variant == "by_gaussian":
         return _noised(encoding, chosen, selection)
-    return _unrotated(encoding, chosen)
-
-
-def _unrotated(encoding: LayerEncoding, chosen: list[Chosen]) -> LayerEncoding:
     spectra = list(encoding.spectra)
     for head in chosen:
         spectra[head.head] = _standing_still(spectra[head.head], head.bands)
@@ -243,9 +232,7 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
     def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
-    long = spectrum.long
-    if long is not None:
-        long = replace(long, inv_freq=still(long.inv_freq))
+    long = spectrum.long and replace(spectrum.long, inv_freq=still(spectrum.long.inv_freq))
     return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)
 
 
@@ -271,9 +258,9 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     copies = selection.queries // len(encoding.spectra)
 
     def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
-        found = [by_query.get(head) for head in places]
-        factors = tuple((float(c is None),) * selection.head_dim for c in found)
-        return factors, tuple(c.noise[side] if c else 0.0 for c in found)
+        heads = [by_query.get(head) for head in places]
+        factors = tuple((float(head is None),) * selection.head_dim for head in heads)
+        return factors, tuple(head.noise[side] if head else 0.0 for head in heads)
 
     query, query_noise = rows(range(selection.queries), 0)
     key, key_noise = rows(range(0, selection.queries, copies), 1)
@@ -286,6 +273,6 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 def _by_query(
     encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
 ) -> dict[int, Chosen]:
-    """Return the chosen heads by query head, a group's by each of its query heads."""
+    """Return the chosen heads by query head; a chosen group stands at each of its query heads."""
     each = 1 if selection.settings.unit == "head" else selection.queries // len(encoding.spectra)
     return {unit.head * each + i: unit for unit in chosen for i in range(each)}

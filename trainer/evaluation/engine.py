@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 SECONDS_TO_ESTIMATE = 4.0
 LONG_ON_A_CPU = 180.0
-"""Seconds from which on a shorter evaluation is named."""
+"""Seconds above which the log names a shorter evaluation."""
 
 
 @dataclass
@@ -78,8 +78,8 @@ def measure_cells(
     log.info("%s, %d measured before", counted(len(plans), "cell"), stored)
     total = sum(job.work for job in missing) / share.processes
     with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
-        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress), shorter)
-        worker.work(missing, total)
+        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
+        worker.work(missing, total, shorter)
         if share.index:
             return Measured()
         claims.wait_for_others()
@@ -96,37 +96,37 @@ class _Worker:
         batch_tokens: int,
         claims: Claims,
         counter: _Counter,
-        shorter: str,
     ) -> None:
         self.text, self.store, self.batch_tokens = text, store, batch_tokens
-        self.claims, self.counter, self.shorter = claims, counter, shorter
+        self.claims, self.counter = claims, counter
         self.model: LanguageModel | None = None
         self.subject: Subject | None = None
         self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
 
-    def work(self, jobs: Sequence[Job], total: float) -> None:
-        """Run jobs that no other process has claimed, until none is left.
+    def work(self, jobs: Sequence[Job], total: float, shorter: str) -> None:
+        """Run jobs that no other process has claimed, until none remains.
 
-        ``total``: operations of this process's share.
+        ``total``: operations of this process's share. ``shorter``: see :func:`measure_cells`.
         """
-        left = self._in_order(jobs)
-        if left and not self.claims.share.index:
-            lengths = {plan.length for plan in left[0].plans}
-            first = left[0].method[0]  # no name keeps its model, so that it is freed before others
-            say_duration(self._loaded(first), lengths, total, self.batch_tokens, self.shorter)
-        while left:
-            later = []
-            for job in left:
+        remaining = self._in_order(jobs)
+        if remaining and not self.claims.share.index:
+            lengths = {plan.length for plan in remaining[0].plans}
+            first = remaining[0].method[0]
+            # A variable for the model would keep it in memory after the last job that needs it.
+            say_duration(self._loaded(first), lengths, total, self.batch_tokens, shorter)
+        while remaining:
+            waiting = []
+            for job in remaining:
                 if not self._is_ready(job):
-                    later.append(job)
+                    waiting.append(job)
                 elif self.claims.take(job.kind, job.key) and not _is_done(self.store, job):
                     self._do(job)
-            if len(later) == len(left):  # another process is still fitting
-                if later[0].method[1].fit_is_shared:
-                    self._method(later[0].plans)
-                if not self._is_ready(later[0]):
+            if len(waiting) == len(remaining):  # another process is still fitting
+                if waiting[0].method[1].fit_is_shared:
+                    self._method(waiting[0].plans)
+                if not self._is_ready(waiting[0]):
                     self.claims.pause()
-            left = later
+            remaining = waiting
         self.claims.leave()
 
     def collect(self, plans: Sequence[Plan]) -> Measured:
@@ -143,7 +143,7 @@ class _Worker:
                 )
             if not any(plan.fits for plan in method):
                 continue
-            choice = self.store.get("choice", choice_key(method), partial(self._chosen, method))
+            choice = self._choice(method)
             results.notes += [f"{name}, {recipe.title}: {note}" for note in choice["notes"]]
             if choice["temperature"] is not None and recipe.key == "temperature":
                 results.temperature[name] = choice["temperature"]
@@ -172,91 +172,95 @@ class _Worker:
 
     def _do(self, job: Job) -> None:
         if job.plan is None:
-            self.store.get("choice", job.key, partial(self._chosen, job.plans))
+            self._choice(job.plans)
         elif job.kind == "cell":
             self._cell(job.plans, job.plan)
         else:
             self._part(job)
-            jobs = cell_jobs(job.plans, job.plan, self.batch_tokens)
-            is_complete = all(self.store.has(one.kind, one.key) for one in jobs)
+            parts = cell_jobs(job.plans, job.plan, self.batch_tokens)
+            is_complete = all(self.store.has(part.kind, part.key) for part in parts)
             # Claim it: several processes may see the last part finish.
             if is_complete and self.claims.take("whole", job.plan.key):
                 self._cell(job.plans, job.plan)
 
-    def _chosen(self, plans: tuple[Plan, ...]) -> dict[str, Any]:
-        """Fit a method, and return its notes for this report and that of a resumed evaluation."""
-        method, fitting = self._method(plans)
-        for plan in plans:
-            method.layout_at(plan.factor)
-        return {"notes": fitting.notes, "temperature": fitting.temperature}
+    def _choice(self, plans: tuple[Plan, ...]) -> dict[str, Any]:
+        """Return the notes of a method's fit and its temperature; fit it if they are not stored."""
 
-    def _part(self, job: Job) -> dict[str, Any]:
-        """Return a part of a cell; measure it if it is not stored."""
-        plan = job.plan
-        assert plan is not None
+        def fit() -> dict[str, Any]:
+            method, fitting = self._method(plans)
+            for plan in plans:
+                method.layout_at(plan.factor)
+            return {"notes": fitting.notes, "temperature": fitting.temperature}
 
-        def measured() -> dict[str, Any]:
-            method, fitting = self._method(job.plans)
-            model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
-            reading = Reading(model, plan.length, reads, self.batch_tokens, done, job.piece)
-            began = time.perf_counter()
-            with model.using(method.layout_at(plan.factor)):
-                results = plan.task.read(reading)
-            return {**results, "seconds": time.perf_counter() - began}
-
-        part: dict[str, Any] = self.store.get(job.kind, job.key, measured)
-        return part
+        choice: dict[str, Any] = self.store.get("choice", choice_key(plans), fit)
+        return choice
 
     def _cell(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
         """Return a cell; if it is not stored, measure it or combine its parts."""
         jobs = cell_jobs(plans, plan, self.batch_tokens)
-        make = self._measured if len(jobs) == 1 else self._combined
-        cell: dict[str, Any] = self.store.get("cell", plan.key, lambda: make(plans, plan))
+        make = partial(self._measured, plan, jobs)
+        cell: dict[str, Any] = self.store.get("cell", plan.key, make)
         if len(jobs) > 1:
             for job in jobs:
                 self.store.remove(job.kind, job.key)
         return cell
 
-    def _measured(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
-        method, fitting = self._method(plans)
-        model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
-        layout = method.layout_at(plan.factor)
-        as_is = {**plan.key, "method": AS_IS_KEY}
-        if layout == model.layout and reads is None and self.store.has("cell", as_is):
-            # The fitted method changes nothing at this length: reuse the unchanged model's cell.
-            done(plan.task.sequences(plan.length))
-            as_is_cell: dict[str, Any] = self.store.get("cell", as_is, dict)
-            return as_is_cell
-        began = time.perf_counter()
-        with model.using(layout):
-            fields = plan.task.measure(model, plan.length, reads, self.batch_tokens, done)
-        return _fields(plan, fields, time.perf_counter() - began)
-
-    def _combined(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+    def _measured(self, plan: Plan, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Measure a cell in one or several parts, and return its stored form."""
+        if len(jobs) == 1:
+            method, fitting = self._method(jobs[0].plans)
+            is_unchanged = method.layout_at(plan.factor) == fitting.model.layout
+            as_is = {**plan.key, "method": AS_IS_KEY}
+            if is_unchanged and _reads(plan, method) is None and self.store.has("cell", as_is):
+                # The fitted method changes nothing at this length: take the unchanged cell.
+                self.counter.add(plan, plan.length, plan.task.sequences(plan.length))
+                as_is_cell: dict[str, Any] = self.store.get("cell", as_is, dict)
+                return as_is_cell
         seconds = []
 
-        def parts() -> Iterator[dict[str, Any]]:
-            for job in cell_jobs(plans, plan, self.batch_tokens):
+        def parts() -> Iterator[dict[str, Any]]:  # holds one part in memory at a time
+            for job in jobs:
                 part = self._part(job)
                 seconds.append(part["seconds"])
                 yield part
 
         fields = plan.task.cell(plan.length, parts())
-        return _fields(plan, fields, sum(seconds))
+        names = plan.subject.name, plan.recipe.key, plan.task.key
+        total = round(sum(seconds), 3)
+        return Cell(*names, plan.length, plan.factor, **fields, seconds=total).to_dict()
+
+    def _part(self, job: Job) -> dict[str, Any]:
+        """Return a part of a cell; measure it if it is not stored. A whole cell is not."""
+        plan = job.plan
+        assert plan is not None
+
+        def measure() -> dict[str, Any]:
+            method, fitting = self._method(job.plans)
+            done = partial(self.counter.add, plan, plan.length)
+            reads = _reads(plan, method)
+            reading = Reading(fitting.model, plan.length, reads, self.batch_tokens, done, job.piece)
+            began = time.perf_counter()
+            with reading.model.using(method.layout_at(plan.factor)):
+                results = plan.task.read(reading)
+            return {**results, "seconds": time.perf_counter() - began}
+
+        if job.kind == "cell":
+            return measure()
+        part: dict[str, Any] = self.store.get(job.kind, job.key, measure)
+        return part
 
     def _method(self, plans: Sequence[Plan]) -> tuple[Method, Fitting]:
         """Return a method on its model; load the model if another one is in memory."""
         subject, recipe = plans[0].subject, plans[0].recipe
         model = self._loaded(subject)
         if recipe not in self.methods:
-            read = self.counter.of_fits(plans)
             fitting = Fitting(
                 model,
                 subject.fingerprint,
                 self.text,
                 self.store,
                 self.batch_tokens,
-                read,
+                lambda sequences, length: self.counter.add(plans[0], length, sequences),
                 claims=self.claims,
             )
             self.methods[recipe] = recipe.make(fitting), fitting
@@ -272,14 +276,8 @@ class _Worker:
 
 
 def _reads(plan: Plan, method: Method) -> int | None:
-    """Return the maximum number of tokens that the model reads (None: all)."""
+    """Return the number of last tokens that the model reads (None: all)."""
     return method.reads if method.reads is not None and method.reads < plan.length else None
-
-
-def _fields(plan: Plan, fields: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return a cell in its stored form."""
-    names = (plan.subject.name, plan.recipe.key, plan.task.key)
-    return Cell(*names, plan.length, plan.factor, **fields, seconds=round(seconds, 3)).to_dict()
 
 
 def _is_done(store: Store, job: Job) -> bool:
@@ -296,16 +294,9 @@ class _Counter:
         self.progress, self.work, self.tokens = progress, 0.0, 0
         progress.advance_to(0)
 
-    def of(self, plan: Plan) -> Callable[[int], None]:
-        """Return a callback for the number of sequences read for a cell."""
-        return lambda sequences: self._add(sequences, plan.length, plan)
-
-    def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
-        """Return a callback for the number and length of the sequences read for a fit."""
-        return lambda sequences, length: self._add(sequences, length, plans[0])
-
-    def _add(self, sequences: int, length: int, plan: Plan) -> None:
-        self.work += sequences * plan.of_one(length)
+    def add(self, plan: Plan, length: int, sequences: int) -> None:
+        """Count sequences of ``length`` tokens that the model of ``plan`` has read."""
+        self.work += sequences * plan.operations(length)
         self.tokens += sequences * length
         self.progress.advance_to(self.work, tokens=self.tokens)
 
@@ -320,8 +311,8 @@ def say_duration(
 ) -> None:
     """Log the estimated duration of ``total`` operations.
 
-    The estimate is from a forward pass at the longest of ``lengths`` that takes a few seconds.
-    ``shorter``: the command of a shorter evaluation, to name if this one takes long on a CPU.
+    The estimate comes from a forward pass at the longest of ``lengths`` that takes a few seconds.
+    ``shorter``: see :func:`measure_cells`.
     """
     device = model.device
     seconds = per_operation = 0.0

@@ -1,19 +1,22 @@
-"""The held-out text on which methods fit their parameters, the fits, and that of a temperature."""
+"""The held-out text on which methods fit their parameters, and the fits of a temperature: one for
+all heads (DroPE), or one for each head (HeadScale)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts, losses_by_position
 from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
+from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
@@ -27,14 +30,12 @@ _NOT_OF_FITS = {
 
 @dataclass(frozen=True)
 class FitText:
-    """Validation text, apart from what is reported.
+    """Validation text, which is not part of the reported text.
 
-    ``windows``: ``[N, length]`` tokens for every length at which something is chosen; they end at
-    the same places.
-    ``fingerprint``: of the text and its tokens. ``needles``: for every length at which factors are
-    searched by needles, texts from it with questions and answers.
-    ``choice``: ``[texts, tokens]`` for every length at which heads or pairs are chosen, in place of
-    windows.
+    ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
+    ``fingerprint``: hash of the text and its tokens. ``needles``: texts with questions and answers,
+    for every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
+    every length at which heads or pairs are chosen; None: the windows.
     """
 
     windows: Mapping[int, Integers]
@@ -58,7 +59,7 @@ class FitText:
 
 @dataclass
 class Fitting:
-    """One model, the text to fit on, and the notes of its fits; fits are stored.
+    """One model, the text to fit on, and the notes of its fits, which are stored.
 
     ``read``: called with the number and length of the sequences that a fit has read. ``notes``:
     descriptions of the fitted parameters. ``temperature``: the softmax temperature, if fitted.
@@ -75,8 +76,8 @@ class Fitting:
     temperature: dict[str, Any] | None = None
     claims: Claims | None = None
 
-    def at(self, factors: Iterable[float]) -> dict[int, Integers]:
-        """Return the windows at those of these multiples of the training length that exceed it."""
+    def windows_beyond(self, factors: Iterable[float]) -> dict[int, Integers]:
+        """Return the windows at all ``factors`` that make more than the training length."""
         C = self.model.layout.training_length
         lengths = (round(factor * C) for factor in factors)
         return {length: self.text.windows[length] for length in lengths if length > C}
@@ -89,15 +90,15 @@ class Fitting:
         self.read(len(ids), length)
         return torch.from_numpy(ids).to(self.model.device)
 
-    def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
+    def stored(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """Return a fit, made once for these weights, this text and these settings."""
         return self.store.get(kind, self._key(settings), make)
 
     def _key(self, settings: Any) -> dict[str, Any]:
-        """Return all that a fit depends on."""
+        """Return all inputs of a fit."""
         return {"model": self.fingerprint, **self.text.key, "settings": settings}
 
-    def of_each(
+    def losses(
         self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
     ) -> list[float]:
         """Return the loss of each value, infinite if it is not a number.
@@ -106,8 +107,8 @@ class Fitting:
         """
 
         def measured(value: float) -> float | None:
-            found = loss(value)
-            return found if math.isfinite(found) else None  # JSON has no NaN
+            result = loss(value)
+            return result if math.isfinite(result) else None  # JSON has no NaN
 
         claims = self.claims
         if claims is None or claims.share.processes == 1:
@@ -133,18 +134,17 @@ def fit_coefficient(
     grid: Sequence[float],
     settings: Any,
 ) -> float:
-    """Return the coefficient c of the temperature 1 + c ln s (DroPE, App. C.2) with the least loss
-    of held-out text, summed over the lengths.
+    """Return the coefficient c of 1 + c ln s (DroPE, App. C.2) with the least held-out loss.
 
-    This is the best of the grid, or the minimum of the parabola through it and its neighbours if
-    its loss is lower.
+    The loss is summed over the lengths. The result is the best of the grid, or the minimum of the
+    parabola through it and its neighbours if its loss is lower.
 
     Args:
         fitting: the model, and where losses are stored.
         tempered_with: maps a coefficient to a function from extension factor to layout.
         windows: ``[N, length]`` held-out tokens for every length.
         grid: coefficients to try.
-        settings: what the loss of a coefficient depends on besides model and text.
+        settings: inputs of the loss of a coefficient besides model and text.
     """
     model = fitting.model
     C = model.layout.training_length
@@ -161,10 +161,10 @@ def fit_coefficient(
         return total
 
     coefficients = sorted(set(grid))
-    tried = dict(zip(coefficients, fitting.of_each(settings, coefficients, loss), strict=True))
+    tried = dict(zip(coefficients, fitting.losses(settings, coefficients, loss), strict=True))
     lowest = _lowest_point(list(tried.items()))
     if lowest is not None and lowest not in tried:
-        (tried[lowest],) = fitting.of_each(settings, [lowest], loss)
+        (tried[lowest],) = fitting.losses(settings, [lowest], loss)
     return min(tried, key=lambda coefficient: tried[coefficient])
 
 
@@ -198,3 +198,99 @@ def _lowest_point(points: list[tuple[float, float]]) -> float | None:
     if before + after == 0 or not math.isfinite(before + after):
         return None
     return b + ((c - b) * after - (b - a) * before) / (2 * (before + after))
+
+
+STEPS, RATE, LARGEST = 30, 0.05, 100.0
+"""Steps and learning rate of Adam, and the largest coefficient. The paper's code has 200 steps of
+batches, and a rate of 0.05 to 0.1 on the scale itself."""
+
+
+def fit_heads(
+    fitting: Fitting,
+    layout_at: Callable[[float], Layout],
+    windows: Mapping[int, Integers],
+    layers: Sequence[int],
+    start: float,
+) -> list[list[float]]:
+    """Return c of 1 + c ln s for every query head of ``layers``, ``[layers][Hq]``.
+
+    Source: HeadScale (Wang et al. 2024, arXiv 2404.12224). Adam lowers the mean loss of held-out
+    text, summed over the lengths, with all weights frozen. It begins with ``start`` for all heads,
+    and no c falls below 0 (the paper's focus constraint). The best step counts, which is no worse
+    than ``start``. Each window takes one forward and one backward pass.
+
+    Args:
+        fitting: the model, a decoder, and its text.
+        layout_at: maps an extension factor to a layout without temperature.
+        windows: ``[N, length]`` held-out tokens for every length.
+        layers: indices of the layers.
+        start: coefficient of all heads at the first step.
+    """
+    model = cast(Decoder, fitting.model)
+    C = model.layout.training_length
+    shape = len(layers), model.config.num_attention_heads
+    c = torch.full(shape, start, device=model.device)
+    optimizer = torch.optim.Adam([c], lr=RATE)
+    best, lowest = c.clone(), math.inf
+    with _scales(model, layers) as (scales, trained):
+        for step in range(STEPS + 1):
+            loss, c.grad = 0.0, torch.zeros_like(c)
+            for length, tokens in windows.items():
+                log_s = math.log(length / C)
+                with torch.no_grad():
+                    for scale, row, learned in zip(scales, c, trained, strict=True):
+                        scale.copy_(learned * (1 + row * log_s))
+                with model.using(layout_at(length / C)):
+                    loss += _backward(model, tokens, fitting.text.end_of_text)
+                for index, (scale, learned) in enumerate(zip(scales, trained, strict=True)):
+                    assert scale.grad is not None
+                    c.grad[index] += scale.grad * learned * log_s
+                    scale.grad = None
+                fitting.read(*tokens.shape)
+            if not math.isfinite(loss):
+                break
+            if loss < lowest:
+                best, lowest = c.clone(), loss
+            if step < STEPS:
+                optimizer.step()
+                c.clamp_(0, LARGEST)
+    return cast(list[list[float]], best.tolist())
+
+
+@contextmanager
+def _scales(
+    model: Decoder, layers: Sequence[int]
+) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
+    """Give these layers a trainable softmax scale per head, and freeze all weights, in the block.
+
+    Yields the scales, and the trained values, ``[Hq]`` each.
+    """
+    modules = [model.layers[index].self_attn for index in layers]
+    before = [module.softmax_scale for module in modules]
+    ones = torch.ones(model.config.num_attention_heads, device=model.device)
+    trained = [ones if scale is None else scale.detach().clone() for scale in before]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    scales = [nn.Parameter(value.clone()) for value in trained]
+    try:
+        for weight in weights:
+            weight.requires_grad_(False)
+        for module, scale in zip(modules, scales, strict=True):
+            module.softmax_scale = scale
+        with torch.enable_grad():
+            yield scales, trained
+    finally:
+        for module, scale_before in zip(modules, before, strict=True):
+            module.softmax_scale = scale_before
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
+def _backward(model: Decoder, windows: Integers, end_of_text: int) -> float:
+    """Accumulate the gradient of the mean loss of ``windows`` ``[N, T]``, and return the loss."""
+    total = torch.zeros((), device=model.device)
+    for window in torch.from_numpy(windows).to(model.device, torch.int64):
+        ids = torch.cat([window.new_tensor([end_of_text]), window[:-1]])
+        loss = model.loss(ids[None], window[None]) / len(windows)
+        loss.backward()
+        total += loss.detach()
+    return float(total)

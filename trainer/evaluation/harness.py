@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import lm_eval
@@ -23,8 +24,7 @@ from trainer.model.language_model import LanguageModel
 
 KEY = "evaluation.tasks"
 Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
-"""Computes something of every item, on one process or on several that each call it with the same
-items."""
+"""Computes results for items, on one process or on several that all call it with the same items."""
 
 
 def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
@@ -33,9 +33,9 @@ def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -
 
 
 NO_QUESTION = -1.0
-"""Score that RULER's tasks in lm-eval give a question at all lengths but its own."""
+"""Score of a question at other lengths than its own in lm-eval's tasks of RULER."""
 MAX_NEW_TOKENS = 256
-"""Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""
+"""Default for tasks without ``max_gen_toks``, as for lm-eval's own models."""
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
@@ -64,15 +64,15 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood (nats), and whether it is greedy."""
-        found = self._likelihoods(self.encoder.requests([request.args for request in requests]))
-        return [(answer.log_likelihood, answer.greedy) for answer in found]
+        pairs = [request.args for request in requests]
+        answers = self._likelihoods(self.encoder.requests(pairs))
+        return [(answer.log_likelihood, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Return each whole text's log-likelihood (nats), in windows of the maximum length."""
         windows = [self.encoder.windows(request.args[0]) for request in requests]
-        flat = [window for of_text in windows for window in of_text]
-        found = iter(self._likelihoods(flat))
-        return [sum(next(found).log_likelihood for _ in of_text) for of_text in windows]
+        answers = iter(self._likelihoods(list(chain.from_iterable(windows))))
+        return [sum(next(answers).log_likelihood for _ in text) for text in windows]
 
     def _likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         def compute(part: Sequence[Request]) -> list[Likelihood]:
@@ -88,8 +88,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             alike[json.dumps(request.args[1], sort_keys=True)].append(index)
         for settings, indices in alike.items():
             contexts = [requests[i].args[0] for i in indices]
-            said = self.spread(contexts, partial(self._continue, settings=json.loads(settings)))
-            for i, text in zip(indices, said, strict=True):
+            answers = self.spread(contexts, partial(self._continue, settings=json.loads(settings)))
+            for i, text in zip(indices, answers, strict=True):
                 texts[i] = text
         return texts
 
@@ -165,11 +165,11 @@ def task_problems(config: HarnessConfig) -> list[Problem]:
     try:
         tasks = get_task_dict(config.tasks, manager)
     except OSError as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         instead = "Without a network, multiple_choice scores request files."
-        return [Problem(KEY, f"lm-eval cannot get the data of {asked} ({said}). {instead}")]
+        return [Problem(KEY, f"lm-eval cannot get the data of {asked} ({reason}). {instead}")]
     except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # Such as a package that a task needs, a data set that is a script, or wrong metadata
+        # A task needs a package, its data set is a script, or its metadata is wrong.
         return [Problem(KEY, f"lm-eval cannot load {asked} ({first_line(error)}).")]
     return _metadata_problems(tasks) if config.metadata else []
 
@@ -209,8 +209,10 @@ def score_tasks(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """Score every task of a configuration that has no :func:`task_problems` with lm-eval; see
-    :class:`HarnessModel` for the last arguments."""
+    """Score every task of a configuration with lm-eval, after :func:`task_problems` found none.
+
+    ``spread``, ``silent``: see :class:`HarnessModel`.
+    """
     results = lm_eval.simple_evaluate(
         model=HarnessModel(model, encoder, config.batch_tokens, spread, silent=silent),
         tasks=config.tasks,
@@ -224,20 +226,20 @@ def score_tasks(
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
     """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``.
 
-    Metrics of RULER are lengths in tokens, and -1 stands for a length that a question does not
-    have; these are left out.
+    Metrics of RULER are lengths in tokens; scores of -1, for other lengths than the question's, are
+    left out.
     """
-    found = results["results"][task]
-    count = results["n-samples"].get(task, {}).get("effective") or found.get("sample_len", 0)
-    for key, value in found.items():
+    numbers = results["results"][task]
+    count = results["n-samples"].get(task, {}).get("effective") or numbers.get("sample_len", 0)
+    for key, value in numbers.items():
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = found.get(f"{metric}_stderr,{filtered}")
+        error = numbers.get(f"{metric}_stderr,{filtered}")
         known = error if isinstance(error, float) else None
         better = results.get("higher_is_better", {}).get(task, {}).get(metric)
         is_length = metric.isdigit()
-        each = tuple(_of_each(results, task, metric, filtered)) if better or is_length else ()
+        each = tuple(_each(results, task, metric, filtered)) if better or is_length else ()
         if is_length:
             each = tuple(score for score in each if score != NO_QUESTION)
             if not each:
@@ -246,10 +248,10 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
         yield Score(task, metric if filtered == "none" else key, float(value), known, asked, each)
 
 
-def _of_each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
+def _each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
     """Yield the score of every question of a task, or of all tasks of a group."""
     for part in results.get("group_subtasks", {}).get(task, ()):
-        yield from _of_each(results, part, metric, filtered)
+        yield from _each(results, part, metric, filtered)
     for sample in results["samples"].get(task, ()):
         value = sample.get(metric)
         if sample["filter"] == filtered and isinstance(value, int | float):

@@ -18,11 +18,10 @@ from trainer.common.errors import UserError
 from trainer.data.order import Integers
 
 NEAR = 0.05
-"""Share of an excerpt by which a place may miss its depth in favour of a sentence's or word's
-beginning."""
+"""Share of an excerpt by which a place may miss its depth to stand between sentences or words."""
 SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
 ANCHOR = "."
-"""Text before a text, so that a tokenizer takes the latter for the middle of something longer."""
+"""Text before another one, so that a tokenizer treats the latter as the middle of a text."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,19 @@ class Excerpt:
         wanted = round(depth * len(self.tokens))
         if 0 < wanted < len(self.tokens):
             for places in (self.sentences, self.words):
-                found = places[np.abs(places - wanted).argmin()] if len(places) else -1
-                if abs(found - wanted) <= NEAR * len(self.tokens):
-                    return int(found)
+                nearest = places[np.abs(places - wanted).argmin()] if len(places) else -1
+                if abs(nearest - wanted) <= NEAR * len(self.tokens):
+                    return int(nearest)
         return wanted
 
     def with_insertions(self, insertions: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
         """Return the tokens with insertions, each given with its place."""
-        found: list[int] = []
+        pieces: list[int] = []
         done = 0
         for place, tokens in sorted(insertions, key=lambda insertion: insertion[0]):
-            found += self.tokens[done:place]
-            found += tokens
+            pieces += [*self.tokens[done:place], *tokens]
             done = place
-        return tuple(found + self.tokens[done:])
+        return tuple(pieces + self.tokens[done:])
 
 
 class Haystack:
@@ -80,8 +78,8 @@ class Haystack:
     def tokens(self) -> Integers:
         """The stream, computed on first use."""
         blank = self.encode("\n\n")
-        found = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
-        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in found])
+        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
 
     @cached_property
     def numbers(self) -> str:
@@ -138,8 +136,7 @@ class Haystack:
 
     @cached_property
     def _kinds(self) -> NDArray[np.bool_]:
-        """Return ``[3, V]``: whether a token begins with white space, breaks a line, ends a
-        sentence."""
+        """Whether a token begins with white space, breaks a line, ends a sentence, ``[3, V]``."""
         ids = np.unique(self.tokens)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])

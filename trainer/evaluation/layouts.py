@@ -64,12 +64,12 @@ def read_factors(file: str) -> PublishedFactors:
         raise UserError.at(KEY, f"{file!r} holds no keys; it {NEEDS}.")
     group = next((key for key in ("rope_parameters", "rope_scaling") if key in content), "")
     nested = content.get(group)
-    found = nested if isinstance(nested, dict) else content
-    if problems := [*_list_problems(found, group)]:
+    scaling = nested if isinstance(nested, dict) else content
+    if problems := [*_list_problems(scaling, group)]:
         raise UserError(*(problem.in_file(f"{KEY}: {file!r}") for problem in problems))
-    short, long = found["short_factor"], found["long_factor"]
+    short, long = scaling["short_factor"], scaling["long_factor"]
     numbers = {
-        key: {**content, **found}.get(key)
+        key: {**content, **scaling}.get(key)
         for key in (
             *("attention_factor", "factor"),
             *("max_position_embeddings", "original_max_position_embeddings"),
@@ -84,10 +84,9 @@ def read_factors(file: str) -> PublishedFactors:
     return PublishedFactors(tuple(short), tuple(long), attention, factor, original)
 
 
-def _list_problems(found: dict[str, Any], group: str) -> Iterator[Problem]:
-    """What is wrong with the two lists of ``found``, which is the ``group`` of a file, a clause
-    each."""
-    lists: dict[str, Any] = {key: found.get(key) for key in ("short_factor", "long_factor")}
+def _list_problems(scaling: dict[str, Any], group: str) -> Iterator[Problem]:
+    """Check the two lists of factors in the ``group`` of a file."""
+    lists: dict[str, Any] = {key: scaling.get(key) for key in ("short_factor", "long_factor")}
     if missing := [key for key, value in lists.items() if value is None]:
         where = f"{group} has" if group else "there is"
         yield Problem("", f"{where} no {' and no '.join(missing)}; the file {NEEDS}.")
@@ -97,7 +96,7 @@ def _list_problems(found: dict[str, Any], group: str) -> Iterator[Problem]:
         if not isinstance(value, list) or not value:
             sound = False
             yield Problem(key, f"expected a list of numbers, got {value!r}.")
-        elif wrong := [place for place, one in enumerate(value, 1) if not _is_positive(one)]:
+        elif wrong := [i for i, factor in enumerate(value, 1) if not _is_positive(factor)]:
             sound = False
             yield Problem(key, f"number {wrong[0]} is {value[wrong[0] - 1]!r}; expected {RANGE}.")
     if sound and len(lists["short_factor"]) != len(lists["long_factor"]):
@@ -129,7 +128,7 @@ TITLES = {
     "ntk_by_parts_turns": "NTK-by-parts over turns",
     "yarn_turns": "YaRN over turns",
 }
-"""How tables call :data:`~trainer.positional.rescaling.RESCALINGS`."""
+"""Titles of :data:`~trainer.positional.rescaling.RESCALINGS` in tables."""
 
 
 def windowed(layout: Layout) -> Layout:
@@ -143,12 +142,15 @@ def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice =
     """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
 
     Raises:
-        ValueError: the number of factors differs from that of spectra, or of pairs.
+        ValueError: the number of factors differs from the number of spectra or pairs.
     """
-    of = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
+    by_spectrum = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
     C = layout.training_length
-    chosen = layout.chosen(layers)
-    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C), chosen)
+
+    def changed(spectrum: Spectrum) -> Spectrum:
+        return longrope(spectrum, (1.0,) * len(spectrum.inv_freq), by_spectrum[spectrum], C)
+
+    return layout.map(changed, layout.chosen(layers))
 
 
 def with_published(
@@ -171,7 +173,7 @@ def check_published(layout: Layout, published: PublishedFactors) -> None:
     """Check that published factors are for this model.
 
     Raises:
-        UserError: they are for another training length, or another number of pairs.
+        UserError: their training length or their number of pairs is another one.
     """
     C, original = layout.training_length, published.original_length
     if original not in (None, C):
@@ -198,9 +200,9 @@ def tempered(
 ) -> Layout:
     """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
 
-    Replaces what depended on the length before. This is DroPE's temperature (App. C.2), or with
-    c = 0.1 and exponent 2 RoPE-ID's (App. A.4). C is the longest length of training, whatever
-    length the earlier temperature referred to.
+    This is DroPE's temperature (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4). It
+    replaces an earlier temperature, and C is the longest length of training, whatever length the
+    earlier one referred to.
     """
     return layout.map(
         lambda spectrum: spectrum.with_temperature(
@@ -211,7 +213,7 @@ def tempered(
 
 
 def is_free_of_positions(layout: Layout) -> bool:
-    """Whether no head has an encoding, so that only the temperature remains to be chosen."""
+    """Return whether no head has an encoding, so that only the temperature can be chosen."""
     return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
 
 
@@ -219,7 +221,7 @@ def require_rotation(layout: Layout, key: str) -> None:
     """Check that some head rotates.
 
     Raises:
-        UserError: none does; names ``key``.
+        UserError: no head rotates; names ``key``.
     """
     if not layout.rotates:
         raise UserError.at(

@@ -58,7 +58,7 @@ class Request:
 class Encoder:
     """Encoder of text to requests.
 
-    ``max_length``: tokens that the model reads at once; longer contexts lose their beginning.
+    ``max_length``: maximum tokens of a forward pass; longer contexts lose their beginning.
     ``add_bos``: begin every context with end-of-text, as in training, unless the tokenizer itself
     adds a first token.
     """
@@ -70,8 +70,8 @@ class Encoder:
     @cached_property
     def bos_token(self) -> int:
         """The token that stands for an empty context."""
-        own = self.tokenizer.encode("").ids
-        return own[0] if own else self.end_of_text
+        added = self.tokenizer.encode("").ids
+        return added[0] if added else self.end_of_text
 
     @cached_property
     def end_of_text(self) -> int:
@@ -92,7 +92,7 @@ class Encoder:
         moved = [_with_spaces_in_the_continuation(*pair) for pair in pairs]
         contexts = self.tokens([context for context, _ in moved])
         wholes = self.tokens([context + continuation for context, continuation in moved])
-        found = []
+        requests = []
         for (text, continuation), context, whole in zip(moved, contexts, wholes, strict=True):
             if text:
                 request = Request(tuple(context), tuple(whole[len(context) :]))
@@ -100,16 +100,16 @@ class Encoder:
                 request = self._after_nothing(continuation)
             if not request.continuation:
                 raise UserError.at("", f"{continuation!r} adds no token to {text!r}.")
-            found.append(request.within(self.max_length))
-        if cut := sum(request.cut > 0 for request in found):
+            requests.append(request.within(self.max_length))
+        if cut := sum(request.cut > 0 for request in requests):
             log.warning(
                 "%d of %d contexts lost their beginning: with their continuations they are longer "
                 "than %d tokens (evaluation.max_length)",
                 cut,
-                len(found),
+                len(requests),
                 self.max_length,
             )
-        return found
+        return requests
 
     def _after_nothing(self, text: str) -> Request:
         tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -137,14 +137,13 @@ def _with_spaces_in_the_continuation(context: str, continuation: str) -> Pair:
 
 
 SHORTEST, ENOUGH = 0.75, 256
-"""A row joins a batch of longer ones when it fills so much of their length, or when the batch has
-fewer tokens than that: reading the weights then costs more than padding."""
+"""A row joins a batch of longer ones if it fills this share of their length, or if the batch has
+fewer tokens than this: reading the weights then costs more than padding."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """``log_likelihood`` of a continuation in nats, and whether it is ``greedy``: all its tokens
-    are the most likely ones."""
+    """``log_likelihood`` of a continuation in nats; ``greedy``: whether no token is likelier."""
 
     log_likelihood: float
     greedy: bool
@@ -154,8 +153,8 @@ class Likelihood:
 class _Row:
     """Tokens to read.
 
-    ``expected``: requests, and their tokens that the last tokens of this row predict. ``branches``:
-    continuations from the end of the row.
+    ``expected``: index of a request, and its tokens that the last tokens of this row predict.
+    ``branches``: continuations from the end of the row.
     """
 
     tokens: tuple[int, ...]
@@ -215,7 +214,7 @@ def _rows(requests: Sequence[Request]) -> list[_Row]:
 
 
 def _depends_on_length(layout: Layout, requests: Sequence[Request]) -> bool:
-    """Whether keys depend on the number of tokens that follow, so that rows cannot share them."""
+    """Return whether keys depend on the number of tokens that follow: rows cannot share them."""
     longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
     return layout.at(longest) != layout.at(1)
 

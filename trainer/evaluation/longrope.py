@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ from trainer.positional.rescaling import (
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
-Individual = Any
-"""A set of factors as a space writes it; hashable."""
+PairsAndFactors = tuple[tuple[int, Factors], ...]
+"""A critical pair and the factors of all pairs, for every distinct spectrum."""
 PARENTS = 8
 """Number of best candidates from which new ones descend."""
 HIGHEST = 1.25
@@ -44,24 +44,6 @@ SHARE = 0.3
 """Share of the pairs that a mutation changes, or that a crossing takes from the other parent."""
 CRITICAL = (1.0, 0.9, 0.8, 0.7)
 """Critical pairs to begin with, in units of the theoretical one."""
-
-
-class Space(Protocol):
-    """Search space for one layout and one extension factor s."""
-
-    def starts(self) -> list[Individual]:
-        """Return the starting points of the search."""
-        ...
-
-    def child(
-        self, one: Individual, other: Individual, generator: np.random.Generator
-    ) -> Individual:
-        """Return a mutation of one parent or of a crossing of two."""
-        ...
-
-    def factors(self, individual: Individual) -> LongRopeFactors:
-        """Return factors for each distinct spectrum of the layout, in its order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +59,7 @@ class EveryPair:
     factor: float
 
     def starts(self) -> list[LongRopeFactors]:
+        """Return the starting points of the search."""
         C, spectra = self.layout.training_length, self.layout.spectra
 
         def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
@@ -99,17 +82,19 @@ class EveryPair:
         return _monotone(_ntk_below(pair, whole, self.factor))
 
     def child(
-        self, one: LongRopeFactors, other: LongRopeFactors, generator: np.random.Generator
+        self, first: LongRopeFactors, second: LongRopeFactors, generator: np.random.Generator
     ) -> LongRopeFactors:
+        """Return a mutation of a crossing of two parents."""
         # Small steps refine, large ones explore; the whole range is ln s.
         width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
         highest = HIGHEST * self.factor
         return tuple(
             _monotone(np.clip(_varied(mine, theirs, width, generator), 1, highest))
-            for mine, theirs in zip(one, other, strict=True)
+            for mine, theirs in zip(first, second, strict=True)
         )
 
     def factors(self, individual: LongRopeFactors) -> LongRopeFactors:
+        """Return factors for each distinct spectrum of the layout, in its order."""
         return individual
 
 
@@ -119,16 +104,16 @@ class FromCriticalPair:
 
     The critical pair lies between 0.7 of the theoretical one and that one; factors range from s to
     :data:`HIGHEST` s. Faster pairs have NTK-aware scaling that reaches the critical pair's factor
-    there. An individual consists of a critical pair and the factors of all pairs, for every
-    spectrum.
+    there.
     """
 
     layout: Layout
     factor: float
 
-    def starts(self) -> list[tuple[tuple[int, Factors], ...]]:
+    def starts(self) -> list[PairsAndFactors]:
+        """Return the starting points of the search."""
         heights = (1.0, (1 + HIGHEST) / 2)
-        found = [
+        starts = [
             tuple(
                 self._whole(_near(self._critical(s), part), np.full(len(s.inv_freq), height), s)
                 for s in self.layout.spectra
@@ -136,25 +121,24 @@ class FromCriticalPair:
             for height in heights
             for part in CRITICAL
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(starts))
 
     def child(
-        self,
-        one: tuple[tuple[int, Factors], ...],
-        other: tuple[tuple[int, Factors], ...],
-        generator: np.random.Generator,
-    ) -> tuple[tuple[int, Factors], ...]:
+        self, first: PairsAndFactors, second: PairsAndFactors, generator: np.random.Generator
+    ) -> PairsAndFactors:
+        """Return a mutation of a crossing of two parents."""
         width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
-        found = []
-        for spectrum, mine, theirs in zip(self.layout.spectra, one, other, strict=True):
+        child = []
+        for spectrum, mine, theirs in zip(self.layout.spectra, first, second, strict=True):
             latest = self._critical(spectrum)
             moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
             pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
             varied = _varied(mine[1], theirs[1], width, generator)
-            found.append(self._whole(pair, varied / self.factor, spectrum))
-        return tuple(found)
+            child.append(self._whole(pair, varied / self.factor, spectrum))
+        return tuple(child)
 
-    def factors(self, individual: tuple[tuple[int, Factors], ...]) -> LongRopeFactors:
+    def factors(self, individual: PairsAndFactors) -> LongRopeFactors:
+        """Return factors for each distinct spectrum of the layout, in its order."""
         return tuple(factors for _, factors in individual)
 
     def _critical(self, spectrum: Spectrum) -> int:
@@ -213,12 +197,6 @@ def _varied(
     return factors * np.exp(steps)
 
 
-SPACES: dict[str, Callable[[Layout, float], Space]] = {
-    "perplexity": EveryPair,
-    "needles": FromCriticalPair,
-}
-
-
 def search_longrope(
     model: LanguageModel,
     loss: Callable[[], float],
@@ -228,43 +206,41 @@ def search_longrope(
     seed: int = 0,
     layers: LayerChoice = None,
 ) -> LongRopeFactors:
-    """Return the factors of least loss; deterministic for a given seed.
+    """Return the factors of least loss for every distinct spectrum of ``layers``, in order.
 
     Args:
         model: a decoder; its layout is restored afterwards.
-        loss: loss of the model with its layout at the time of the call.
+        loss: computes the loss of the model with its layout at the time of the call.
         factor: s, the extension factor, more than 1.
         search: search space, see :mod:`trainer.evaluation.longrope`.
         budget: number of candidates. The starting points come first.
-        seed: seed of the search.
+        seed: seed of the search, which determines the result.
         layers: layers whose frequencies are divided.
-
-    Returns:
-        Factors for every distinct spectrum of these layers, in order; see
-            :func:`trainer.evaluation.layouts.with_factors`.
     """
     layout = model.layout
-    space = SPACES[search](layout.of_layers(layers), factor)
+    make_space = FromCriticalPair if search == "needles" else EveryPair
+    space: Any = make_space(layout.of_layers(layers), factor)
     generator = np.random.default_rng(seed)
-    tried: dict[Individual, float] = {}
+    tried: dict[Any, float] = {}
 
-    def measure(individual: Individual) -> None:
+    def measure(individual: Any) -> None:
         with model.using(with_factors(layout, space.factors(individual), layers)):
-            found = loss()
-        tried[individual] = found if math.isfinite(found) else math.inf
+            result = loss()
+        tried[individual] = result if math.isfinite(result) else math.inf
 
     for individual in space.starts()[:budget]:
         measure(individual)
     misses = 0
     while len(tried) < budget and misses < budget:
         parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
-        one, other = (parents[i] for i in generator.integers(len(parents), size=2))
-        child = space.child(one, other, generator)
+        first, second = (parents[i] for i in generator.integers(len(parents), size=2))
+        child = space.child(first, second, generator)
         if child in tried:
             misses += 1
         else:
             measure(child)
-    return space.factors(min(tried, key=tried.__getitem__))
+    best: LongRopeFactors = space.factors(min(tried, key=tried.__getitem__))
+    return best
 
 
 def fitted_factors(
@@ -284,19 +260,18 @@ def fitted_factors(
         raise UserError.at("evaluation.methods", "longrope needs heads that rotate; none does.")
     length = round(factor * model.layout.training_length)
 
-    def of_text() -> float:
+    def text_loss() -> float:
         windows = text.windows[length][: settings.windows]
         fitting.read(*windows.shape)
-        return (
-            losses_by_position(model, windows, text.end_of_text, fitting.batch_tokens).mean().item()
-        )
+        losses = losses_by_position(model, windows, text.end_of_text, fitting.batch_tokens)
+        return losses.mean().item()
 
-    def of_answers() -> float:
-        asked = text.needles[length]
-        fitting.read(*asked.tokens.shape)
-        return answer_loss(model, asked, fitting.batch_tokens)
+    def needle_loss() -> float:
+        texts = text.needles[length]
+        fitting.read(*texts.tokens.shape)
+        return answer_loss(model, texts, fitting.batch_tokens)
 
-    loss = of_answers if settings.search == "needles" else of_text
+    loss = needle_loss if settings.search == "needles" else text_loss
     with model.using(layout):
         return search_longrope(
             model, loss, factor, settings.search, settings.evaluations, settings.seed, layers

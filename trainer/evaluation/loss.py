@@ -32,13 +32,13 @@ def windows_with_common_ends(
     lengths: list[int],
     *,
     key: str = "evaluation.lengths",
-    what: str = "held-out",
+    text: str = "held-out",
 ) -> dict[int, Integers]:
     """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
 
     The last tokens of the windows are then equal at every length, read with more or less context,
-    so that their losses are paired. ``key``: configuration key of the longest length; ``what``:
-    name of the text.
+    so that their losses are paired. ``key``: configuration key of the longest length; ``text``:
+    name of the stream.
 
     Raises:
         UserError: the held-out text is shorter than the longest window.
@@ -47,7 +47,7 @@ def windows_with_common_ends(
     if len(stream) < longest:
         raise UserError.at(
             key,
-            f"the {what} text has {len(stream)} tokens, fewer than the longest window of "
+            f"the {text} text has {len(stream)} tokens, fewer than the longest window of "
             f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
         )
     ends = np.linspace(longest, len(stream), count).astype(np.int64)
@@ -65,41 +65,10 @@ def losses_by_position(
 ) -> Tensor:
     """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``.
 
-    This is the first result of :func:`measured_losses`.
-    """
-    return measured_losses(model, windows, end_of_text, batch_tokens, 1, reads=reads, done=done)[0]
-
-
-def measured_losses(
-    model: LanguageModel,
-    windows: Integers,
-    end_of_text: int,
-    batch_tokens: int,
-    last: int,
-    *,
-    reads: int | None = None,
-    done: Done = lambda windows: None,
-) -> tuple[Tensor, Tensor]:
-    """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``, and each
-    window's mean loss on its ``last`` tokens, ``[N]``.
-
-    Every window follows one end-of-text token, as in training. Memory is linear in the length.
-
-    Args:
-        model: a decoder.
-        windows: tokens, all of which are predicted.
-        end_of_text: token before each window.
-        batch_tokens: tokens per forward pass (at least one sequence).
-        last: number of tokens at the end of a window.
-        reads: largest number of tokens read to predict one, including the end-of-text token (None:
-            all before it). The window is then read in pieces of ``reads`` tokens that overlap by
-            half. Only the second half of a piece counts, with at least half of ``reads`` tokens
-            before it, and both halves of the first piece. The pieces end with the window, so that
-            its last tokens are read alike at every length.
-        done: called with the number of windows after each batch.
+    See :func:`losses_of_batches`.
     """
     batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads, done=done)
-    return mean_losses(batches, last)
+    return mean_losses(batches, 1)[0]
 
 
 def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
@@ -127,8 +96,23 @@ def losses_of_batches(
     done: Done = lambda windows: None,
     piece: Piece = WHOLE,
 ) -> Iterator[Tensor]:
-    """Yield losses ``[B, T]`` on the CPU, float32, a batch of windows at a time; see
-    :func:`measured_losses`. ``piece``: the batches to read."""
+    """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.
+
+    Every window follows one end-of-text token, as in training. Memory is linear in the length.
+
+    Args:
+        model: a decoder.
+        windows: tokens ``[N, T]``, all of which are predicted.
+        end_of_text: token before each window.
+        batch_tokens: tokens per forward pass (at least one sequence).
+        reads: largest number of tokens read to predict one, including the end-of-text token (None:
+            all before it). The window is then read in pieces of ``reads`` tokens that overlap by
+            half. Only the second half of a piece counts, with at least half of ``reads`` tokens
+            before it, and both halves of the first piece. The pieces end with the window, so that
+            its last tokens are read alike at every length.
+        done: called with the number of windows after each batch.
+        piece: the batches to read.
+    """
     T = windows.shape[1]
     size = min(reads or T, T)
     stride = max(1, size // 2)
@@ -143,13 +127,13 @@ def losses_of_batches(
     for first in piece.among(range(0, len(windows), rows)):
         part = windows[first : first + rows]
         cut = sliding_window_view(part, size, axis=1)[:, starts].reshape(-1, size)
-        found = []
+        losses = []
         for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
             ids = tokens.roll(1, dims=1)
             ids[:, 0] = end_of_text
-            found.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
+            losses.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
         done(len(part))
-        yield torch.cat(found).view(len(part), len(starts), size)[:, stretch, place]
+        yield torch.cat(losses).view(len(part), len(starts), size)[:, stretch, place]
 
 
 def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -161,8 +145,10 @@ def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float
 
 @dataclass(frozen=True)
 class AnsweredTexts:
-    """``tokens`` ``[N, T]``, each text with question and answer at its end, and ``answers``
-    ``[N]``, the number of answer tokens at the end."""
+    """Texts that end with a question and its answer.
+
+    ``tokens``: ``[N, T]``. ``answers``: ``[N]``, the number of answer tokens at the end.
+    """
 
     tokens: Integers
     answers: Integers
@@ -184,14 +170,14 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
         needle = haystack.encode(f" {quiz.needles[0]}")
         question = haystack.encode(f"\n\n{quiz.question}")
         answer = haystack.encode(f" {quiz.answers[0]}")
-        around = len(haystack.bos) + len(needle) + len(question) + len(answer)
-        if length <= around:
+        others = len(haystack.bos) + len(needle) + len(question) + len(answer)
+        if length <= others:
             raise UserError.at(
                 "evaluation.longrope.search",
-                f"expected at least {around + 1} tokens for needles, their questions and answers, "
+                f"expected at least {others + 1} tokens for needles, their questions and answers, "
                 f"got {length}; give longer evaluation.lengths, or search=perplexity.",
             )
-        excerpt = haystack.excerpt(length - around, random)
+        excerpt = haystack.excerpt(length - others, random)
         place = excerpt.place((number + random.random()) / count)
         text = excerpt.with_insertions([(place, needle)])
         rows.append([*haystack.bos, *text, *question, *answer])
@@ -210,9 +196,9 @@ def answer_loss(model: LanguageModel, texts: AnsweredTexts, batch_tokens: int) -
     size = sequences_at_once(model, length, batch_tokens)
     total = 0.0
     for ids, counts in zip(tokens.split(size), answers.split(size), strict=True):
-        here = ids.to(model.device)
-        states = model.prefilled(here[:, :-1], length=length, last=most)
-        losses = model.losses(states, here[:, -most:]).double().cpu()
+        on_device = ids.to(model.device)
+        states = model.prefilled(on_device[:, :-1], length=length, last=most)
+        losses = model.losses(states, on_device[:, -most:]).double().cpu()
         answer = torch.arange(most) >= most - counts[:, None]
         total += ((losses * answer).sum(dim=1) / counts).sum().item()
     return total / len(tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -23,19 +23,19 @@ from tokenizers import Tokenizer
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.evaluation.longbench.tasks import read_rows
+from trainer.evaluation.longbench import read_rows
 from trainer.evaluation.scoring import Prompt, Task, list_problems
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 LONG_TASKS = TASKS[:2]
-"""Those that fill a length."""
+"""Tasks whose prompts fill a length."""
 FILE_KEY = "evaluation.many_shot.file"
 FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
-"""Tokens of an answer: the paper's (App. A.2), and twice what a sum needs in bytes."""
+"""Tokens of an answer: the paper's (App. A.2), and twice the bytes of a sum."""
 
 QUESTION = "Problem: {problem}\nSolution:"
 NEXT = "Problem:"
-"""Where an answer ends, as in the paper (App. A.2), whose wording of prompts is not published."""
+"""Text that ends an answer, as in the paper (App. A.2); its wording of prompts is unpublished."""
 
 
 @configuration
@@ -56,18 +56,19 @@ class ManyShotSettings:
     """Seed of the trials."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        found = list_problems("evaluation.many_shot.tasks", self.tasks, TASKS)
+        """Check the tasks, the depths and the file."""
+        problems = list_problems("evaluation.many_shot.tasks", self.tasks, TASKS)
         if not self.depths:
-            found.append(Problem("evaluation.many_shot.depths", "expected one or more, got none."))
+            key = "evaluation.many_shot.depths"
+            problems.append(Problem(key, "expected one or more, got none."))
         if self.file is not None and not Path(self.file).is_file():
-            found.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
-        return found
+            problems.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
+        return problems
 
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """``answer``: the final one; None: the boxed one at the end of the solution."""
+    """``answer``: the final answer; None: the boxed one at the end of the solution."""
 
     problem: str
     solution: str
@@ -75,7 +76,7 @@ class SolvedProblem:
 
 
 def arithmetic() -> list[SolvedProblem]:
-    """All sums and differences of two two-digit numbers."""
+    """Return all sums and differences of two two-digit numbers."""
     return [
         SolvedProblem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
         for a in range(10, 100)
@@ -85,12 +86,12 @@ def arithmetic() -> list[SolvedProblem]:
 
 
 def read_problems(file: str) -> list[SolvedProblem]:
-    """The problems of a file, each once, with an answer.
+    """Return the distinct problems of a file, with their answers.
 
     Raises:
         UserError: the file or a line is malformed, or no solution has a boxed answer.
     """
-    found: dict[str, SolvedProblem] = {}
+    problems: dict[str, SolvedProblem] = {}
     for row in read_rows(Path(file), SolvedProblem, FILE_KEY):
         answer = boxed(row.solution) if row.answer is None else row.answer
         if answer is None:
@@ -99,8 +100,8 @@ def read_problems(file: str) -> list[SolvedProblem]:
                 f"{file!r} has no answer to {row.problem[:60]!r}: expected the key "
                 r"'answer', or \boxed{...} in 'solution'.",
             )
-        found.setdefault(row.problem, SolvedProblem(row.problem, row.solution, answer))
-    return list(found.values())
+        problems.setdefault(row.problem, replace(row, answer=answer))
+    return list(problems.values())
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ class ManyShotTask:
     bos: int | None
 
     def prompts(self, length: int) -> list[Prompt]:
-        """Return the trials, grouped by problem. Examples, prompt and answer have ``length``
-        tokens, or so many fewer that no further example fits.
+        """Return the trials, grouped by problem.
+
+        Prompt and answer together have ``length`` tokens, less the room that no example fits.
 
         Raises:
             UserError: the length is too short, or there are too few problems for it.
@@ -216,11 +218,11 @@ class ManyShotTask:
 
     def score(self, text: str, answers: Sequence[str]) -> float:
         """Return 1 if the final answer is right, else 0."""
-        said = normalised(final_answer(text.partition(NEXT)[0]))
-        return float(any(said == normalised(answer) for answer in answers))
+        final = normalised(final_answer(text.partition(NEXT)[0]))
+        return float(any(final == normalised(answer) for answer in answers))
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:
-        """Whether the next problem has begun."""
+        """Return whether the next problem has begun."""
         return NEXT in text
 
 
@@ -228,11 +230,6 @@ def many_shot_tasks(
     settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
 ) -> tuple[list[Task], list[str]]:
     """Return the tasks, and a sentence for each difference from the paper.
-
-    Args:
-        settings: valid settings.
-        tokenizer: the model's; lengths are counted in its tokens.
-        bos: first token of every prompt, or None.
 
     Raises:
         UserError: the file is malformed.
@@ -265,9 +262,9 @@ def boxed(text: str) -> str | None:
 
 def final_answer(text: str) -> str:
     """Return a solution's boxed answer, or else its last number, or ""."""
-    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
-    found = boxed(text)
-    return found if found is not None else numbers[-1] if numbers else ""
+    if (answer := boxed(text)) is not None:
+        return answer
+    return next(reversed(re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)), "")
 
 
 SAME = [
@@ -280,7 +277,7 @@ SAME = [
 
 
 def normalised(answer: str) -> str:
-    """Remove what only affects typography: spaces, degree and percent signs, delimiter sizes,
+    """Return the answer without typography: spaces, degree and percent signs, delimiter sizes,
     thousands separators, and a final full stop."""
     for pattern, new in SAME:
         answer = re.sub(pattern, new, answer)

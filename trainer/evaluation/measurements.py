@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.evaluation.answering import answers_of
+from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import (
     by_bucket,
     losses_of_batches,
@@ -35,12 +35,12 @@ Done = Callable[[int], None]
 
 
 def _no_progress(sequences: int) -> None:
-    """Ignore progress; the default callback."""
+    """Ignore the number of sequences read."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model reads the sequences of a cell.
+    """A model and its way of reading the sequences of a cell.
 
     ``reads``: number of last tokens that it reads (None: every token). ``done``: receives the
     number of sequences read. ``piece``: the part of the sequences to read.
@@ -58,13 +58,13 @@ _NAMES = {
     "key": "the key of a cell names its task",
     "title": "a heading, without influence on the measurement",
 }
-_OF_WINDOWS = {
+_NOT_OF_WINDOWS = {
     **_NAMES,
     "windows": "a cell reads only the windows of its length",
     "last": "resolved for all lengths: see Perplexity._last",
 }
-_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
-_OF_PROMPT = {"group": "prompts of a group share a forward pass, which only saves time"}
+_NOT_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
+_NOT_OF_PROMPTS = {"group": "prompts of a group share a forward pass, which only saves time"}
 """Fields that the fingerprints leave out, with the reason."""
 
 
@@ -127,7 +127,7 @@ class Perplexity(Measurement):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[length], self._last, all_fields(self, _OF_WINDOWS))
+        return fingerprint(self.windows[length], self._last, all_fields(self, _NOT_OF_WINDOWS))
 
     def part(self, rank: int, ranks: int) -> Perplexity:
         """Return one rank's share of the windows."""
@@ -164,8 +164,12 @@ class Perplexity(Measurement):
         last = self._last
         losses, by_window = mean_losses(batches(), last)
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
-        of_all, of_each = losses[-last:].mean().item(), tuple(by_window.tolist())
-        return {"edges": edges, "losses": means, "last_loss": of_all, "by_window": of_each}
+        return {
+            "edges": edges,
+            "losses": means,
+            "last_loss": losses[-last:].mean().item(),
+            "by_window": tuple(by_window.tolist()),
+        }
 
 
 @dataclass
@@ -181,7 +185,7 @@ class Statements(Measurement):
     title: str = "Trained statements (multi-key)"
 
     @classmethod
-    def of(
+    def make(
         cls,
         stream: TokenStream,
         lengths: list[int],
@@ -207,7 +211,7 @@ class Statements(Measurement):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the trials."""
-        return fingerprint(self.trials[length], all_fields(self, _OF_TRIALS))
+        return fingerprint(self.trials[length], all_fields(self, _NOT_OF_TRIALS))
 
     def part(self, rank: int, ranks: int) -> Statements:
         """Return one rank's share of the trials."""
@@ -280,10 +284,10 @@ class Prompted(Measurement):
     def __post_init__(self) -> None:
         self.key = self.title = self.task.name
         # Prompts are equal for all models and methods; keep one length in memory.
-        self._prompts = lru_cache(maxsize=1)(self._chosen)
-        self._seen = cache(self._look)
+        self._prompts = lru_cache(maxsize=1)(self._make_prompts)
+        self._summary = cache(self._summarise)
 
-    def _chosen(self, length: int) -> list[Prompt]:
+    def _make_prompts(self, length: int) -> list[Prompt]:
         prompts = self.task.prompts(length)
         if self.limit is not None and self.limit < len(prompts):
             places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
@@ -297,31 +301,31 @@ class Prompted(Measurement):
 
     def sequences(self, length: int) -> int:
         """Return the number of prompts."""
-        return self._seen(length)[0]
+        return self._summary(length)[0]
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the prompts and their answers."""
-        return self._seen(length)[1]
+        return self._summary(length)[1]
 
-    def _look(self, length: int) -> tuple[int, str]:
-        prompts = self._prompts(length)
-        asked = [
-            {**all_fields(prompt, _OF_PROMPT), "tokens": np.array(prompt.tokens)}
-            for prompt in prompts
+    def _summarise(self, length: int) -> tuple[int, str]:
+        """Return the number of prompts and the fingerprint, to store in place of the prompts."""
+        prompts = [
+            {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens)}
+            for prompt in self._prompts(length)
         ]
-        return len(prompts), fingerprint(asked)
+        return len(prompts), fingerprint(prompts)
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""
         prompts, reads = self._prompts(reading.length), reading.reads
-        texts = answers_of(
-            reading.piece,
+        texts = answers(
             reading.model,
             self.tokenizer,
             prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts],
             reading.batch_tokens,
             reading.done,
             self.task.stop,
+            reading.piece,
         )
         scores = [float(self.task.score(text, prompts[i].answers)) for i, text in texts.items()]
         return {"places": list(texts), "scores": scores}

@@ -6,7 +6,7 @@ This module imports no torch, so that a configuration error is reported without 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.analysis.settings import USUAL
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, collecting, did_you_mean
 from trainer.common.fields import (
     Count,
     Integer,
@@ -62,14 +62,11 @@ class TemperatureSettings:
     rope_id_exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 2.0
     """Exponent of temperature_rope_id."""
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> Iterator[Problem]:
         """Check that lists are not empty."""
-        lists = {"grid": self.grid, "lengths": self.lengths}
-        return [
-            Problem(f"evaluation.temperature.{key}", "expected one or more, got none.")
-            for key, values in lists.items()
-            if values == []
-        ]
+        for key, values in (("grid", self.grid), ("lengths", self.lengths)):
+            if values == []:
+                yield Problem(f"evaluation.temperature.{key}", "expected one or more, got none.")
 
 
 @configuration
@@ -100,7 +97,7 @@ class LongRopeSettings:
 
     @property
     def of_choice(self) -> dict[str, Any]:
-        """Return everything that the factors depend on besides model and text."""
+        """All inputs of the factors besides model and text."""
         if self.factors is not None:
             return asdict(read_factors(self.factors))
         search = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
@@ -108,12 +105,11 @@ class LongRopeSettings:
 
     def problems(self) -> list[Problem]:
         """Check the file of published factors."""
-        try:
-            if self.factors is not None:
+        problems: list[Problem] = []
+        if self.factors is not None:
+            with collecting(problems):
                 read_factors(self.factors)
-        except UserError as error:
-            return [*error.problems]
-        return []
+        return problems
 
 
 @configuration
@@ -130,30 +126,25 @@ class ChoiceSettings:
     texts: Count = 4
     """Number of texts to read."""
 
-    def problems(self, texts: Collection[str]) -> list[Problem]:
+    def problems(self, texts: Collection[str]) -> Iterator[Problem]:
         """Check the text and its file; ``texts``: names of the available texts."""
-        problems = []
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
-            problems.append(
-                Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
-            )
+            yield Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
         if (self.text == "file") != (self.file is not None):
-            problems.append(
-                Problem(
-                    "evaluation.choice.file",
-                    "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
-                    f"got {self.file!r} with {self.text!r}.",
-                )
+            yield Problem(
+                "evaluation.choice.file",
+                "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
+                f"got {self.file!r} with {self.text!r}.",
             )
         elif self.file is not None and not Path(self.file).is_file():
-            problems.append(Problem("evaluation.choice.file", f"there is no file {self.file!r}."))
-        return problems
+            yield Problem("evaluation.choice.file", f"there is no file {self.file!r}.")
 
 
 @configuration
 class DopeSettings:
-    """Which heads lose what; by default the paper's best at 64k tokens (Table 1), fewer heads."""
+    """Which heads lose which bands; by default the paper's best at 64k tokens (Table 1) with fewer
+    heads."""
 
     variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
     """What a head loses: by_parts (bands slower than one turn in the training length, Eq. 33),
@@ -180,21 +171,18 @@ class DopeSettings:
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
     sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
-    """Standard deviation of the noise; null: that of the retained heads (Sec. 4.3)."""
+    """Standard deviation of the noise; null: as in the retained heads (Sec. 4.3)."""
     seed: Natural = 0
     """Seed of the noise."""
 
-    def problems(self) -> list[Problem]:
-        """Check that ``spectral`` is set only for what it affects."""
-        if self.spectral == "inverse" or (self.entropy, self.r) == ("trunc", 1):
-            return []
-        return [
-            Problem(
+    def problems(self) -> Iterator[Problem]:
+        """Check that ``spectral`` is set only for settings that it affects."""
+        if self.spectral != "inverse" and (self.entropy, self.r) != ("trunc", 1):
+            yield Problem(
                 "evaluation.dope.spectral",
                 f"{self.spectral!r} is for evaluation.dope.entropy=trunc with evaluation.dope.r=1, "
                 f"got {self.entropy} with r={self.r}; expected inverse.",
             )
-        ]
 
 
 @configuration
@@ -221,13 +209,13 @@ BY_LAYER = (
     *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
     "temperature_per_head",
 )
-"""Parts that change the layers of ``evaluation.layers`` alone."""
+"""Parts that change only the layers of ``evaluation.layers``."""
 PARTS = (
     *("none", "crop", "window"),
     *BY_LAYER,
     *("dope", "weighted_rope", "drop", "drop_channels"),
 )
-"""What ``evaluation.methods`` joins by ``+``."""
+"""Parts of methods, which ``evaluation.methods`` joins by ``+``."""
 
 ON_TEXT = ("longrope", "temperature", "temperature_per_head", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
@@ -257,7 +245,7 @@ class MethodsConfig(ABC):
     yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, temperature_per_head, drop,
     drop_channels."""
     fit_windows: Count = 32
-    """Windows of validation text for what is fitted."""
+    """Windows of validation text for fits."""
     layers: LayerChoice = None
     """Layers that rescalings and temperatures change: all, full_attention (those without a
     window), or indices, [3,7]; null: the layers that see more than the training length."""
@@ -292,90 +280,74 @@ class MethodsConfig(ABC):
         """Their parts, without duplicates."""
         return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
 
-    def method_problems(self) -> list[Problem]:
+    def method_problems(self) -> Iterator[Problem]:
         """Check the methods and their settings."""
-        problems = list_problems("evaluation.methods", self.names)
-        problems += layer_problems(LAYERS_KEY, self.layers)
+        yield from list_problems("evaluation.methods", self.names)
+        yield from layer_problems(LAYERS_KEY, self.layers)
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
-            problems += part_problems(name)
+            yield from part_problems(name)
             if intervenes and {"dope", "weighted_rope"} <= {*name.split("+")}:
-                problems.append(
-                    Problem(
-                        "evaluation.methods",
-                        f"in {name!r} both parts change the same heads, which does not combine; "
-                        "name them one by one, or set evaluation.dope.removal=unrotate with "
-                        "another variant than by_gaussian.",
-                    )
+                yield Problem(
+                    "evaluation.methods",
+                    f"in {name!r} both parts change the same heads, which does not combine; "
+                    "name them one by one, or set evaluation.dope.removal=unrotate with "
+                    "another variant than by_gaussian.",
                 )
         if "temperature_per_head" in self.parts and self.temperature.per == "query":
-            problems.append(
-                Problem(
-                    "evaluation.temperature.per",
-                    "expected sequence, the length that temperature_per_head is fitted by.",
-                )
+            yield Problem(
+                "evaluation.temperature.per",
+                "expected sequence, the length that temperature_per_head is fitted by.",
             )
         if "weighted_rope" in self.parts and not self.weighted_rope:
-            problems.append(
-                Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
-            )
-        problems += [
-            *self.temperature.problems(),
-            *self.longrope.problems(),
-            *self.dope.problems(),
-        ]
-        return problems + self.choice.problems(choice_texts())
+            yield Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
+        for group in (self.temperature, self.longrope, self.dope):
+            yield from group.problems()
+        yield from self.choice.problems(choice_texts())
 
-    def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[Problem]:
+    def choice_problems(self, training_length: int, methods: Sequence[str]) -> Iterator[Problem]:
         """Check that these methods can choose on the text, for models of that training length."""
         parts = {part for name in methods for part in name.split("+")}
+        if parts & {"temperature", "temperature_per_head"}:
+            for length in self.temperature.lengths or []:
+                if round(length * training_length) <= training_length:
+                    yield Problem(
+                        "evaluation.temperature.lengths",
+                        f"{length:g} times the training length of {training_length} tokens is no "
+                        "more than that; nothing is fitted there.",
+                    )
         rules = self.weighted_rope if "weighted_rope" in parts else ()
-        found = []
-        if self.temperature.lengths is not None and parts & {"temperature", "temperature_per_head"}:
-            found += [
-                Problem(
-                    "evaluation.temperature.lengths",
-                    f"{length:g} times the training length of {training_length} tokens is no more "
-                    "than that; nothing is fitted there.",
-                )
-                for length in self.temperature.lengths
-                if round(length * training_length) <= training_length
-            ]
         least = max((2, *(SHORTEST[rule.entropy] for rule in rules)))
-        given = self.choice.length
-        shortest = min(self.factors if given is None else [given])
+        shortest = min(self.factors) if self.choice.length is None else self.choice.length
         tokens = round(shortest * training_length)
         if parts & {"dope", "weighted_rope"} and tokens < least:
-            found.append(
-                Problem(
-                    "evaluation.choice.length",
-                    f"a text to choose on has {least:,} tokens or more, and {shortest:g} times "
-                    f"the training length of {training_length} is {tokens}; here that is "
-                    f"{least / training_length:.3g} or more.",
-                )
+            yield Problem(
+                "evaluation.choice.length",
+                f"a text to choose on has {least:,} tokens or more, and {shortest:g} times the "
+                f"training length of {training_length} is {tokens}; here that is "
+                f"{least / training_length:.3g} or more.",
             )
-        return found
 
 
 def part_problems(name: str) -> list[Problem]:
     """Check the parts of a method's name."""
     parts = name.split("+")
-    found = [
+    problems = [
         Problem("evaluation.methods", f"unknown method {part!r}.", did_you_mean(part, PARTS))
         for part in parts
         if part not in PARTS
     ]
     if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
-        found.append(
+        problems.append(
             Problem("evaluation.methods", f"{name!r} does one thing twice, or 'none' and more.")
         )
-    return found
+    return problems
 
 
 def rotating_heads(
     layout: Layout, config: ModelConfig, settings: DopeSettings
 ) -> list[tuple[int, int]]:
-    """Return layer and index of every head, in units of the settings, that can be chosen."""
+    """Return layer and index of every rotating head, in units of the settings."""
     count = units(config, settings)
     return [
         (layer, head)

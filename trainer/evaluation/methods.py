@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -18,8 +18,14 @@ from torch import Tensor
 from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
-from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line
-from trainer.evaluation.head_scale import RATE, STEPS, fit_heads
+from trainer.evaluation.fitting import (
+    RATE,
+    STEPS,
+    Fitting,
+    fit_coefficient,
+    fit_heads,
+    fit_line,
+)
 from trainer.evaluation.layouts import (
     TITLES,
     LayoutAt,
@@ -47,11 +53,17 @@ from trainer.positional.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Method:
-    """A layout for every extension factor. ``reads``: number of last tokens that the model reads
-    (None: all tokens)."""
+    """A layout for every extension factor.
+
+    ``reads``: number of last tokens that the model reads (None: all tokens).
+    """
 
     layout_at: LayoutAt
     reads: int | None = None
+
+
+Make = Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
+"""Maps the layouts before a part to those after it; its configuration lists layers as indices."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +72,10 @@ class Part:
 
     ``rotation``: whether it only affects rotating heads. ``uses``: configuration keys that it
     depends on. ``fits``: numbers of held-out sequences it reads for a choice, by extension factor.
-    ``make``: maps the layouts before it to those after it; its configuration lists layers as
-    indices.
     """
 
     title: str
-    make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
+    make: Make
     rotation: bool = False
     uses: tuple[str, ...] = ()
     fits: Callable[[MethodsConfig, float], dict[float, int]] = lambda config, factor: {}
@@ -75,11 +85,11 @@ class Part:
 class Recipe:
     """A method before it is fitted.
 
-    ``settings``: all that it depends on besides the model; ``fits``: numbers of sequences that its
-    choices read, by extension factor; ``fixed``: the method itself if it chooses nothing and needs
-    no model; ``within``: the method up to the training length, if it chooses nothing there;
+    ``settings``: all its inputs besides the model. ``fits``: numbers of sequences that its choices
+    read, by extension factor. ``fixed``: the method itself, if it chooses nothing and needs no
+    model. ``within``: the method up to the training length, if it chooses nothing there.
     ``also_at``: extension factors, besides those evaluated, for which parts before a temperature
-    choose something because it is fitted there.
+    choose something because the temperature is fitted there.
     """
 
     key: str
@@ -97,7 +107,7 @@ class Recipe:
 
     @property
     def fit_is_shared(self) -> bool:
-        """Whether several processes can fit it together. What other parts choose takes one."""
+        """Whether several processes can fit it together; other choices take one process."""
         parts = {*self.key.split("+")}
         return "temperature" in parts and not parts & {"longrope", "dope", "weighted_rope"}
 
@@ -107,94 +117,103 @@ def recipe(
     layout: Layout,
     config: MethodsConfig,
     *,
-    own: bool = True,
+    native: bool = True,
     layers_key: str = LAYERS_KEY,
 ) -> Recipe | tuple[str, str]:
     """Return the named method for a model, or why it changes nothing and for which parts.
 
-    The reason is a sentence with braces for the parts' titles. ``own``: whether our decoder
+    The reason is a sentence with braces for the parts' titles. ``native``: whether our decoder
     computes the model. ``layers_key``: the key that chooses layers.
     """
     keys = name.split("+")
     parts = [MAKERS[key] for key in keys]
-    if not own and (beyond := [MAKERS[key].title for key in keys if key not in FOR_ANY_MODEL]):
-        why = "is computed by transformers, and the decoder of this program is needed for {}"
-        return why, " + ".join(beyond)
-    if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
-        return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
-    by_layer = [MAKERS[key] for key in keys if key in BY_LAYER]
-    if idle_by_layer := _idle_by_layer(by_layer, layout, config.layers, layers_key):
-        return idle_by_layer
+    if reason := _idle(keys, layout, config.layers, native, layers_key):
+        return reason
     config = replace(config, layers=layout.chosen(config.layers))
     if "longrope" in keys and config.longrope.factors is not None:
-        changed = layout.of_layers(config.layers)
-        check_published(changed, read_factors(config.longrope.factors))
-    tempering = [key for key in keys if key.startswith("temperature")]
-    C = layout.training_length
-    if tempering and any(s.temperature.is_trained(C) for s in layout.spectra):
-        why = "was trained with logits that follow the length, so there is no place for a {}"
-        return why, MAKERS[tempering[0]].title
-    only_free = config.temperature.models == "free"
-    fitted = [key for key in tempering if key != "temperature_rope_id"]
-    if fitted and only_free and not is_free_of_positions(layout):
-        why = "has positions, and a {} is for models without (evaluation.temperature.models)"
-        return why, MAKERS[fitted[0]].title
+        check_published(layout.of_layers(config.layers), read_factors(config.longrope.factors))
+    if reason := _untempered(keys, layout, config):
+        return reason
 
     def make(fitting: Fitting, parts: Sequence[Part] = parts) -> Method:
-        at: LayoutAt = lambda factor: layout  # noqa: E731
+        layout_at: LayoutAt = lambda factor: layout  # noqa: E731
         for part in parts:
-            at = cache(part.make(at, fitting, config))  # a choice is made once for all tasks
-        return Method(at, layout.training_length if "crop" in keys else None)
+            # Cached: a choice is made once for all tasks.
+            layout_at = cache(part.make(layout_at, fitting, config))
+        return Method(layout_at, layout.training_length if "crop" in keys else None)
 
-    title = " + ".join(part.title for part in parts)
-    used = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
-    some = _some_layers(layout, config)
-    if some is not None and by_layer:
-        used[LAYERS] = some  # omitted for all layers, so that older cells stay valid
+    settings = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
+    if (some := _some_layers_key(layout, config)) and {*keys} & {*BY_LAYER}:
+        settings[LAYERS] = some[0]
 
     def fits(factor: float) -> dict[float, int]:
-        found: Counter[float] = Counter()
-        at = {factor}
+        counts: Counter[float] = Counter()
+        factors = {factor}
         for part in reversed(parts):
-            reads = {s: n for one in at for s, n in part.fits(config, one).items()}
-            found.update(reads)
-            at |= reads.keys()  # where a part is fitted, it applies the parts before it
-        return dict(found)
+            reads = {s: n for at_factor in factors for s, n in part.fits(config, at_factor).items()}
+            counts.update(reads)
+            factors |= reads.keys()  # where a part is fitted, it applies the parts before it
+        return dict(counts)
 
     # Parts without a fit do not depend on the text.
-    fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
-    choosing = [p for p in parts if any(p.fits(config, factor) for factor in config.factors)]
+    no_text = cast("Fitting", None)
+    fixed = None if any(map(fits, config.factors)) else make(no_text)
+    choosing = [part for part in parts if any(part.fits(config, s) for s in config.factors)]
     others = [part for part in parts if part not in choosing]
-    chooses = any(part.fits(config, 1.0) for part in choosing)
-    within = None if chooses else make(cast("Fitting", None), others)
-    before = keys[: keys.index(fitted[0])] if fitted else []
-    also_at = tuple(config.temperature.lengths or ()) if {*before} & {*ON_TEXT} else ()
-    return Recipe(name, title, used, fits, make, fixed, within, also_at)
+    chooses_within = any(part.fits(config, 1.0) for part in choosing)
+    within = None if chooses_within else make(no_text, others)
+    fitted = next((i for i, key in enumerate(keys) if key in FITTED_TEMPERATURES), 0)
+    chooses_before = bool({*keys[:fitted]} & {*ON_TEXT})
+    also_at = tuple(config.temperature.lengths or ()) if chooses_before else ()
+    return Recipe(name, _titles(keys), settings, fits, make, fixed, within, also_at)
 
 
-def _idle_by_layer(
-    parts: Sequence[Part], layout: Layout, layers: LayerChoice, key: str
+def _idle(
+    keys: Sequence[str], layout: Layout, layers: LayerChoice, native: bool, layers_key: str
 ) -> tuple[str, str] | None:
-    """Why a choice of layers leaves nothing to do for some parts, and their titles; None if every
-    part changes a layer. ``key``: where the choice stands."""
-    C = layout.training_length
+    """Return why some parts cannot change a model, and their titles; None if all can."""
+    if not native and (beyond := [key for key in keys if key not in FOR_ANY_MODEL]):
+        why = "is computed by transformers, and the decoder of this program is needed for {}"
+        return why, _titles(beyond)
+    if (rotating := [key for key in keys if MAKERS[key].rotation]) and not layout.rotates:
+        return "has no rotation, so there is nothing to do for {}", _titles(rotating)
     for rotation, does in ((True, "rotates"), (False, "attends")):
-        changed = layout.rotating(layers) if rotation else layout.chosen(layers)
-        idle = [part.title for part in parts if part.rotation == rotation]
-        if idle and not changed:
+        idle = [key for key in keys if key in BY_LAYER and MAKERS[key].rotation == rotation]
+        if idle and not (layout.rotating(layers) if rotation else layout.chosen(layers)):
+            C = layout.training_length
             where = f"only in layers whose window is at most the training length of {C:,} tokens"
-            where = where if layers is None else f"in no layer of {key}={layers}"
-            why = f"{does} {where}, so there is nothing to do for {{}} ({key}=all changes them all)"
-            return why, " + ".join(idle)
+            where = where if layers is None else f"in no layer of {layers_key}={layers}"
+            why = f"{does} {where}, so there is nothing to do for {{}} "
+            return f"{why}({layers_key}=all changes them all)", _titles(idle)
     return None
+
+
+def _untempered(
+    keys: Sequence[str], layout: Layout, config: MethodsConfig
+) -> tuple[str, str] | None:
+    """Return why a model has no place for a temperature, and its title; None if it has one."""
+    tempering = [key for key in keys if key.startswith("temperature")]
+    C = layout.training_length
+    if tempering and any(spectrum.temperature.is_trained(C) for spectrum in layout.spectra):
+        why = "was trained with logits that follow the length, so there is no place for a {}"
+        return why, _titles(tempering[:1])
+    fitted = [key for key in tempering if key in FITTED_TEMPERATURES]
+    if fitted and config.temperature.models == "free" and not is_free_of_positions(layout):
+        why = "has positions, and a {} is for models without (evaluation.temperature.models)"
+        return why, _titles(fitted[:1])
+    return None
+
+
+def _titles(keys: Iterable[str]) -> str:
+    return " + ".join(MAKERS[key].title for key in keys)
 
 
 def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     return before
 
 
-def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
-    """Slow every rotation for the factor, which is at least 1."""
+def _rescaled(rescaling: Rescaling) -> Make:
+    """Slow every rotation for the factor, at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
         return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
@@ -202,7 +221,7 @@ def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     return make
 
 
-def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
+def _dynamic(rescaling: Rescaling) -> Make:
     """Slow every rotation by the length of each sequence."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
@@ -214,12 +233,12 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
 def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Apply dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
 
-    def at(factor: float) -> Layout:
+    def layout_at(factor: float) -> Layout:
         alpha = config.dynamic_ntk.alpha
         growth = max(factor, 1.0) if alpha is None else alpha
         return before(factor).dynamically_rescaled(ntk_aware, growth, config.layers)
 
-    return at
+    return layout_at
 
 
 def _windowed(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
@@ -232,8 +251,10 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 
 
 def _without_channels(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Remove the rotary channels from the scores: cos = sin = 0, where ``drop`` has cos = 1 and
-    sin = 0. A head all of whose channels are rotary then attends uniformly to what it may see."""
+    """Remove the rotary channels from the scores: cos = sin = 0, while ``drop`` has cos = 1.
+
+    A head without other channels then attends uniformly to all visible tokens.
+    """
 
     def without(spectrum: Spectrum) -> Spectrum:
         # Zero frequencies, so that no YaRN before or after it adds its attention factor.
@@ -257,73 +278,81 @@ def _plain(value: Any) -> Any:
     if isinstance(value, LongRopeSettings):
         return value.of_choice
     # The choice of models to fit does not affect the models that are fitted.
-    return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
+    return {key: item for key, item in asdict(value).items() if key != "models"}
 
 
-def _told_apart(layout: Layout) -> Any:
-    """Return what identifies a layout in the key of a stored choice."""
+def _identity(layout: Layout) -> Any:
+    """Return JSON values that identify a layout in the key of a stored choice."""
     if any(layer.intervention is not None for layer in layout.layers):
         return hashlib.sha256(repr(layout).encode()).hexdigest()
     return layout.to_dict()
 
 
-def _some_layers(layout: Layout, config: MethodsConfig) -> list[int] | None:
-    """Return the layers that rescalings and temperatures change; None for all."""
+def _some_layers_key(layout: Layout, config: MethodsConfig) -> list[list[int]]:
+    """Return the part of a key with the layers that rescalings and temperatures change.
+
+    It is empty if all layers change, so that older results stay valid.
+    """
     chosen = layout.chosen(config.layers)
-    return None if len(chosen) == len(layout.layers) else chosen
+    return [] if len(chosen) == len(layout.layers) else [chosen]
 
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Divide each pair by its own factor: published ones, or searched at each length beyond C."""
+    """Divide each pair by its own factor: a published one, or one searched at each length."""
     settings = config.longrope
     if settings.factors is not None:
         published = read_factors(settings.factors)
         return lambda factor: with_published(before(factor), published, factor, config.layers)
 
-    def at(factor: float) -> Layout:
+    def layout_at(factor: float) -> Layout:
         layout = before(factor)
         if factor <= 1:
             return layout
-        some = _some_layers(layout, config)
-        asked = [factor, settings.of_choice, _told_apart(layout), *([] if some is None else [some])]
+        key = [factor, settings.of_choice, _identity(layout), *_some_layers_key(layout, config)]
         search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
-        factors = fitting.kept("longrope", asked, search)
+        factors = fitting.stored("longrope", key, search)
         return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)
 
-    return at
+    return layout_at
+
+
+def _fit_windows(fitting: Fitting, config: MethodsConfig) -> dict[int, Integers]:
+    """Return the windows that a temperature is fitted on; empty without a length beyond C.
+
+    A factor of 1.001 may round to the training length.
+    """
+    extends = any(factor > 1 for factor in config.factors)
+    return fitting.windows_beyond(config.temperature.lengths or config.factors) if extends else {}
 
 
 def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
     per, settings, layers = config.temperature.per, config.temperature, config.layers
-    if not any(factor > 1 for factor in config.factors):
+    windows = _fit_windows(fitting, config)
+    if not windows:
         return before
-    windows = fitting.at(settings.lengths or config.factors)
-    if not windows:  # 1.001 times the training length rounds to it
-        return before
-    C = fitting.model.layout.training_length
-    some = _some_layers(fitting.model.layout, config)
-    of_some = [] if some is None else [some]
+    layout = fitting.model.layout
+    C = layout.training_length
+    some = _some_layers_key(layout, config)
 
     def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, per, layers=layers)
 
-    def best(on: Mapping[int, Integers]) -> float:
-        layouts = [_told_apart(before(n / C)) for n in on]
-        asked = [layouts, per, list(on), *of_some]
-        return fit_coefficient(fitting, tempered_with, on, settings.grid, asked)
+    def best(windows: Mapping[int, Integers]) -> float:
+        layouts = [_identity(before(n / C)) for n in windows]
+        key = [layouts, per, list(windows), *some]
+        return fit_coefficient(fitting, tempered_with, windows, settings.grid, key)
 
     def fit() -> float:
         return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
 
-    layouts = [_told_apart(before(n / C)) for n in windows]
-    asked = [layouts, _plain(settings), *of_some]
-    coefficient = fitting.kept("temperature", asked, fit)
+    key = [[_identity(before(n / C)) for n in windows], _plain(settings), *some]
+    coefficient = fitting.stored("temperature", key, fit)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
     fitting.temperature = _record(fitting, windows, coefficient, per)
-    if some is not None:
-        fitting.temperature["layers"] = some
+    if some:
+        fitting.temperature["layers"] = some[0]
     return tempered_with(coefficient)
 
 
@@ -343,25 +372,23 @@ def _record(
 
 def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Multiply the logits of each head by 1 + c ln s, with c fitted by gradient (HeadScale)."""
-    settings = config.temperature
-    if not any(factor > 1 for factor in config.factors):
-        return before
-    windows = fitting.at(settings.lengths or config.factors)
+    windows, grid = _fit_windows(fitting, config), config.temperature.grid
     if not windows:
         return before
-    layers = fitting.model.layout.chosen(config.layers)
+    layout = fitting.model.layout
+    C = layout.training_length
+    layers = layout.chosen(config.layers)
 
-    def alike(coefficient: float) -> LayoutAt:
+    def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, layers=config.layers)
 
-    C = fitting.model.layout.training_length
-    asked = [[_told_apart(before(n / C)) for n in windows], list(windows), layers]
+    key = [[_identity(before(n / C)) for n in windows], list(windows), layers]
 
     def fit() -> list[list[float]]:
-        start = fit_coefficient(fitting, alike, windows, settings.grid, ["sequence", *asked])
-        return fit_heads(fitting, alike(0.0), windows, layers, start)
+        start = fit_coefficient(fitting, tempered_with, windows, grid, ["sequence", *key])
+        return fit_heads(fitting, tempered_with(0.0), windows, layers, start)
 
-    coefficients = fitting.kept("temperature_per_head", [asked, settings.grid, STEPS, RATE], fit)
+    coefficients = fitting.stored("temperature_per_head", [key, grid, STEPS, RATE], fit)
     flat = [c for row in coefficients for c in row]
     mean = sum(flat) / len(flat)
     fitting.notes.append(
@@ -371,23 +398,23 @@ def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsCon
     record = _record(fitting, windows, mean, "sequence")
     fitting.temperature = record | {"layers": layers, "heads": coefficients}
 
-    def at(factor: float) -> Layout:
+    def layout_at(factor: float) -> Layout:
         # All factors are 1 up to the training length, so query heads can share keys there.
         layout = before(factor)
         return layout.tempered_by_head(coefficients, layers) if factor > 1 else layout
 
-    return at
+    return layout_at
 
 
 def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Remove what heads of extreme matrix entropy lose (DoPE)."""
+    """Remove the encoding, or parts of it, of heads of extreme matrix entropy (DoPE)."""
 
     @cache
     def chosen(factor: float) -> dope.Selection:
         ids = fitting.ids(factor, config.choice.texts)
-        found = dope.select(fitting.model, ids, config.dope, before(factor))
-        fitting.notes.append(f"{found.words}, {_chosen_on(ids, config)}")
-        return found
+        selection = dope.select(fitting.model, ids, config.dope, before(factor))
+        fitting.notes.append(f"{selection.words}, {_chosen_on(ids, config)}")
+        return selection
 
     return lambda factor: dope.apply(before(factor), chosen(config.choice.length or factor))
 
@@ -398,10 +425,10 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
         ids = fitting.ids(factor, config.choice.texts)
-        found = weighted_rope.select(fitting.model, ids, config.weighted_rope, before(factor))
-        pairs = counted(weighted_rope.pairs(found), "pair")
+        factors = weighted_rope.select(fitting.model, ids, config.weighted_rope, before(factor))
+        pairs = counted(weighted_rope.pairs(factors), "pair")
         fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
-        return found
+        return factors
 
     return lambda factor: weighted_rope.apply(
         before(factor), chosen(config.choice.length or factor)
@@ -432,18 +459,18 @@ def _temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 def _per_head_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     """Return the numbers of sequences that the fit reads, a backward pass counted as two."""
     more = 3 * (STEPS + 1) * config.fit_windows
-    return {at: count + more for at, count in _temperature_fits(config, factor).items()}
+    return {s: count + more for s, count in _temperature_fits(config, factor).items()}
 
 
 def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     """Return the numbers of texts that heads or pairs are chosen on, by extension factor."""
     settings = config.choice
-    of_windows = settings.text == "validation"
-    texts = min(settings.texts, config.fit_windows) if of_windows else settings.texts
-    return {settings.length or factor: texts}
+    most = config.fit_windows if settings.text == "validation" else settings.texts
+    return {settings.length or factor: min(settings.texts, most)}
 
 
 CHOICE, LAYERS = "choice", "layers"
+FITTED_TEMPERATURES = ("temperature", "temperature_per_head")
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -481,5 +508,5 @@ FOR_ANY_MODEL = {
     *("none", "crop", *RESCALINGS, "temperature", "temperature_rope_id"),
     *("weighted_rope", "drop", "drop_channels"),
 }
-"""Parts that rotate all heads of a layer alike, the same at every length, and leave windows alone:
-models that our decoder does not compute can have them too."""
+"""Parts for models that our decoder does not compute too: they rotate all heads of a layer alike,
+the same at every length, and leave windows alone."""

@@ -19,7 +19,7 @@ from trainer.evaluation.likelihood import Encoder, Pair, log_likelihoods
 from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
-"""Added to a question's number where its answers follow a context without the question."""
+"""Offset of a question's number in rows whose context lacks the question."""
 
 SUFFIX = ".jsonl.gz"
 
@@ -126,8 +126,8 @@ def score_questions(
     pairs = [pair for question in questions for pair in question.choices]
     extra = [pair for question in questions for pair in question.unconditional] if free else []
     title = None if silent else f"Scoring {task}"
-    found = log_likelihoods(model, encoder.requests(pairs + extra), batch_tokens, title)
-    likelihoods = [answer.log_likelihood for answer in found]
+    answers = log_likelihoods(model, encoder.requests(pairs + extra), batch_tokens, title)
+    likelihoods = [answer.log_likelihood for answer in answers]
     asked, unasked = iter(likelihoods), iter(likelihoods[len(pairs) :])
     hits: dict[str, list[bool]] = defaultdict(list)
     for question in questions:

@@ -61,23 +61,23 @@ def draw_keys(count: int, random: np.random.Generator) -> list[str]:
 
 def draw_values(count: int, digits: int, taken: str, random: np.random.Generator) -> list[str]:
     """Draw distinct numbers of ``digits`` digits that do not occur in the text ``taken``."""
-    found: list[str] = []
-    while len(found) < count:
+    values: list[str] = []
+    while len(values) < count:
         value = str(random.integers(10 ** (digits - 1), 10**digits))
-        if value not in taken and value not in found:
-            found.append(value)
-    return found
+        if value not in taken and value not in values:
+            values.append(value)
+    return values
 
 
 DIGITS = 7
 TOKENS_PER_VALUE = 16
-"""Room in an answer. Seven digits and a space are 8 tokens at a token a byte, the most there can
-be; the rest is for words between them."""
+"""Room in an answer. Seven digits and a space are at most 8 tokens, a byte each; the others are for
+words between them."""
 
 
 @dataclass(frozen=True)
 class Quiz:
-    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: the right ones.
+    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right answers.
     ``asked``: indices of the needles that contain them."""
 
     needles: tuple[str, ...]
@@ -87,7 +87,7 @@ class Quiz:
 
 
 DrawQuiz = Callable[[int, str, np.random.Generator], Quiz]
-"""A quiz of so many needles, whose values are not in the text given."""
+"""Draws a quiz with a number of needles, whose values are not in a text."""
 
 
 def needle(key: str, value: str) -> str:
@@ -153,13 +153,8 @@ class NeedleTaskSettings:
         if not self.depths:
             problems.append(Problem("evaluation.needles.depths", "expected one or more, got none."))
         if self.changes >= self.needles:
-            problems.append(
-                Problem(
-                    "evaluation.needles.changes",
-                    f"expected fewer than evaluation.needles.needles {self.needles}, got "
-                    f"{self.changes}.",
-                )
-            )
+            most = f"expected fewer than evaluation.needles.needles {self.needles}"
+            problems.append(Problem("evaluation.needles.changes", f"{most}, got {self.changes}."))
         return problems
 
 
@@ -206,8 +201,8 @@ class NeedleTask:
                 ``length``.
         """
         trials = [self._trial(number) for number in range(self.settings.trials)]
-        around = len(self._before) + self.new_tokens
-        least = max(trial.tokens for trial in trials) + around + 1
+        fixed = len(self._before) + self.new_tokens
+        least = max(trial.tokens for trial in trials) + fixed + 1
         if length < least:
             raise UserError.at(
                 "evaluation.lengths",
@@ -217,7 +212,7 @@ class NeedleTask:
         return [
             prompt
             for number, trial in enumerate(trials)
-            for prompt in self._prompts(trial, number, length - around - trial.tokens)
+            for prompt in self._prompts(trial, number, length - fixed - trial.tokens)
         ]
 
     def _trial(self, number: int) -> _Trial:
@@ -239,13 +234,13 @@ class NeedleTask:
         """Return the prompts of a trial with ``room`` tokens of haystack each."""
         random = np.random.default_rng((self.settings.seed, number, 1))
         excerpt = self.haystack.excerpt(room, random)
-        found = []
+        prompts = []
         for wanted in self.depths or (None,):
             depths = random.random(self.needles) if wanted is None else [wanted]
             places = [excerpt.place(depth) for depth in depths]
             text = excerpt.with_insertions(list(zip(places, trial.needles, strict=True)))
             first = min(places[asked] for asked in trial.quiz.asked)
-            found.append(
+            prompts.append(
                 Prompt(
                     (*self._before, *text, *trial.question),
                     trial.quiz.answers,
@@ -254,13 +249,13 @@ class NeedleTask:
                     None if wanted is None else number,
                 )
             )
-        return found
+        return prompts
 
 
 MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
 M = TypeVar("M", bound=MakeTask)
 NEEDLE_TASKS: dict[str, MakeTask] = {}
-"""By the names that ``evaluation.tasks`` takes."""
+"""Makers of tasks by their names in ``evaluation.tasks``."""
 
 
 def needle_task(make: M) -> M:
@@ -282,15 +277,21 @@ def standard(
     if noisy:
         sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer)
         behind = (sink,) * settings.sinks
+    return _at_depths(
+        "noisy" if noisy else "standard", haystack, settings, one_of_many, behind=behind
+    )
+
+
+def _at_depths(
+    name: str,
+    haystack: Haystack,
+    settings: NeedleTaskSettings,
+    draw: DrawQuiz,
+    behind: tuple[int, ...] = (),
+) -> NeedleTask:
+    scoring = exact_number, after_number
     return NeedleTask(
-        "noisy" if noisy else "standard",
-        exact_number,
-        after_number,
-        settings,
-        haystack,
-        one_of_many,
-        depths=settings.depths,
-        behind=behind,
+        name, *scoring, settings, haystack, draw, depths=settings.depths, behind=behind
     )
 
 
@@ -303,15 +304,8 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
 @needle_task
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Make the task with several keys, one of them queried."""
-    return NeedleTask(
-        "multi_key",
-        exact_number,
-        after_number,
-        settings,
-        haystack,
-        one_of_many,
-        settings.needles,
-    )
+    scoring = exact_number, after_number
+    return NeedleTask("multi_key", *scoring, settings, haystack, one_of_many, settings.needles)
 
 
 @needle_task
@@ -329,28 +323,21 @@ def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
 def _all_asked(
     name: str, haystack: Haystack, settings: NeedleTaskSettings, draw: DrawQuiz
 ) -> NeedleTask:
-    return NeedleTask(
-        name,
-        string_match_all,
-        after_all,
-        settings,
-        haystack,
-        draw,
-        settings.needles,
-        TOKENS_PER_VALUE * settings.needles,
-    )
+    needles, scoring = settings.needles, (string_match_all, after_all)
+    new_tokens = TOKENS_PER_VALUE * needles
+    return NeedleTask(name, *scoring, settings, haystack, draw, needles, new_tokens)
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The haystack of pass keys (Mohtashami and Jaggi 2023), again and again."""
+"""The repeated haystack of pass keys (Mohtashami and Jaggi 2023)."""
 
 
 class _Filler(Haystack):
-    """Haystack that repeats a sentence or two."""
+    """Haystack that repeats its only document."""
 
     @cached_property
     def tokens(self) -> Integers:
-        """Tokens of the text, once."""
+        """Tokens of one repetition."""
         return np.array(self.encode(f" {self.documents[0]}"), dtype=np.int32)
 
     def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
@@ -371,15 +358,7 @@ def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     Uses only the tokenizer and ``bos`` of ``haystack``.
     """
     filler = _Filler(haystack.tokenizer, [FILLER], haystack.bos)
-    return NeedleTask(
-        "passkey",
-        exact_number,
-        after_number,
-        settings,
-        filler,
-        _pass_key,
-        depths=settings.depths,
-    )
+    return _at_depths("passkey", filler, settings, _pass_key)
 
 
 PLACE = "The best thing to do in San Francisco is"
@@ -395,11 +374,11 @@ def _best_thing(count: int, taken: str, random: np.random.Generator) -> Quiz:
 def sentence(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
 
-    The prompt is that of Fu et al. 2024 for base models, as in Frequency Entropy, App. E. The score
-    is that of Fu et al.'s heat maps, the share of the answer's words in 50 tokens (more if a
-    tokenizer needs more). They count distinct words between white space, so that a complete answer,
-    which says "a" twice, scores 11 of 12; here it is ROUGE-1 recall, and scores 1. Their prompt
-    begins with ``<|im_start|>``, which is no symbol of a base model and is omitted.
+    Fu et al. 2024 use this prompt for base models, as does Frequency Entropy, App. E. The score is
+    the share of the answer's words in 50 tokens (more if a tokenizer needs more), as in Fu et al.'s
+    heat maps. They count distinct words between white space, so that a complete answer, which says
+    "a" twice, scores 11 of 12; ROUGE-1 recall gives it 1. Their prompt begins with
+    ``<|im_start|>``, which base models lack and which is omitted.
     """
     return NeedleTask(
         "sentence",

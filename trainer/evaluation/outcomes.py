@@ -7,9 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.evaluation.effective_length import EffectiveLength, effective_length
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
-from trainer.evaluation.statistics import Comparison, Estimate, average, estimate, sign_test
+from trainer.evaluation.statistics import (
+    Comparison,
+    EffectiveLength,
+    Estimate,
+    average,
+    effective_length,
+    estimate,
+    sign_test,
+)
 
 AS_IS = "none"
 AS_IS_TITLE = "as is"
@@ -109,7 +116,7 @@ class Outcomes:
     def estimate(self, row: Row, tasks: Sequence[str], length: int) -> Estimate | None:
         """Return the unweighted mean over the tasks."""
         estimates = [self._estimate(row, task, length) for task in tasks]
-        known = [one for one in estimates if one is not None]
+        known = [mean for mean in estimates if mean is not None]
         return average(known) if known and len(known) == len(estimates) else None
 
     def effective_length(self, row: Row, tasks: Sequence[str]) -> EffectiveLength | None:

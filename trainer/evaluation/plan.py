@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,8 @@ minute on a GPU. This bounds what an interruption loses, and the wait for the la
 class Subject:
     """A model that is not in memory yet; ``load`` reads it directly onto the device.
 
-    ``fingerprint`` changes with its weights and the precision of the computation. ``own``: whether
-    this package's decoder computes it. ``device``: type of its device, "cpu" or "cuda".
+    ``fingerprint`` changes with its weights and the precision of the computation. ``native``:
+    whether this package's decoder computes it. ``device``: type of its device, "cpu" or "cuda".
     """
 
     name: str
@@ -35,13 +36,13 @@ class Subject:
     config: ModelConfig
     layout: Layout
     load: Callable[[], LanguageModel]
-    own: bool = True
+    native: bool = True
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One cell: a model, a method, a task and a length. ``key``: all its result depends on."""
+    """One cell: a model, a method, a task and a length. ``key``: all inputs of its result."""
 
     subject: Subject
     recipe: Recipe
@@ -52,7 +53,7 @@ class Plan:
     @property
     def work(self) -> float:
         """Approximate operations to read every sequence once."""
-        return self.task.sequences(self.length) * self.of_one(self.length)
+        return self.task.sequences(self.length) * self.operations(self.length)
 
     @property
     def factor(self) -> float:
@@ -61,7 +62,7 @@ class Plan:
 
     @property
     def fits(self) -> dict[int, int]:
-        """Number of sequences that fitting the method for this length reads, by their length."""
+        """Numbers of sequences that a fit for this length reads, by their length."""
         C = self.subject.layout.training_length
         return {round(s * C): n for s, n in self.recipe.fits(self.factor).items()}
 
@@ -69,15 +70,15 @@ class Plan:
     def is_unchanged(self) -> bool:
         """Whether the method leaves the model as it is for sequences of this length.
 
-        What it does to longer ones does not count, such as a temperature beyond C.
+        Changes for longer ones do not count, such as a temperature beyond C.
         """
         method = self.recipe.known_at(self.factor)
         if method is None or (method.reads is not None and method.reads < self.length):
             return False
-        changed, own = method.layout_at(self.factor), self.subject.layout
-        return changed.acting_at(self.length) == own.acting_at(self.length)
+        changed, trained = method.layout_at(self.factor), self.subject.layout
+        return changed.acting_at(self.length) == trained.acting_at(self.length)
 
-    def of_one(self, length: int) -> float:
+    def operations(self, length: int) -> float:
         """Return the approximate operations to read one sequence."""
         return forward_flops(self.subject.config, self.subject.layout, length)
 
@@ -85,8 +86,8 @@ class Plan:
     def parts(self) -> int:
         """Number of parts of the cell. It is independent of the number of processes, so that a
         resumed evaluation can use fewer or more."""
-        of_work = math.ceil(self.work / PART.get(self.subject.device, PART["cuda"]))
-        return max(1, min(of_work, self.task.sequences(self.length)))
+        parts = math.ceil(self.work / PART.get(self.subject.device, PART["cuda"]))
+        return max(1, min(parts, self.task.sequences(self.length)))
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,11 @@ class Job:
 
     @property
     def work(self) -> float:
-        """Approximate operations."""
-        return fit_work(self.plans) if self.plan is None else self.plan.work / self.piece.count
-
-
-def fit_work(plans: Sequence[Plan]) -> float:
-    """Return the operations to fit one method, once for each length."""
-    fits = {length: n for plan in plans for length, n in plan.fits.items()}
-    return sum(n * plans[0].of_one(length) for length, n in fits.items())
+        """Approximate operations; a method is fitted once for each length."""
+        if self.plan is not None:
+            return self.plan.work / self.piece.count
+        fits = {length: n for plan in self.plans for length, n in plan.fits.items()}
+        return sum(n * self.plans[0].operations(length) for length, n in fits.items())
 
 
 def plan_jobs(plans: Sequence[Plan], batch_tokens: int) -> list[Job]:
@@ -153,10 +151,10 @@ def cell_jobs(method: tuple[Plan, ...], plan: Plan, batch_tokens: int) -> list[J
 
 def by_method(plans: Sequence[Plan]) -> list[tuple[Plan, ...]]:
     """Return the cells of each method of each model."""
-    plans_of: dict[tuple[str, Recipe], list[Plan]] = {}
+    methods: dict[tuple[str, Recipe], list[Plan]] = defaultdict(list)
     for plan in plans:
-        plans_of.setdefault((plan.subject.name, plan.recipe), []).append(plan)
-    return [tuple(method) for method in plans_of.values()]
+        methods[plan.subject.name, plan.recipe].append(plan)
+    return list(map(tuple, methods.values()))
 
 
 def choice_key(method: Sequence[Plan]) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from trainer.common.errors import Problem, did_you_mean
 class Prompt:
     """One trial.
 
-    ``tokens``: what the model reads, including the beginning-of-text token. ``answers``: right
-    answers. ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle,
-    0 at the beginning of the text and 1 at its end. ``group``: number shared by trials that differ
-    only after a common prefix; None: nothing is shared. ``label``: key to average results by, such
-    as a category or a length bucket. ``never_first``: tokens that cannot begin an answer.
+    ``tokens``: the prompt, including the beginning-of-text token. ``answers``: right answers.
+    ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle, 0 at the
+    beginning of the text and 1 at its end. ``group``: number of trials with a common prefix; None:
+    no such trials. ``label``: key to average results by, such as a category or a length bucket.
+    ``never_first``: tokens that cannot begin an answer.
     """
 
     tokens: tuple[int, ...]
@@ -75,9 +75,9 @@ class Task(Protocol):
 def list_problems(
     key: str, names: Sequence[str], known: Collection[str] | None = None
 ) -> list[Problem]:
-    """Check the tasks or methods that a configuration lists.
+    """Check the tasks or methods that a configuration lists: at least one, each once.
 
-    There is at least one, each is given once and, unless ``known`` is None, each is a known task.
+    ``known``: names of all tasks; None: not checked.
     """
     if not names:
         return [Problem(key, "expected one or more, got none.")]
@@ -102,8 +102,8 @@ WORD = re.compile(r"[^\W_]+")
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the first number is an answer, digit for digit, else 0."""
-    found = NUMBER.search(text)
-    return float(found is not None and found[0] in answers)
+    number = NUMBER.search(text)
+    return float(number is not None and number[0] in answers)
 
 
 def string_match_all(text: str, answers: Sequence[str]) -> float:
@@ -126,21 +126,21 @@ def rouge_1_recall(text: str, answers: Sequence[str]) -> float:
 
     This is ROUGE-1 recall (Lin 2004), ignoring case and punctuation.
     """
-    said = Counter(WORD.findall(text.lower()))
+    words = Counter(WORD.findall(text.lower()))
 
     def recall(answer: str) -> float:
         wanted = Counter(WORD.findall(answer.lower()))
-        return (said & wanted).total() / wanted.total()
+        return (words & wanted).total() / wanted.total()
 
     return max(map(recall, answers))
 
 
 def after_number(text: str, answers: Sequence[str]) -> bool:
     """Stop after the first number is complete or already wrong; for :func:`exact_number`."""
-    found = NUMBER.search(text)
-    if found is None:
+    number = NUMBER.search(text)
+    if number is None:
         return False
-    return found.end() < len(text) or not any(a.startswith(found[0]) for a in answers)
+    return number.end() < len(text) or not any(a.startswith(number[0]) for a in answers)
 
 
 def after_all(text: str, answers: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Confidence intervals of mean scores, and tests of paired differences.
+"""Confidence intervals of mean scores, tests of paired differences, and effective lengths.
 
 Scores are fractions from 0 to 1, one for each trial. Intervals are 95% intervals over the trials;
 they do not cover the choice of a training seed.
@@ -7,7 +7,7 @@ they do not cover the choice of a training seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,3 +141,59 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison
         term = term * (n - k) // (k + 1)
         tail += term
     return Comparison(better, worse, min(1.0, 2 * tail / 2**n))
+
+
+KEPT = 0.85
+"""Share of the score at the training length that a longer length must keep (NoLiMa, Modarressi et
+al. 2025, arXiv 2502.05167, with short texts in place of the training length)."""
+
+
+@dataclass(frozen=True)
+class EffectiveLength:
+    """Longest evaluated length, in tokens, before the first one at which the score is not kept.
+
+    ``length``: 0 if the score at the training length is at chance. ``is_limit``: whether the score
+    falls at a longer length; otherwise the effective length may be longer.
+    """
+
+    length: int
+    is_limit: bool = True
+
+    @property
+    def text(self) -> str:
+        """``1024``; ``≥4096`` if it may be longer; ``none`` for chance."""
+        return f"{'' if self.is_limit else '≥'}{self.length}" if self.length else "none"
+
+
+def effective_length(
+    scores: Mapping[int, Estimate | None], training_length: int, chance: float = 0.0
+) -> EffectiveLength | None:
+    """Return the longest n with S(m) >= 0.85 S(C) at all evaluated lengths m from C to n.
+
+    As in RULER (Hsieh et al. 2024, arXiv 2404.06654, Sec. 4), the first length below the threshold
+    ends the search, even if the score recovers later. Lengths below C do not count.
+
+    Returns None without a measurement at C or at the next longer length.
+
+    Args:
+        scores: estimate of S at every evaluated length; None, for a length without a measurement,
+            ends the search too.
+        training_length: C.
+        chance: score of a guess. S(C) is at chance if its 95% interval reaches it.
+    """
+    first = scores.get(training_length)
+    longer = sorted(n for n in scores if n > training_length)
+    if first is None or not longer or scores[longer[0]] is None:
+        return None
+    if first.low <= chance:
+        return EffectiveLength(0)
+    reached = training_length
+    for length in longer:
+        score = scores[length]
+        if score is None:
+            break
+        # Scores are sums of rounded fractions: 0.85 * 1.0 and 0.85 itself may differ by 1e-16.
+        if score.mean < KEPT * first.mean - 1e-12:
+            return EffectiveLength(reached)
+        reached = length
+    return EffectiveLength(reached, is_limit=False)

@@ -52,7 +52,7 @@ def all_fields(value: Any, without: Mapping[str, str] | None = None) -> dict[str
     left_out = without or {}
     if isinstance(value, Mapping):
         return {key: item for key, item in value.items() if key not in left_out}
-    names = [one.name for one in fields(value)]
+    names = [item.name for item in fields(value)]
     if unknown := sorted(left_out.keys() - {*names}):
         raise ValueError(f"{type(value).__name__} has no field {', '.join(unknown)}")
     return {name: getattr(value, name) for name in names if name not in left_out}
@@ -237,17 +237,12 @@ class Claims:
             "%d processes evaluated for %.1f s and were idle for %.0f%% of it (at work: %s s)",
             len(worked),
             total,
-            100 * idle_share(worked, total),
-            ", ".join(f"{one:.1f}" for one in worked),
+            100 * max(0.0, 1 - sum(worked) / (len(worked) * total)),
+            ", ".join(f"{seconds:.1f}" for seconds in worked),
         )
 
     def _worked(self, index: int) -> Path:
         return self.directory / f"worked-{index}"
-
-
-def idle_share(worked: list[float], seconds: float) -> float:
-    """Return the idle share of ``seconds``; ``worked``: seconds that each process worked."""
-    return max(0.0, 1 - sum(worked) / (len(worked) * max(seconds, 1e-9)))
 
 
 def wait_for(missing: Callable[[], int]) -> None:

@@ -11,7 +11,7 @@ from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench.tasks import longbench_tasks
+from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
@@ -38,7 +38,7 @@ class HeldOut:
 
     @property
     def without_statements(self) -> str:
-        """Why a model does not know the task ``statements``."""
+        """The reason why a model does not know the task ``statements``."""
         known = self.training_share is not None
         why = "carried none" if known else "is not known to have carried any"
         return f"the training text of the first model {why} (data.needles.share)"
@@ -58,26 +58,26 @@ class HeldOut:
 def make_tasks(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
 ) -> tuple[list[Measurement], list[str]]:
-    """Return the measurements, and a sentence for each that is impossible.
+    """Return the measurements, and a sentence for each impossible one.
 
     Raises:
-        UserError: none is possible, or the text is shorter than the longest length.
+        UserError: no measurement is possible, or the text is shorter than the longest length.
     """
-    found: list[Measurement] = []
+    made: list[Measurement] = []
     notes: list[str] = []
     bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
     for name in config.tasks:
         if name == PERPLEXITY:
             windows = windows_with_common_ends(text.stream, config.windows, lengths)
-            found.append(Perplexity(windows, end, training_length, config.last))
+            made.append(Perplexity(windows, end, training_length, config.last))
         elif name == STATEMENTS and not text.training_share:
             notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes
-            found.append(Statements.of(text.stream, lengths, vocabulary, end, *counts))
+            made.append(Statements.make(text.stream, lengths, vocabulary, end, *counts))
         elif name in NEEDLE_TASKS:
-            found.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
+            made.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
         else:
             groups = {
                 RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
@@ -87,11 +87,11 @@ def make_tasks(
                 MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
             }
             tasks, missing = groups[name]()
-            found += [Prompted(task, tokenizer) for task in tasks]
+            made += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
-    if not found:
+    if not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
-    return found, notes
+    return made, notes
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from trainer.analysis.frequency_entropy.measure import (
+    SIDES,
     Gate,
     channel_factors,
     frequency_entropies,
@@ -27,7 +28,7 @@ from trainer.positional.layout import Intervention, Layout
 def select(
     model: LanguageModel,
     ids: Tensor,
-    settings: Sequence[WeightedRopeSettings],
+    rules: Sequence[WeightedRopeSettings],
     layout: Layout | None = None,
 ) -> tuple[Intervention, ...]:
     """Choose the factors of every layer from the entropies on a text; empty if all are 1.
@@ -35,32 +36,33 @@ def select(
     Args:
         model: a decoder with its layout as trained.
         ids: ``[B, T]`` texts; their entropies are averaged.
-        settings: one or more rules; a pair that several choose gets the smallest factor.
+        rules: one or more; a pair that several rules choose gets the smallest factor.
         layout: the rescaled layout; None: as trained.
 
     Raises:
         UserError: the model does not rotate, or the text is too short.
     """
     require_rotation(model.layout, "evaluation.weighted_rope")
-    gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
-    alphas = [one.alpha for one in settings]
+    gates = [Gate(rule.entropy, rule.side, rule.tau) for rule in rules]
+    alphas = [rule.alpha for rule in rules]
     measures = sorted({gate.measure for gate in gates})
     with model.using(layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
     size = model.config.head_size
-    found = []
+    interventions = []
     for encoding, entropies in zip(model.layout.layers, layers, strict=True):
-        query, of_query = channel_factors(
-            encoding, weights(gates, entropies, "query", alphas), size
-        )
-        key, of_key = channel_factors(encoding, weights(gates, entropies, "key", alphas), size)
-        found.append(Intervention(query if of_query else (), key if of_key else ()))
-    return tuple(found)
+        rows = []
+        for side in SIDES:
+            by_pair = weights(gates, entropies, side, alphas)
+            factors, is_changed = channel_factors(encoding, by_pair, size)
+            rows.append(factors if is_changed else ())
+        interventions.append(Intervention(query=rows[0], key=rows[1]))
+    return tuple(interventions)
 
 
 def pairs(chosen: Sequence[Intervention]) -> int:
     """Return the number of query and key pairs whose factor is not 1."""
-    rows = (row for of_layer in chosen for row in (*of_layer.query, *of_layer.key))
+    rows = (row for factors in chosen for row in (*factors.query, *factors.key))
     return sum(factor != 1 for row in rows for factor in row) // 2
 
 
@@ -70,10 +72,11 @@ def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
     Raises:
         ValueError: a layer already has an intervention.
     """
-    if all(of_layer == Intervention() for of_layer in chosen):
+    none = Intervention()
+    if all(factors == none for factors in chosen):
         return layout
     changed = (
-        encoding if of_layer == Intervention() else with_intervention(encoding, of_layer)
-        for encoding, of_layer in zip(layout.layers, chosen, strict=True)
+        encoding if factors == none else with_intervention(encoding, factors)
+        for encoding, factors in zip(layout.layers, chosen, strict=True)
     )
     return replace(layout, layers=tuple(changed))

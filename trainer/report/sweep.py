@@ -16,10 +16,9 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import factor_label, percent
-from trainer.evaluation.effective_length import EffectiveLength
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Report, is_known
-from trainer.evaluation.statistics import Comparison, Estimate, change, sign_test
+from trainer.evaluation.statistics import Comparison, EffectiveLength, Estimate, change, sign_test
 from trainer.report.tables import (
     EFFECTIVE_HEAD,
     EFFECTIVE_LEGEND,

@@ -17,10 +17,16 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.effective_length import KEPT, EffectiveLength
 from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts, row_name
 from trainer.evaluation.results import PERPLEXITY, Report
-from trainer.evaluation.statistics import Comparison, Estimate, average, estimate
+from trainer.evaluation.statistics import (
+    KEPT,
+    Comparison,
+    EffectiveLength,
+    Estimate,
+    average,
+    estimate,
+)
 
 MISSING = "·"
 UNCHANGED = "="

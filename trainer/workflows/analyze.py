@@ -143,8 +143,8 @@ def use_method(
     if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
         raise UserError(*problems)
     config = EvaluationConfig(methods=[name], layers=layers)
-    own = of.computed_by is None
-    made = recipe(name, of.layout, config, own=own, layers_key=LAYERS_KEY)
+    native = of.computed_by is None
+    made = recipe(name, of.layout, config, native=native, layers_key=LAYERS_KEY)
     if isinstance(made, tuple):
         why, titles = made
         raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")

@@ -16,7 +16,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench.tasks import read_rows
+from trainer.evaluation.longbench import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import ManyShotSettings, many_shot_tasks
 from trainer.evaluation.method_config import ChoiceSettings, MethodsConfig
@@ -83,7 +83,7 @@ def fit_text(
     asks = keys.get(max(fitted, default=0), "evaluation.lengths")
     return FitText(
         windows_with_common_ends(
-            corpus.validation, config.fit_windows, sorted(fitted), key=asks, what="validation"
+            corpus.validation, config.fit_windows, sorted(fitted), key=asks, text="validation"
         ),
         corpus.end_of_text,
         corpus.fingerprint,

@@ -110,7 +110,7 @@ def _measure(
     subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
     C = subjects[0].layout.training_length
     lengths = config.in_tokens(C)
-    config = replace(config.at(C), dtype=dtype)
+    config = replace(config.in_multiples(C), dtype=dtype)
     recipes, notes = applicable(subjects, config)
     shapes = {subject.name: subject.config for subject in subjects}
     if problems := evaluation_problems(shapes, max(lengths), config, device, share.processes):

@@ -133,7 +133,7 @@ def applicable(
             if unknown := layer_problems(LAYERS_KEY, config.layers, count):
                 problems += unknown
                 continue
-            made = recipe(name, subject.layout, config, own=subject.own)
+            made = recipe(name, subject.layout, config, native=subject.native)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
                 if "dope" in made.settings:

@@ -147,7 +147,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
         Subject(name, "", arm.model, layouts(arm)[-1].with_training_length(C), _not_trained_yet)
         for name, arm in configs.items()
     ]
-    wanted = wanted.at(C)
+    wanted = wanted.in_multiples(C)
     lengths = wanted.in_tokens(C)
     recipes, _ = applicable(subjects, few)
     bos = corpus.end_of_text

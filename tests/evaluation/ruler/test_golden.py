@@ -70,7 +70,7 @@ def drawn(prompt, name):
     return [value for method, value in prompt["draws"] if method == name]
 
 
-def at(places):
+def picking(places):
     return lambda population: [population[place] for place in places]
 
 
@@ -90,7 +90,10 @@ def niah_draws(prompt):
         "choice": adjectives_and_nouns,
         "randint": drawn(prompt, "randint"),
         "getrandbits": bits,
-        "sample": [lambda given: depths if given is DEPTHS else at(places)(given), at(asked)],
+        "sample": [
+            lambda population: depths if population is DEPTHS else picking(places)(population),
+            picking(asked),
+        ],
     }
 
 
@@ -113,7 +116,7 @@ def vt_draws(prompt):
         "randint": [numbers[1], numbers[0]],
         "sample": [
             same([place - before for before, place in enumerate(starts)]),
-            *map(at, drawn(prompt, "sample")),
+            *map(picking, drawn(prompt, "sample")),
         ],
     }
 
@@ -140,7 +143,7 @@ def qa_draws(prompt, item):
     """
     (places,) = drawn(prompt, "sample")
     taken = [*item.paragraphs, *item.related]
-    return {"sample": [list, lambda given: at(places)(given) + taken]}
+    return {"sample": [list, lambda population: picking(places)(population) + taken]}
 
 
 DRAWS = {"vt": vt_draws, "cwe": cwe_draws, "fwe": fwe_draws}
@@ -239,9 +242,9 @@ def test_scores_are_those_of_the_program(tasks, name):
     """In percent, rounded as the program rounds them."""
     pairs, expected = SCORES["pairs"], SCORES["scores"][SCORES["tasks"][name]]
     assert len(pairs) == len(expected) == 400
-    found = [round(100 * tasks[name].score(text, answers), 2) for text, answers in pairs]
+    result = [round(100 * tasks[name].score(text, answers), 2) for text, answers in pairs]
     different = [
-        pair for pair, ours, theirs in zip(pairs, found, expected, strict=True) if ours != theirs
+        pair for pair, ours, theirs in zip(pairs, result, expected, strict=True) if ours != theirs
     ]
     assert different == STRIPPED
     assert len(set(expected)) > 1

@@ -16,7 +16,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from tokenizers import Tokenizer
@@ -24,43 +24,24 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""One line of a haystack that says nothing."""
+"""A meaningless line of a haystack."""
 
 
 @dataclass(frozen=True)
 class RulerQuestion:
-    """A question as text; ``depth``: position of the answer in its haystack, 0 to 1, if there is
-    only one."""
+    """A question as text; ``depth``: position of a single answer in its haystack, 0 to 1."""
 
     text: str
     answers: tuple[str, ...]
     depth: float | None = None
 
 
-class RulerKind(Protocol):
-    """One of RULER's tasks."""
-
-    @property
-    def new_tokens(self) -> int:
-        """Largest number of tokens in an answer."""
-        ...
-
-    @property
-    def least(self) -> int:
-        """Smallest number of haystack units."""
-        ...
-
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a trial with a haystack of ``units``, for a prompt of about ``length`` tokens."""
-        ...
-
-
 def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str]:
     """Return ``count`` distinct draws."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw(rng)] = None
-    return list(found)
+    draws: dict[str, None] = {}
+    while len(draws) < count:
+        draws[draw(rng)] = None
+    return list(draws)
 
 
 @cache
@@ -141,7 +122,7 @@ SEVERAL = (
 )
 
 DEPTHS = [round(step / 39 * 100) / 100 for step in range(40)]
-"""Where needles can stand in an essay."""
+"""Depths of needles in an essay."""
 
 DRAWS: dict[str, Callable[[Random], str]] = {
     "word": compound,
@@ -350,8 +331,10 @@ DOCUMENTS_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Item:
-    """A question with its answers, its own paragraphs, and those of the same article, which are
-    used as distractors first."""
+    """A question with its answers, its own paragraphs, and ``related`` ones of the same article.
+
+    Related paragraphs are the first distractors.
+    """
 
     query: str
     answers: tuple[str, ...]
@@ -361,8 +344,7 @@ class Item:
 
 @dataclass(frozen=True)
 class QuestionAnswering:
-    """The first questions of a file, in order; the haystack is counted in paragraphs of all
-    questions."""
+    """The first questions of a file, in order; units are paragraphs of all questions."""
 
     items: tuple[Item, ...]
     paragraphs: tuple[str, ...]
@@ -424,15 +406,23 @@ def _squad_items(data: Any) -> Iterable[Item]:
     for article in data["data"]:
         texts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
         for paragraph in article["paragraphs"]:
-            own = paragraph["context"]
-            related = tuple(text for text in texts if text != own)
+            context = paragraph["context"]
+            related = tuple(text for text in texts if text != context)
             for row in paragraph["qas"]:
                 if not row.get("is_impossible"):
                     answers = tuple(answer["text"] for answer in row["answers"])
-                    yield Item(row["question"], answers, (own,), related)
+                    yield Item(row["question"], answers, (context,), related)
 
 
 def _hotpotqa_items(data: Any) -> Iterable[Item]:
     for row in data:
         texts = tuple(f"{title}\n{''.join(lines)}" for title, lines in row["context"])
         yield Item(row["question"], (row["answer"],), texts)
+
+
+RulerKind = Needles | VariableTracking | CommonWords | FrequentWords | QuestionAnswering
+"""A kind of task.
+
+``question`` makes a trial with a haystack of ``units``, at least ``least``, for a prompt of about
+``length`` tokens. ``new_tokens``: largest number of tokens in an answer.
+"""

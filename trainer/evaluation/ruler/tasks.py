@@ -42,11 +42,11 @@ from trainer.evaluation.scoring import (
 )
 
 PROBE = 64
-"""Units that are read to learn how many tokens one has."""
+"""Units of the prompts that measure the tokens per unit."""
 
 ENOUGH = 1 / 256
-"""A haystack is large enough when this share of the length is empty, or less than one unit's
-tokens: texts are not read once more for the rest."""
+"""Share of the length that may stay empty, or one unit if that has more tokens: filling it would
+take another round of tokenization."""
 
 TOKENS_AT_ONCE = 2**20
 
@@ -74,6 +74,7 @@ class _Trial:
         self.units = int(max(self.low + 1, min(step, self.high - 1)))
 
 
+@dataclass(frozen=True)
 class RulerTask:
     """One of the thirteen tasks, as a :class:`~trainer.evaluation.scoring.Task`.
 
@@ -82,27 +83,15 @@ class RulerTask:
     :mod:`trainer.evaluation.ruler.tasks`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: RulerKind,
-        score: Score,
-        stop: Stop,
-        tokenizer: Tokenizer,
-        bos: int | None,
-        trials: int,
-        seed: int,
-        published: bool = False,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.score: Score = score
-        self.stop: Stop = stop
-        self.tokenizer = tokenizer
-        self.before = () if bos is None else (bos,)
-        self.trials = trials
-        self.seed = seed
-        self.published = published
+    name: str
+    kind: RulerKind
+    score: Score
+    stop: Stop
+    tokenizer: Tokenizer
+    bos: int | None
+    trials: int
+    seed: int
+    published: bool = False
 
     def prompts(self, length: int) -> list[Prompt]:
         """Return trials whose prompt and answer have ``length`` tokens or slightly fewer.
@@ -131,17 +120,17 @@ class RulerTask:
     def _shrunk(self, length: int, units: int) -> list[Prompt]:
         """Return all trials with this many units, reduced stepwise if they are too long."""
         sizes = dict.fromkeys(range(self.trials), units)
-        found: dict[int, Prompt] = {}
-        while missing := [number for number in sizes if number not in found]:
+        fitting: dict[int, Prompt] = {}
+        while missing := [number for number in sizes if number not in fitting]:
             prompts = self._read(length, [(number, sizes[number]) for number in missing])
             for number, prompt in zip(missing, prompts, strict=True):
                 if self._empty(length, prompt) >= 0:
-                    found[number] = prompt
+                    fitting[number] = prompt
                     continue
                 sizes[number] -= step(self.kind, length)
                 if sizes[number] < self.kind.least:
                     raise self._too_short(length)
-        return [found[number] for number in sizes]
+        return [fitting[number] for number in sizes]
 
     def _fitted(
         self, length: int, numbers: Sequence[int], units: int, per_unit: float, enough: float
@@ -164,17 +153,18 @@ class RulerTask:
         )
 
     def _draws(self, length: int, trial: int) -> Random:
-        rng = (OneOrder if self.published else Random)(f"{self.seed} {self.name} {length} {trial}")
-        if isinstance(rng, OneOrder):
-            rng.order = self.seed
-        return rng
+        seed = f"{self.seed} {self.name} {length} {trial}"
+        if not self.published:
+            return Random(seed)
+        draws = OneOrder(seed)
+        draws.order = self.seed
+        return draws
 
     def _empty(self, length: int, prompt: Prompt) -> int:
         return length - prompt.new_tokens - len(prompt.tokens)
 
     def _least_length(self, length: int) -> int:
-        """Return the smallest sufficient length; texts depend on the length, so it is checked
-        again."""
+        """Return the smallest sufficient length; texts depend on it, so it is checked again."""
         every = [(trial, self.kind.least) for trial in range(self.trials)]
         while (lack := min(self._empty(length, p) for p in self._read(length, every))) < 0:
             length -= lack
@@ -182,6 +172,7 @@ class RulerTask:
 
     def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
         """Yield trials by number and units, in batches that keep memory small."""
+        before = () if self.bos is None else (self.bos,)
         size = max(1, TOKENS_AT_ONCE // length)
         for start in range(0, len(wanted), size):
             questions = [
@@ -192,22 +183,21 @@ class RulerTask:
                 [question.text for question in questions], add_special_tokens=False
             )
             for question, encoding in zip(questions, encoded, strict=True):
-                tokens = (*self.before, *encoding.ids)
+                tokens = (*before, *encoding.ids)
                 yield Prompt(tokens, question.answers, self.kind.new_tokens, question.depth)
 
 
 class OneOrder(Random):
-    """Random draws of a trial's own, but shuffles that depend on ``order`` alone.
+    """Random draws of each trial, but shuffles that depend on ``order`` alone.
 
-    Needles, words and documents are thus at the same places in all trials with equally many of
-    them.
+    Needles, words and documents thus have the same places in all trials of a size, as in the
+    benchmark's programs, which reseed for each trial.
     """
 
     order: object = 0
 
     def shuffle(self, x: MutableSequence[Any]) -> None:
-        """Shuffle as ``random.Random(seed).shuffle`` does in the programs, which reseed for each
-        trial."""
+        """Shuffle ``x`` in place."""
         Random(str(self.order)).shuffle(x)
 
 
@@ -253,7 +243,7 @@ READERS = {
     "qa_1": ("squad_file", "SQuAD's dev-v2.0.json", read_squad),
     "qa_2": ("hotpotqa_file", "HotpotQA's hotpot_dev_distractor_v1.json", read_hotpotqa),
 }
-"""Tasks that need a file: under which key, what file, and how it is read."""
+"""Tasks that need a file: its key, its name and its reader."""
 
 TASKS = (*KINDS, *READERS)
 
@@ -277,26 +267,22 @@ class RulerSettings:
     """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        found = list_problems("evaluation.ruler.tasks", self.tasks, TASKS)
+        """Check the tasks and their files."""
+        problems = list_problems("evaluation.ruler.tasks", self.tasks, TASKS)
         for key, _, _ in READERS.values():
             file = getattr(self, key)
             if file is not None and not Path(file).is_file():
-                found.append(Problem(f"evaluation.ruler.{key}", f"there is no file {file!r}."))
-        return found
+                problems.append(Problem(f"evaluation.ruler.{key}", f"there is no file {file!r}."))
+        return problems
 
 
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """Return the available tasks, and a sentence for each that is unavailable or incomplete.
+    """Return the available tasks, and a sentence for each unavailable or incomplete one.
 
-    Args:
-        settings: valid settings.
-        tokenizer: the model's; lengths are counted in its tokens.
-        documents: English text for the haystacks, read from the beginning in every trial,
-            repeatedly if it is shorter than the length.
-        bos: first token of every prompt, or None.
+    ``documents``: English text for the haystacks, read from the beginning in every trial,
+    repeatedly if it is shorter than the length.
 
     Raises:
         UserError: the documents contain no text, or a file is of the wrong kind.
@@ -310,10 +296,10 @@ def ruler_tasks(
         if name in KINDS:
             kind, score, stop = KINDS[name](tokenizer, essay), string_match_all, after_all
         else:
-            key, what, read = READERS[name]
+            key, title, read = READERS[name]
             file = getattr(settings, key)
             if file is None:
-                notes.append(f"{name} was not run: it needs evaluation.ruler.{key}, {what}.")
+                notes.append(f"{name} was not run: it needs evaluation.ruler.{key}, {title}.")
                 continue
             questions = read(file)
             kind, score, stop = questions, string_match_part, after_any

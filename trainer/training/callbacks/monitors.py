@@ -211,7 +211,7 @@ def measurements(
         return perplexity, None
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     counts = needles.needles, needles.seed, needles.changes
-    statements = Statements.of(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
+    statements = Statements.make(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
     return perplexity, statements.part(ranks.rank, ranks.world_size)
 
 

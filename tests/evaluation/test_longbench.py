@@ -1,0 +1,490 @@
+"""LongBench: prompts and limits to the letter, metrics of its programs, files, cuts and labels."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from difflib import SequenceMatcher
+from hashlib import sha256
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.common.errors import UserError
+from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from trainer.evaluation.longbench import (
+    FOURTEEN,
+    KEY,
+    KINDS,
+    LongBenchRow,
+    LongBenchSettings,
+    LongBenchTask,
+    classification,
+    code_similarity,
+    count,
+    label,
+    longbench_tasks,
+    longest_common_subsequence,
+    middle_out,
+    qa_f1,
+    read_rows,
+    retrieval,
+    root,
+    rouge_l,
+)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "value"),
+    [
+        ("The Paris, of France!", "Paris", 0.5),  # paris of france: P 1/3, R 1
+        ("an apple a day", "The apple", 2 / 3),
+        ("Alice Alice Boris", "alice alice", 0.8),  # repeated words count
+        ("'tis", "tis", 1.0),
+        ("theatre", "the atre", 0.0),  # articles are whole words
+        ("", "Paris", 0.0),
+        ("the", "a", 0.0),
+    ],
+)
+def test_f1_of_words(prediction, answer, value):
+    assert qa_f1(prediction, answer) == pytest.approx(value)
+
+
+@given(st.lists(st.sampled_from("xyz"), max_size=6), st.lists(st.sampled_from("xyz"), max_size=6))
+def test_f1_is_the_harmonic_mean_of_precision_and_recall(predicted, right):
+    remaining = list(right)
+    for word in predicted:
+        if word in remaining:
+            remaining.remove(word)
+    expected = 0.0
+    if common := len(right) - len(remaining):
+        precision, recall = common / len(predicted), common / len(right)
+        expected = 2 * precision * recall / (precision + recall)
+    assert qa_f1(" ".join(predicted), " ".join(right)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "value"),
+    [
+        # The example of Lin (2004), Sec. 3.2: the union of "w1 w2" and "w1 w3 w5" has 4 words.
+        ("w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5", 8 / 13),
+        ("the cat sat", "the cat sat", 1.0),
+        ("sat cat the", "the cat sat", 1 / 3),
+        ("The cat", "the cat", 0.5),  # upper case is another word
+        ("a a a a", "a", 1.0),  # sets of words
+        ("a. b.", "b a", 1.0),  # each sentence finds its own
+        ("", "a", 0.0),
+        (".", "a", 0.0),
+        ("a", "", 0.0),
+    ],
+)
+def test_rouge_l(prediction, answer, value):
+    assert rouge_l(prediction, answer) == pytest.approx(value, abs=1e-7)
+
+
+# Computed with rouge 1.0.1, Rouge().get_scores(prediction, answer)[0]["rouge-l"]["f"].
+ROUGE_1_0_1 = [
+    (
+        "The report says costs rose. It names three causes. None was planned.",
+        "Costs rose for three causes. The report names none that was planned.",
+        0.6666666616666668,
+    ),
+    ("one two three. two one four five", "two one three. five four one", 0.5999999950000001),
+    (
+        "Alice met Boris on Monday. \n\nThey spoke. . Then left",
+        "On Monday Boris and Alice spoke.  They left the house. ",
+        0.47619047120181407,
+    ),
+    ("b a c a b d. d b", "a b d a c b. c d", 0.999999995),
+    ("x y z", "p q r", 0.0),
+]
+
+
+@pytest.mark.parametrize(("prediction", "answer", "value"), ROUGE_1_0_1)
+def test_rouge_l_is_that_of_the_library_the_benchmark_uses(prediction, answer, value):
+    assert rouge_l(prediction, answer) == pytest.approx(value, abs=1e-12)
+
+
+@given(st.text("abc", max_size=7), st.text("abc", max_size=7))
+def test_the_common_subsequence_is_common_and_longest(x, y):
+    def subsequences(text):
+        return {c for n in range(len(text) + 1) for c in combinations(text, n)}
+
+    common = subsequences(x) & subsequences(y)
+    longest = tuple(longest_common_subsequence(x, y))
+    assert longest in common
+    assert len(longest) == max(map(len, common))
+
+
+CLASSES = ["Date", "Other number", "number", "Price"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "value"),
+    [
+        ("Date", "Date", 1.0),
+        ("It is a Date or a Price", "Date", 0.5),
+        ("date", "Date", 0.0),
+        ("Price", "Date", 0.0),
+        ("Other number", "Other number", 1.0),  # "number" is part of it
+        ("Other number", "number", 0.5),
+        ("", "Date", 0.0),
+    ],
+)
+def test_classification(prediction, answer, value):
+    assert classification(prediction, answer, CLASSES) == value
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "value"),
+    [
+        ("return x\nmore", "return x", 1.0),
+        ("\n\n# why\n```python\n// no\nreturn x", "return x", 1.0),
+        ("# only words", "return x", 0.0),
+        ("", "return x", 0.0),
+        ("abcd", "bcde", 0.75),  # 2 * 3 / 8
+        ("abc", "abd", 0.67),  # 2 * 2 / 6, in whole percents
+    ],
+)
+def test_code_similarity(prediction, answer, value):
+    assert code_similarity(prediction, answer) == value
+
+
+@given(st.text("ab( ", min_size=1, max_size=12), st.text("ab( ", min_size=1, max_size=12))
+def test_code_similarity_is_within_half_a_percent_of_difflib(line, answer):
+    exact = SequenceMatcher(None, line, answer).ratio()
+    assert code_similarity(line, answer) == pytest.approx(exact, abs=0.00501)
+
+
+def test_numbers_in_an_answer():
+    assert count("There are 7 of 12, so 7.", "7") == pytest.approx(2 / 3)
+    assert count("seven", "7") == 0
+    assert count("17", "7") == 0
+    assert retrieval("Paragraph 12", "Paragraph 12") == 1
+    assert retrieval("Paragraph 1 or 12", "Paragraph 12") == 0.5
+    assert retrieval("none", "Paragraph 12") == 0
+
+
+# Beginning of the SHA-256 of the prompt in dataset2prompt.json, tokens in dataset2maxlen.json.
+PUBLISHED = {
+    "narrativeqa": ("aada7ed24b06abac", 128),
+    "qasper": ("0fbdd123fe7f83d6", 128),
+    "multifieldqa_en": ("20b4666a2de8a1f7", 64),
+    "hotpotqa": ("9ec4ae308865bd0c", 32),
+    "2wikimqa": ("9ec4ae308865bd0c", 32),
+    "musique": ("9ec4ae308865bd0c", 32),
+    "gov_report": ("91c25d585b189ced", 512),
+    "qmsum": ("dca23b678fe0183b", 512),
+    "multi_news": ("2af3f28c40b902e6", 512),
+    "trec": ("0eff8bebdba99d91", 64),
+    "triviaqa": ("00a802e6377e72fc", 32),
+    "samsum": ("a68d884234907eef", 128),
+    "passage_count": ("986550b6c61009c6", 32),
+    "passage_retrieval_en": ("39b96b7fa52bdd2a", 32),
+    "lcc": ("6a1f24cf0bb83cd9", 64),
+    "repobench-p": ("ee9ec182ea5ffeb7", 64),
+}
+
+
+def test_wording_and_limits_are_those_published():
+    assert {
+        name: (sha256(kind.template.encode()).hexdigest()[:16], kind.new_tokens)
+        for name, kind in KINDS.items()
+    } == PUBLISHED
+
+
+def test_metrics_and_line_ends_are_those_of_the_benchmark():
+    """``dataset2metric`` and the first lines of its ``eval.py``, the line ends of ``pred.py``."""
+    qa = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa"
+    names_by_metric = {
+        qa_f1: qa.split(),
+        rouge_l: ["gov_report", "qmsum", "multi_news", "samsum"],
+        classification: ["trec"],
+        count: ["passage_count"],
+        retrieval: ["passage_retrieval_en"],
+        code_similarity: ["lcc", "repobench-p"],
+    }
+    for metric, expected in names_by_metric.items():
+        assert [name for name, kind in KINDS.items() if kind.metric is metric] == expected
+    first_line = [name for name, kind in KINDS.items() if kind.first_line]
+    assert first_line == ["trec", "triviaqa", "samsum"]
+    assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
+
+
+def test_the_default_is_every_category_but_the_synthetic_one():
+    """RoPE-ID, App. A.8: 3 + 3 + 3 + 3 + 2 tasks."""
+    categories = [KINDS[name].category for name in FOURTEEN]
+    assert [categories.count(category) for category in dict.fromkeys(categories)] == [3, 3, 3, 3, 2]
+    assert set(KINDS) - set(FOURTEEN) == {"passage_count", "passage_retrieval_en"}
+
+
+def task_of(name):
+    classes = ["Date", "Price"] if name == "trec" else None
+    row = LongBenchRow("Who?", "A text.", ["Date"], 3, classes)
+    return LongBenchTask(name, KINDS[name], [row], None, None, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers", "score"),
+    [
+        ("trec", "\nDate\nQuestion: a Price?", ["Date"], 1),
+        ("trec", "a Date, a Price", ["Date"], 0.5),
+        ("triviaqa", "\n\nDate\nQuestion: Who?", ["Date"], 1),
+        ("samsum", "a b\nc", ["x", "c", "b a b"], 1),
+        ("qasper", "\none\ntwo", ["one two"], 1),
+    ],
+)
+def test_the_best_answer_counts_and_only_the_first_line_of_few_shot_tasks(
+    name, text, answers, score
+):
+    assert task_of(name).score(text, answers) == pytest.approx(score, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "stops"),
+    [
+        ("trec", "Date", False),
+        ("trec", "\n\nDate", False),
+        ("trec", "\nDate\n", True),
+        ("lcc", "# why\n", False),
+        ("lcc", "# why\nreturn x", False),
+        ("lcc", "# why\nreturn x\n", True),
+        ("gov_report", "One.\n\nTwo.\n", False),
+    ],
+)
+def test_an_answer_stops_where_more_would_not_be_scored(name, text, stops):
+    task = task_of(name)
+    assert task.stop(text, ()) == stops
+    if stops:
+        more = f"{text}Price and return x"
+        assert task.score(text, ["Date"]) == task.score(more, ["Date"])
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """A tokenizer of bytes, so that tokens can be counted by hand."""
+    return train_tokenizer([], 257, [])
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """A function that writes ``TASK.jsonl``; each row changes some keys of a complete one."""
+
+    def write(task, *rows):
+        complete = {
+            "input": "Who?", "context": "Alice sat there.", "answers": ["Alice"], "length": 3,
+            "dataset": task, "language": "en", "all_classes": None, "_id": "0f",
+        }  # fmt: skip
+        lines = [json.dumps(complete | row, ensure_ascii=False) for row in rows]
+        file = tmp_path / f"{task}.jsonl"
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return file
+
+    return write
+
+
+@pytest.fixture
+def make_tasks(tmp_path, byte_tokenizer):
+    """A function that makes tasks of the files written before."""
+
+    def make(*names, bos=None, **settings):
+        settings = LongBenchSettings(str(tmp_path), list(names), **settings)
+        return longbench_tasks(settings, byte_tokenizer, bos, 2048)[0]
+
+    return make
+
+
+def test_a_row_is_read_as_it_is_distributed(write_rows):
+    # U+2028 is a line end to str.splitlines, and stands unescaped in such files.
+    file = write_rows("qasper", {"context": "one\u2028two {braces}"}, {"answers": ["a", "b"]})
+    first, second = read_rows(file, LongBenchRow, KEY)
+    assert first == LongBenchRow("Who?", "one\u2028two {braces}", ["Alice"], 3)
+    assert second.answers == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "object"),
+        ('{"context": "c", "answers": ["a"], "length": 1}', "input: Field required"),
+        ('{"input": "i", "context": 5, "answers": ["a"], "length": 1}', "context: .*string"),
+        ('{"input": "i", "context": "c", "answers": [], "length": 1}', "answers: .*at least 1"),
+        ('{"input": "i", "context": "c", "answers": [1], "length": 1}', "answers.0: .*string"),
+    ],
+)
+def test_the_first_malformed_line_is_named(write_rows, line, fault):
+    file = write_rows("qasper", {}, {})
+    file.write_text(file.read_text() + f"\n{line}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"{KEY}: '{re.escape(str(file))}' line 4: .*{fault}"):
+        read_rows(file, LongBenchRow, KEY)
+
+
+def test_empty_and_binary_files_are_refused(tmp_path):
+    file = tmp_path / "qasper.jsonl"
+    for content, fault in [(b"\n", "is empty"), (b"\xff\xfe", "not UTF-8"), (None, "cannot be")]:
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(UserError, match=fault):
+            read_rows(file, LongBenchRow, KEY)
+
+
+def test_the_hubs_archive_is_read_without_unpacking(write_rows, tmp_path, monkeypatch):
+    file = write_rows("qasper", {"input": "Wo saß Ärne?"})
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as written:
+        written.write(file, "data/qasper.jsonl")
+    asked = []
+
+    def download(*where, **kind):
+        asked.append((where, kind))
+        return str(archive)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    rows = read_rows(root(None) / "qasper.jsonl", LongBenchRow, KEY)
+    assert [row.input for row in rows] == ["Wo saß Ärne?"]
+    # What is on this machine is not asked for.
+    where = ("THUDM/LongBench", "data.zip")
+    assert asked == [(where, {"repo_type": "dataset", "local_files_only": True})]
+    assert not (root(None) / "lcc.jsonl").is_file()
+
+
+def test_without_hub_or_directory_the_error_names_the_directory(monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise OSError("no network\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(UserError) as caught:
+        root(None)
+    assert len(caught.value.problems) == 1
+    assert "no network" in str(caught.value)
+    assert "more" not in str(caught.value)
+    (tmp_path / "no.zip").write_bytes(b"no archive")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: tmp_path / "no.zip")
+    with pytest.raises(UserError, match="not a zip file"):
+        root(None)
+    assert root("here") == Path("here")
+
+
+def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
+    write_rows("hotpotqa", {"context": "Passage 1: {x} é", "length": 4000})
+    (task,) = make_tasks("hotpotqa", bos=5)
+    (prompt,) = task.prompts(4096)
+    instruction = (
+        "Answer the question based on the given passages. "
+        "Only give me the answer and do not output any other words."
+    )
+    assert prompt.tokens[0] == 5
+    assert byte_tokenizer.decode(prompt.tokens[1:]) == (
+        f"{instruction}\n\nThe following are given passages.\nPassage 1: {{x}} é\n\n"
+        f"{instruction}\n\nQuestion: Who?\nAnswer:"
+    )
+    assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
+    assert task.name == "longbench_hotpotqa"
+    assert prompt.label == "Multi-Document QA|4–8K words|0–4K tokens|0–2× ctx"
+
+
+@pytest.mark.parametrize("bos", [None, 5])
+@pytest.mark.parametrize("length", [300, 301])
+def test_a_long_text_loses_its_middle(write_rows, make_tasks, byte_tokenizer, bos, length):
+    write_rows("lcc", {"context": "abc" * 500})
+    (task,) = make_tasks("lcc", bos=bos)
+    (prompt,) = task.prompts(length)
+    whole = byte_tokenizer.encode(
+        f"Please complete the code given below. \n{'abc' * 500}Next line of code:\n"
+    ).ids
+    whole = whole if bos is None else [bos, *whole]
+    half = (length - 64) // 2
+    assert list(prompt.tokens) == whole[:half] + whole[-half:]
+    assert length - 1 <= len(prompt.tokens) + prompt.new_tokens <= length
+    assert task.prompts(length) == [prompt]
+
+
+@given(st.integers(0, 30), st.integers(2, 40))
+def test_the_cut_keeps_both_ends_and_fits(size, room):
+    ids = np.arange(size, dtype=np.int32)
+    remaining = middle_out(ids, room).tolist()
+    half = room // 2
+    every = list(range(size))
+    assert remaining == (every if size <= room else every[:half] + every[size - half :])
+
+
+def test_a_length_without_room_for_a_question_is_refused(write_rows, make_tasks, byte_tokenizer):
+    write_rows("gov_report", {})
+    (task,) = make_tasks("gov_report")
+    with pytest.raises(UserError, match=r"evaluation.lengths: .* 514 or more, got 513"):
+        task.prompts(513)
+    (prompt,) = task.prompts(514)
+    assert byte_tokenizer.decode(prompt.tokens) == "Y:"
+
+
+def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(
+    write_rows, make_tasks, byte_tokenizer
+):
+    """As in the benchmark's pred.py, which has at least one token before either."""
+    names = "samsum", "trec", "triviaqa", "qasper"
+    for name in names:
+        write_rows(name, {"all_classes": ["a"]})
+    first, *others = (task.prompts(2048)[0].never_first for task in make_tasks(*names))
+    assert byte_tokenizer.decode(first, skip_special_tokens=False) == f"\n{END_OF_TEXT}"
+    assert others == [(), (), ()]
+
+
+def test_a_classification_without_classes_is_refused(write_rows, make_tasks):
+    write_rows("trec", {})
+    with pytest.raises(UserError, match=r"trec\.jsonl' line 1: all_classes"):
+        make_tasks("trec")
+
+
+def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):
+    file = write_rows("qasper", {})
+    settings = LongBenchSettings(str(tmp_path))
+    tasks, notes = longbench_tasks(settings, byte_tokenizer, None, 2048)
+    assert [task.name for task in tasks] == ["longbench_qasper"]
+    assert len(notes) == 13
+    assert notes[0] == (
+        f"LongBench's narrativeqa was not run: there is no file '{tmp_path / 'narrativeqa.jsonl'}'."
+    )
+    file.unlink()
+    with pytest.raises(UserError, match=r"holds none of the tasks' files, such as .*\.jsonl"):
+        longbench_tasks(settings, byte_tokenizer, None, 2048)
+
+
+def test_a_limit_draws_the_same_questions_every_time(write_rows, make_tasks):
+    write_rows("qasper", *({"answers": [f"{i:03}"]} for i in range(100)))
+
+    def asked(**limits):
+        (task,) = make_tasks("qasper", **limits)
+        return [prompt.answers[0] for prompt in task.prompts(2048)]
+
+    ten = asked(limit=10)
+    assert len(ten) == 10
+    assert ten == sorted(ten) == asked(limit=10) != asked(limit=10, seed=1)
+    assert asked(limit=200) == asked() == [f"{i:03}" for i in range(100)]
+
+
+def test_all_problems_of_settings_are_reported_together(tmp_path):
+    task, directory = map(str, LongBenchSettings(str(tmp_path / "none"), ["quasper"]).problems())
+    assert task == "evaluation.longbench.tasks: unknown task 'quasper'. Did you mean 'qasper'?"
+    assert "there is no directory" in directory
+
+
+@pytest.mark.parametrize(
+    ("edge", "bucket", "contexts"),
+    [(4, "4–8K", "2–4×"), (8, "8–16K", "4–8×"), (16, "16–32K", "8–16×"), (32, "32K+", "16×+")],
+)
+def test_buckets_begin_at_their_edges(edge, bucket, contexts):
+    """Thousands of words (LongBench-E); tokens and contexts as in DroPE's Tables 9 and 10, for
+    SmolLM with its 2,048 tokens."""
+    assert label("QA", 1000 * edge, 1024 * edge, 2048) == (
+        f"QA|{bucket} words|{bucket} tokens|{contexts} ctx"
+    )
+    below = label("QA", 1000 * edge - 1, 1024 * edge - 1, 2048)
+    assert not any(part.startswith(bucket) for part in below.split("|"))
+    assert label("QA", 0, 5000, 1024).endswith("4–8K tokens|4–8× ctx")

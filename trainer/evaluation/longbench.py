@@ -1,0 +1,508 @@
+"""LongBench (Bai et al. 2023, arXiv 2308.14508): questions, summaries and code on real long texts.
+
+The sixteen English tasks, in the words and by the metrics of the benchmark's own programs
+(github.com/THUDM/LongBench), for models without a chat template. RoPE-ID averages fourteen of them
+(App. A.8), the default here; DroPE reports four (Table 2) and the mean of all (Table 8).
+
+The wording, including a misspelling, is copied from the benchmark's ``dataset2prompt.json``,
+numbers of tokens from its ``dataset2maxlen.json``, the choice of metrics from its ``eval.py``.
+Metrics compare one continuation with one right answer, 0 to 1. Each equals the benchmark's own
+``metrics.py`` with the libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``,
+which uses Python's difflib. Neither has had a release since 2021, and the parts needed are short.
+
+Reports average questions by label: the category (RoPE-ID, Table 7) and the length of the text
+(DroPE, Tables 9 and 10).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import zipfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cached_property
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
+from tokenizers import Tokenizer
+
+from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.fields import Count, Natural, OptionalText, configuration
+from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.scoring import Prompt, Task, list_problems
+from trainer.interchange.hub import cached_or_downloaded
+
+HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
+"""The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""
+KEY = "evaluation.longbench.directory"
+T = TypeVar("T")
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+COMMENTS = ("`", "#", "//")
+"""Marks of lines that are a comment or formatting, not code."""
+
+
+def qa_f1(prediction: str, answer: str) -> float:
+    """Return F1 of the words, ignoring case, punctuation and articles (SQuAD's)."""
+    predicted, right = _words(prediction), _words(answer)
+    common = (Counter(predicted) & Counter(right)).total()
+    return 2 * common / (len(predicted) + len(right)) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """Return ROUGE-L of whole summaries (Lin 2004, Sec. 3.2), as ``rouge`` counts it.
+
+    The words of the longest common subsequences of all pairs of sentences are compared with the
+    words of both texts, as sets. Sentences end at full stops, and case matters. In ``rouge``, two
+    sentences of a thousand words together exceed Python's recursion limit, and the benchmark counts
+    0; this function compares them.
+    """
+    predicted, right = _sentences(prediction), _sentences(answer)
+    if not predicted or not right:
+        return 0.0
+    common = len(
+        {word for x in right for y in predicted for word in longest_common_subsequence(x, y)}
+    )
+    precision = common / len({word for sentence in predicted for word in sentence})
+    recall = common / len({word for sentence in right for word in sentence})
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    # `rouge` treats white space between two full stops as a sentence of one empty word.
+    return [part.split() or [""] for part in text.split(".") if part]
+
+
+def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
+    """Return one of the longest common subsequences.
+
+    The choice among several affects their union in :func:`rouge_l`: from the ends, a common last
+    word belongs to it; otherwise x loses its last word only if keeping it would cost length.
+    """
+    table = [[0] * (len(y) + 1)]
+    for word in x:
+        row = [0]
+        for j, other in enumerate(y):
+            row.append(table[-1][j] + 1 if word == other else max(table[-1][j + 1], row[j]))
+        table.append(row)
+    i, j = len(x), len(y)
+    common: list[str] = []
+    while i and j:
+        if x[i - 1] == y[j - 1]:
+            i, j = i - 1, j - 1
+            common.append(x[i])
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return common[::-1]
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """Return 1 / (number of classes named) if the right one is among them, else 0.
+
+    A class whose name is part of the right one's does not count.
+    """
+    named = [name for name in classes if name in prediction]
+    named = [name for name in named if name == answer or name not in answer]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def code_similarity(prediction: str, answer: str) -> float:
+    """Return the similarity of the first line of code to the right line, in whole percents."""
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if is_code(line)), "")
+    if line == answer or not line or not answer:
+        return float(line == answer)
+    return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+def is_code(line: str) -> bool:
+    """Return whether the line has no mark of a comment or of formatting."""
+    return not any(mark in line for mark in COMMENTS)
+
+
+def count(prediction: str, answer: str) -> float:
+    """Return the share of the numbers in the prediction that equal the answer."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """Return :func:`count` for an answer ``Paragraph 7``."""
+    number = re.search(r"Paragraph (\d+)", answer)
+    return count(prediction, number[1]) if number else 0.0
+
+
+SINGLE, MULTI = "Single-Document QA", "Multi-Document QA"
+SUMMARY, FEW_SHOT = "Summarization", "Few-shot Learning"
+SYNTHETIC, CODE = "Synthetic", "Code Completion"
+
+
+@dataclass(frozen=True)
+class LongBenchKind:
+    """One kind of task.
+
+    ``template``: prompt with placeholders ``context`` and ``input``. ``new_tokens``: maximum length
+    of an answer. ``metric``: takes a prediction and one answer, and for classification the classes.
+    ``first_line``: only the first non-empty line counts. ``one_line``: an answer cannot begin with
+    a line break or the end of the text, as in the benchmark's ``pred.py`` for SAMSum alone.
+    """
+
+    title: str
+    category: str
+    template: str
+    new_tokens: int
+    metric: Callable[..., float]
+    first_line: bool = False
+    one_line: bool = False
+
+
+_ONLY = "Only give me the answer and do not output any other words."
+_PHRASE = "concisely as you can, using a single phrase"
+_SILENT = "Do not provide any explanation."
+
+_STORY = (
+    "You are given a story, which can be either a novel or a movie script, and a question. "
+    f"Answer the question as{_PHRASE} if possible. {_SILENT}\n\nStory: {{context}}\n\n"
+    f"Now, answer the question based on the story as{_PHRASE} if possible. {_SILENT}\n\n"
+    "Question: {input}\n\nAnswer:"
+)
+_ANSWERABLE = (
+    f"as {_PHRASE} or sentence if possible. If the question cannot be answered based on the "
+    'information in the article, write "unanswerable". If the question is a yes/no question, '
+    f'answer "yes", "no", or "unanswerable". {_SILENT}'
+)
+_ARTICLE = (
+    "You are given a scientific article and a question. "
+    f"Answer the question {_ANSWERABLE}\n\nArticle: {{context}}\n\n "
+    f"Answer the question based on the above article {_ANSWERABLE}\n\n"
+    "Question: {input}\n\nAnswer:"
+)
+_TEXT = (
+    "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
+    "question based on the above text, only give me the answer and do not output any other words."
+    "\n\nQuestion: {input}\nAnswer:"
+)
+_PASSAGES = (
+    f"Answer the question based on the given passages. {_ONLY}\n\n"
+    "The following are given passages.\n{context}\n\n"
+    f"Answer the question based on the given passages. {_ONLY}\n\nQuestion: {{input}}\nAnswer:"
+)
+_REPORT = (
+    "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+    "Report:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:"
+)
+_MEETING = (
+    "You are given a meeting transcript and a query containing a question or instruction. "
+    "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\n"
+    "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
+    "Query: {input}\nAnswer:"
+)
+_NEWS = (
+    "You are given several news passages. Write a one-page summary of all news. \n\n"
+    "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+)
+_TYPE = (
+    "Please determine the type of the question below. Here are some examples of questions.\n\n"
+    "{context}\n{input}"
+)
+_TRIVIA = (
+    f"Answer the question based on the given passage. {_ONLY} The following are some examples.\n\n"
+    "{context}\n\n{input}"
+)
+_DIALOGUE = (
+    "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
+    "{context}\n\n{input}"
+)
+_COUNT = (
+    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. "
+    "Please carefully read these paragraphs and determine how many unique paragraphs there are "
+    "after removing duplicates. In other words, how many non-repeating paragraphs are there in "
+    "total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after removing "
+    "duplicates. The output format should only contain the number, such as 1, 2, 3, and so on."
+    "\n\nThe final answer is: "
+)
+_ABSTRACT = (
+    "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which "
+    "paragraph the abstract is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\n"
+    "Please enter the number of the paragraph that the abstract is from. The answer format must be "
+    'like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
+)
+_FILE = "Please complete the code given below. \n{context}Next line of code:\n"
+_FILES = "Please complete the code given below. \n{context}{input}Next line of code:\n"
+
+KINDS = {
+    "narrativeqa": LongBenchKind("NarrativeQA", SINGLE, _STORY, 128, qa_f1),
+    "qasper": LongBenchKind("Qasper", SINGLE, _ARTICLE, 128, qa_f1),
+    "multifieldqa_en": LongBenchKind("MultiFieldQA-en", SINGLE, _TEXT, 64, qa_f1),
+    "hotpotqa": LongBenchKind("HotpotQA", MULTI, _PASSAGES, 32, qa_f1),
+    "2wikimqa": LongBenchKind("2WikiMultihopQA", MULTI, _PASSAGES, 32, qa_f1),
+    "musique": LongBenchKind("MuSiQue", MULTI, _PASSAGES, 32, qa_f1),
+    "gov_report": LongBenchKind("GovReport", SUMMARY, _REPORT, 512, rouge_l),
+    "qmsum": LongBenchKind("QMSum", SUMMARY, _MEETING, 512, rouge_l),
+    "multi_news": LongBenchKind("MultiNews", SUMMARY, _NEWS, 512, rouge_l),
+    "trec": LongBenchKind("TREC", FEW_SHOT, _TYPE, 64, classification, first_line=True),
+    "triviaqa": LongBenchKind("TriviaQA", FEW_SHOT, _TRIVIA, 32, qa_f1, first_line=True),
+    "samsum": LongBenchKind("SAMSum", FEW_SHOT, _DIALOGUE, 128, rouge_l, True, one_line=True),
+    "passage_count": LongBenchKind("PassageCount", SYNTHETIC, _COUNT, 32, count),
+    "passage_retrieval_en": LongBenchKind(
+        "PassageRetrieval-en", SYNTHETIC, _ABSTRACT, 32, retrieval
+    ),
+    "lcc": LongBenchKind("LCC", CODE, _FILE, 64, code_similarity),
+    "repobench-p": LongBenchKind("RepoBench-P", CODE, _FILES, 64, code_similarity),
+}
+FOURTEEN = tuple(name for name, kind in KINDS.items() if kind.category != SYNTHETIC)
+"""The tasks that RoPE-ID averages (App. A.8)."""
+
+
+@dataclass(frozen=True)
+class LongBenchRow:
+    """One question as the benchmark distributes it.
+
+    ``length``: number of words in total; ``all_classes``: classes of a classification task.
+    """
+
+    input: str
+    context: str
+    answers: Annotated[list[str], Field(min_length=1)]
+    length: int
+    all_classes: list[str] | None = None
+
+
+def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
+    """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
+
+    Args:
+        file: on disk or in an archive.
+        row: a dataclass, whose fields are the keys of a line.
+        key: configuration key for error messages.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a malformed line; names the first.
+    """
+    adapter, rows = TypeAdapter(row), []
+    try:
+        with file.open("r", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    rows.append(adapter.validate_json(line))
+                except ValidationError as error:
+                    first: Any = error.errors()[0]
+                    place = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
+                    raise UserError.at(
+                        f"{key}: {str(file)!r} line {number}", f"{place}{first['msg']}."
+                    ) from None
+    except UnicodeDecodeError:
+        raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
+    except OSError as error:
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
+    if not rows:
+        raise UserError.at(key, f"{str(file)!r} is empty.")
+    return rows
+
+
+def root(directory: str | None) -> Traversable:
+    """Return the directory of ``TASK.jsonl``, or the archive from the hub or its cache.
+
+    Raises:
+        UserError: the archive is unavailable.
+    """
+    if directory is not None:
+        return Path(directory)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
+        return zipfile.Path(path, "data/")
+    except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
+        raise UserError.at(
+            KEY,
+            f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
+            f"({first_line(error)}); give a directory with TASK.jsonl files.",
+        ) from error
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """One LongBench task, a :class:`~trainer.evaluation.scoring.Task`.
+
+    ``bos`` begins every prompt unless it is None. ``training_length``: C in tokens. A length limits
+    what the model reads: the questions are the same at every length, and short texts stay short.
+    """
+
+    name: str
+    kind: LongBenchKind
+    rows: Sequence[LongBenchRow]
+    tokenizer: Tokenizer
+    bos: int | None
+    training_length: int
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """Return one prompt per question; with its answer it has at most ``length`` tokens.
+
+        A longer prompt loses its middle. Its halves are joined as tokens, while the benchmark joins
+        them as text and encodes it again, which can give another token at the join. Its limit
+        applies to the prompt alone.
+
+        Raises:
+            UserError: the length leaves no room for a question.
+        """
+        kind = self.kind
+        room = length - kind.new_tokens
+        if room < 2:
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} answers with up to {kind.new_tokens} tokens and so needs lengths of "
+                f"{kind.new_tokens + 2} or more, got {length}.",
+            )
+        return [
+            Prompt(
+                tuple(middle_out(ids, room).tolist()),
+                tuple(row.answers),
+                kind.new_tokens,
+                label=label(kind.category, row.length, len(ids), self.training_length),
+                never_first=self._never_first,
+            )
+            for row, ids in zip(self.rows, self._encoded, strict=True)
+        ]
+
+    @cached_property
+    def _encoded(self) -> list[NDArray[np.int32]]:
+        before = () if self.bos is None else (self.bos,)
+        texts = (self.kind.template.format(**vars(row)) for row in self.rows)
+        encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+        return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
+
+    @property
+    def _never_first(self) -> tuple[int, ...]:
+        if not self.kind.one_line:
+            return ()
+        line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+        return (*line_break, end_of_text(self.tokenizer))
+
+    def score(self, text: str, answers: Iterable[str]) -> float:
+        """Return the score for the answer that agrees best."""
+        if self.kind.first_line:
+            text = text.lstrip("\n").split("\n")[0]
+        classes = (self.rows[0].all_classes or (),) if self.kind.metric is classification else ()
+        return max(self.kind.metric(text, answer, *classes) for answer in answers)
+
+    def stop(self, text: str, answers: Sequence[str]) -> bool:
+        """Return whether further text cannot change the score."""
+        complete_lines = text.lstrip("\n").split("\n")[:-1]
+        if self.kind.metric is code_similarity:
+            return any(map(is_code, complete_lines))
+        return self.kind.first_line and bool(complete_lines)
+
+
+def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
+    """Return the tokens, or only the first and last ``room // 2`` of them if there are more."""
+    if len(ids) <= room:
+        return ids
+    return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])
+
+
+EDGES = (4, 8, 16, 32)
+"""Thousands of words; of tokens, in units of 1,024."""
+CONTEXTS = (2, 4, 8, 16)
+"""Training lengths."""
+
+
+def label(category: str, words: int, tokens: int, training_length: int) -> str:
+    """Return a question's label ``category|words|tokens|contexts``.
+
+    LongBench-E uses ``words``, the benchmark's own length of the text, so that its buckets do not
+    depend on the tokenizer. DroPE heads its columns "0-4K (0-2x ctx)" for models with a context of
+    2,048 tokens, so it uses ``tokens`` of the whole prompt before truncation.
+    """
+    contexts = tokens / training_length
+    return "|".join(
+        (
+            category,
+            _bucket(words / 1000, EDGES, "K", "words"),
+            _bucket(tokens / 1024, EDGES, "K", "tokens"),
+            _bucket(contexts, CONTEXTS, "×", "ctx"),
+        )
+    )
+
+
+def _bucket(value: float, edges: tuple[int, ...], times: str, unit: str) -> str:
+    """Return the name of a value's bucket, from one edge (inclusive) to the next."""
+    place = bisect_right(edges, value)
+    if place == len(edges):
+        return f"{edges[-1]}{times}+ {unit}"
+    return f"{(0, *edges)[place]}–{edges[place]}{times} {unit}"
+
+
+@configuration
+class LongBenchSettings:
+    """Settings of longbench."""
+
+    directory: OptionalText = None
+    """Directory of TASK.jsonl; null: the archive that the hub distributes."""
+    tasks: list[str] = field(default_factory=lambda: list(FOURTEEN))
+    """Tasks of LongBench to ask."""
+    limit: Count | None = None
+    """Questions of a task; null: all, 150 to 500."""
+    seed: Natural = 42
+    """Seed of the choice of questions."""
+
+    def problems(self) -> list[Problem]:
+        """Check the tasks and the directory."""
+        problems = list_problems("evaluation.longbench.tasks", self.tasks, KINDS)
+        if self.directory is not None and not Path(self.directory).is_dir():
+            problems.append(Problem(KEY, f"there is no directory {self.directory!r}."))
+        return problems
+
+
+def longbench_tasks(
+    settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks whose files exist, and a sentence for each missing file.
+
+    ``training_length``: C in tokens, the unit of text lengths in reports.
+
+    Raises:
+        UserError: no file exists, the archive is unavailable, or a line is malformed.
+    """
+    tasks: list[Task] = []
+    notes: list[str] = []
+    files = root(settings.directory)
+    for name in settings.tasks:
+        file = files / f"{name}.jsonl"
+        if not file.is_file():
+            notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
+            continue
+        rows = read_rows(file, LongBenchRow, KEY)
+        if KINDS[name].metric is classification and not rows[0].all_classes:
+            raise UserError.at(
+                KEY, f"{str(file)!r} line 1: all_classes: expected names of classes."
+            )
+        if settings.limit is not None and settings.limit < len(rows):
+            sample = Random(f"{settings.seed} {name}").sample(range(len(rows)), settings.limit)
+            rows = [rows[index] for index in sorted(sample)]
+        kind, title = KINDS[name], f"longbench_{name}"
+        tasks.append(LongBenchTask(title, kind, rows, tokenizer, bos, training_length))
+    if not tasks:
+        raise UserError.at(
+            KEY, f"{str(files)!r} holds none of the tasks' files, such as {name}.jsonl."
+        )
+    return tasks, notes
