@@ -293,7 +293,7 @@ def test_nothing_found_or_measured_is_not_the_best():
     runs = (run("a", {"k": "1"}, at(1, 0)), run("b", {"k": "2"}, at(1, 0)))
     unmeasured = (run("c", {"k": "3"}, at(1)), run("d", {"k": "4"}, at(1)))
     for sweep in (Sweep("zero", runs), Sweep("unmeasured", unmeasured)):
-        assert not any(entry.best for entry in entries(sweep)[1].values())
+        assert not any(entry.best for entry in entries(sweep, 1).values())
 
 
 def test_nothing_was_evaluated_yet():

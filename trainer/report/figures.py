@@ -133,10 +133,10 @@ def _chances(report: Report) -> tuple[tuple[float, str], ...]:
 
 
 def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Iterable[int]) -> Series:
-    found = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
-    y, low, high = ([100 * getattr(e, name) for _, e in found] for name in ("mean", "low", "high"))
+    estimates = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
+    percents = ([100 * getattr(e, key) for _, e in estimates] for key in ("mean", "low", "high"))
     name = outcomes.name(row)
-    return Series(name, styles_of(outcomes)[name], [n for n, _ in found], y, low, high)
+    return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], *percents)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
@@ -151,18 +151,18 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         return
     task, styles = outcomes.scored[0], styles_of(outcomes)
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
-    left = [
+    perplexities = [
         Series(name, styles[name], list(curves[row]), list(curves[row].values()))
         for row in chosen
         for name in (outcomes.name(row),)
     ]
     tested = outcomes.lengths([task])
-    right = [_success_line(outcomes, row, [task], tested) for row in chosen]
+    successes = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
     panels = [
-        Panel("", apart(left), lengths_frame(report, lengths, "perplexity", scale)),
-        Panel("", apart(right), lengths_frame(report, tested, "success (%)", success)),
+        Panel("", apart(perplexities), lengths_frame(report, lengths, "perplexity", scale)),
+        Panel("", apart(successes), lengths_frame(report, tested, "success (%)", success)),
     ]
     title = outcomes.task(task)
     yield Plan(
@@ -195,12 +195,12 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
     if not cells:
         return
     longest = max(cell.length for cell in cells)
-    found = {(c.model, c.method): c for c in cells if c.length == longest}
-    if all(len(cell.losses) == 1 for cell in found.values()):
+    by_row = {(c.model, c.method): c for c in cells if c.length == longest}
+    if all(len(cell.losses) == 1 for cell in by_row.values()):
         return  # a line of one point shows nothing
     lines = {}
-    for row in (row for row in outcomes.rows if row in found):
-        cell = found[row]
+    for row in (row for row in outcomes.rows if row in by_row):
+        cell = by_row[row]
         middles = [(a + b) / 2 for a, b in pairwise(cell.edges)]
         values = [math.nan if loss is None else perplexity(loss) for loss in cell.losses]
         lines[row] = Series(outcomes.name(row), 0, middles, values, marked=False)
@@ -221,7 +221,7 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
             (*row, longest, start, stop, "" if math.isnan(value) else value, loss)
             for row, line in lines.items()
             for (start, stop), value, loss in zip(
-                pairwise(found[row].edges), line.y, found[row].losses, strict=True
+                pairwise(by_row[row].edges), line.y, by_row[row].losses, strict=True
             )
         ],
     )
