@@ -134,9 +134,9 @@ def _chances(report: Report) -> tuple[tuple[float, str], ...]:
 
 def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Iterable[int]) -> Series:
     estimates = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
-    percents = ([100 * getattr(e, key) for _, e in estimates] for key in ("mean", "low", "high"))
+    y, low, high = ([100 * getattr(e, k) for _, e in estimates] for k in ("mean", "low", "high"))
     name = outcomes.name(row)
-    return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], *percents)
+    return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], y, low, high)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
@@ -169,10 +169,9 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         "perplexity_and_retrieval",
         "Perplexity against retrieval",
         f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
-        f"held-out sequences. Right: {title}. A method that only keeps perplexity from rising does "
-        "not thereby read what lies far back: reading nothing but the last "
-        f"{report.training_length} tokens (cropped) keeps it too. {_INTERVALS} After Figure 5 of "
-        f"“{_DROPE}”.",
+        f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
+        f"read: reading only the last {report.training_length} tokens (cropped) keeps it low too. "
+        f"{_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
         partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
         ("model", "method", "length", "factor", "perplexity", "success", "low", "high"),
@@ -231,7 +230,7 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
     cells = [cell for cell in outcomes.report.cells if cell.task == task and cell.depths]
     if not cells:
         return
-    depths = Depths.of(cells)
+    depths = Depths.from_cells(cells)
     lengths = {
         length: factor_label(f) for length, f in sorted({(c.length, c.factor) for c in cells})
     }
@@ -410,7 +409,7 @@ class Depths:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, cells: Sequence[Cell]) -> Depths:
+    def from_cells(cls, cells: Sequence[Cell]) -> Depths:
         """Return a row for each depth that occurs, or for each tenth if there are many depths."""
         depths = sorted({depth for cell in cells for depth in cell.depths})
         if len(depths) <= _MOST:

@@ -117,7 +117,7 @@ def lead(report: Report) -> str:
     of_all = f"{len(ranked)} combinations of model and method"
     if top.mean == 0:
         return f"{text} None of {of_all} finds anything there in {measure}: {reached}."
-    text += f" Of {of_all} {outcomes.name(best)} reaches most there in {measure}: {reached}"
+    text += f" Of {of_all}, {outcomes.name(best)} scores highest there in {measure}: {reached}"
     reference = estimates[first]
     if reference is None or best == first:
         return f"{text}."

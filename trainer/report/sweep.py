@@ -41,7 +41,7 @@ FEW = 2
 
 @dataclass(frozen=True)
 class Reached:
-    """Results of a run at one length; None or empty if not measured.
+    """Results of a run at one length; values that were not measured are None or empty.
 
     ``factor``: length over training length. ``retrieval``: mean of the trials' ``scores``.
     ``loss``: on the last tokens (nats per token), the mean of the windows' losses ``by_window``.
@@ -123,7 +123,7 @@ class Sweep:
         """Measured lengths of all runs over the training length, ascending."""
         return tuple(sorted({point.factor for run in self.runs for point in run.reached}))
 
-    def at(self, run: SweptRun, factor: float) -> Reached | None:
+    def point(self, run: SweptRun, factor: float) -> Reached | None:
         """Return the results of a run at a length, or None if it was not measured there."""
         return next((point for point in run.reached if point.factor == factor), None)
 
@@ -142,7 +142,7 @@ class Sweep:
         first = self.reference
         if first is None or run is first or run.measured_on != first.measured_on:
             return []
-        pair = [point for r in (run, first) if (point := self.at(r, factor)) is not None]
+        pair = [point for r in (run, first) if (point := self.point(r, factor)) is not None]
         return pair if len(pair) == 2 and pair[0].length == pair[1].length else []
 
 
@@ -202,7 +202,7 @@ CSV_HEAD = (
     *("factor", "n", "retrieval", "low", "high", "p_value", "loss"),
     *("loss_change", "loss_change_low", "loss_change_high"),
 )
-"""Behind a run's name and the keys that were swept."""
+"""Columns after a run's name and the swept keys."""
 FACTS = ("tokens", "training loss", "skipped updates")
 _CELL, _NAME = 13, 19  # characters of a column in a terminal
 _TERMINAL_FACTS = ((6, "\ntokens"), (5, "train\nloss"), (7, "skipped\nupdates"))
@@ -210,7 +210,7 @@ _TERMINAL_FACTS = ((6, "\ntokens"), (5, "train\nloss"), (7, "skipped\nupdates"))
 
 def entries(sweep: Sweep, factor: float) -> dict[str, Entry]:
     """Return a column by directory: retrieval with the loss beside it, or the loss alone."""
-    points = [(run, point) for run in sweep.runs if (point := sweep.at(run, factor))]
+    points = [(run, point) for run in sweep.runs if (point := sweep.point(run, factor))]
     rates = [point.retrieval.mean for _, point in points if point.retrieval]
     losses = [point.loss for _, point in points if point.loss is not None]
     most = max(rates, default=None)
@@ -253,7 +253,7 @@ def sweep_columns(sweep: Sweep) -> list[tuple[str, dict[str, Entry]]]:
     """
     columns = []
     for factor in sweep.factors:
-        lengths = {point.length for run in sweep.runs if (point := sweep.at(run, factor))}
+        lengths = {point.length for run in sweep.runs if (point := sweep.point(run, factor))}
         trained = " (trained)" if factor == 1 else ""
         tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens vary"
         head = f"{tokens}\n{factor_label(factor)}{trained}"
@@ -280,7 +280,7 @@ def legend(sweep: Sweep) -> str:
     if any(run.measured_on != measured[0].measured_on for run in measured):
         text += (
             " Runs that were measured on other text, tokens or trials than the first are not "
-            "tested, and their losses do not compare with its."
+            "tested, and their losses are not comparable with the first run's."
         )
     if any(run.effective for run in sweep.runs):
         text += f" {EFFECTIVE_LEGEND}"
@@ -319,7 +319,7 @@ def _terminal(
     facts_too: bool,
 ) -> RichTable:
     drawn = terminal_table(f"{sweep.name}{'' if facts_too else ' (continued)'}")
-    drawn.padding = 0  # type: ignore[assignment]
+    drawn.padding = 0
     drawn.add_column("\nrun", width=name_width, overflow="fold")
     for head, _ in chosen:
         drawn.add_column(Text(head), justify="right", width=_CELL, overflow="fold")
@@ -368,8 +368,10 @@ def csv_sweep(sweep: Sweep) -> str:
 def _csv_rows(sweep: Sweep) -> Iterable[tuple[object, ...]]:
     for name, run in zip(sweep.names, sweep.runs, strict=True):
         settings = (run.settings.get(key, "") for key in sweep.keys)
-        about_run = (name, *settings, run.place, run.state, run.problem)
-        about_run = (*about_run, run.tokens, run.loss, run.skipped)
+        about_run = (
+            *(name, *settings, run.place, run.state, run.problem),
+            *(run.tokens, run.loss, run.skipped),
+        )
         for point in run.reached:
             comparison = sweep.comparison(run, point.factor)
             yield (

@@ -46,7 +46,7 @@ class Measure:
 
         A loss has no interval: its limits are the loss itself.
         """
-        point = sweep.at(run, self.factor)
+        point = sweep.point(run, self.factor)
         if self.quantity == "loss":
             return (math.nan if point is None or point.loss is None else point.loss,) * 3
         if point is None or point.retrieval is None:
@@ -180,9 +180,9 @@ def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) 
     for row, axis in zip(panels, along, strict=True):
         for panel, measure in zip(row, shown, strict=True):
             lines = []
-            for style, (name, line) in enumerate(axis.lines):
-                values = zip(*(measure.values(sweep, run) for _, run in line), strict=True)
-                lines.append(Series(name, style, [x for x, _ in line], *map(list, values)))
+            for style, (name, runs) in enumerate(axis.lines):
+                y, low, high = zip(*(measure.values(sweep, run) for _, run in runs), strict=True)
+                lines.append(Series(name, style, [x for x, _ in runs], y, low, high))
             for line in lines:
                 draw_line(panel, line)
             ticks = sorted({x for line in lines for x in line.x})

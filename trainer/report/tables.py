@@ -144,8 +144,8 @@ def _scores(
 EFFECTIVE_HEAD = ("effective", f"≥{KEPT:.0%} of 1×")
 EFFECTIVE_LEGEND = (
     f"Effective: the longest length, in tokens, up to which the score is at least {KEPT:.0%} of "
-    "that at the training length (≥: at every length measured; none: at the training length the "
-    "score is at chance)."
+    "its value at the training length (≥: at every length measured; none: at the training length "
+    "the score is at chance)."
 )
 
 

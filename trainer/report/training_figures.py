@@ -234,7 +234,7 @@ def recovery_figure(report: Report) -> Iterator[Plan]:
 
 
 def by_score(arms: Milestones) -> Iterator[tuple[object, ...]]:
-    """Rows under :data:`HEAD`, one a measurement and score."""
+    """Yield a row under :data:`SCORE_HEAD` for each score of each measurement."""
     for name, history in arms.items():
         for milestone in history:
             for key, value in milestone.scores.items():
@@ -242,7 +242,7 @@ def by_score(arms: Milestones) -> Iterator[tuple[object, ...]]:
 
 
 def recoveries(arms: Milestones) -> list[str]:
-    """Say for each arm with a drop when every score was back at :data:`RECOVERED` of its value."""
+    """Return for each arm with a drop when each score had recovered to :data:`RECOVERED`."""
     return [
         f"{name}: {'; '.join(sentences)}."
         for name, history in arms.items()
