@@ -54,8 +54,7 @@ TESTS = (
     "tests/scripts/test_wandb_dashboard.py",
     "tests/analysis/clusters/test_measure.py",
     "tests/plotting",
-    "tests/report/test_files.py",
-    "tests/report/test_writing.py",
+    "tests/report/test_pages.py",
     "tests/test_house.py",
 )
 REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)\s*>=\s*([\w.]+)\s*(,.*)?")

@@ -138,7 +138,7 @@ def test_weights_keep_no_copies_after_generation(tiny_decoder):
 
 
 @torch.no_grad()
-def test_what_is_drawn_is_drawn_from_the_model_s_logits(tiny_decoder):
+def test_tokens_are_drawn_from_the_model_s_logits(tiny_decoder):
     model, sampling = tiny_decoder(), Sampling(1.5, 0.9, seed=4)
     sampler, prompt = Sampler(sampling, 1), PROMPT[:1]
     for _ in range(20):

@@ -17,13 +17,13 @@ def expected(logits, temperature, top_p):
     """Probabilities by a plain loop: the likeliest first, until they have ``top_p`` together."""
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     p = [w / sum(weights) for w in weights]
-    kept, total = {}, 0.0
+    nucleus, total = {}, 0.0
     for token in sorted(range(len(p)), key=lambda t: -p[t]):
         if total >= top_p:
             break
-        kept[token] = p[token]
+        nucleus[token] = p[token]
         total += p[token]
-    return [kept.get(token, 0.0) / total for token in range(len(p))]
+    return [nucleus.get(token, 0.0) / total for token in range(len(p))]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -41,7 +41,7 @@ def test_distribution(temperature, top_p):
 
 
 @given(st.integers(0, 99), st.sampled_from([1.0, 0.8]), st.permutations(range(5)))
-def test_rows_draw_for_themselves_whatever_their_order_and_company(seed, top_p, order):
+def test_rows_draw_independently_of_order_and_batch(seed, top_p, order):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(seed))
     sampling = Sampling(1.3, top_p, seed)
     together = Sampler(sampling, 5)(logits, range(5))

@@ -108,7 +108,7 @@ def test_behind_bytes_that_are_no_text_characters_come_as_they_did():
     assert again == ["", "נ", "", "", "", "���t", "", "", "", "���t", ""]
 
 
-def test_special_tokens_are_left_out_wherever_they_come():
+def test_special_tokens_are_omitted_everywhere():
     end, text = end_of_text(BYTE_LEVEL), BYTE_LEVEL.encode("the end").ids
     for tokens in ([end, *text], [*text[:2], end, *text[2:]], [*text, end]):
         assert "".join(streamed(BYTE_LEVEL, tokens)) == "the end"
@@ -130,7 +130,7 @@ def test_stop_strings_are_found_across_tokens_and_never_shown(text, stop):
     assert "".join(streamed(CHARACTERS, map(ord, text), stop)) == expected
 
 
-def test_only_what_may_be_a_stop_string_is_held_back():
+def test_only_a_possible_stop_string_is_held_back():
     stream = TextStream(CHARACTERS, ["</s>"])
     assert [stream.push(ord(c)) for c in "a<b</s"] == ["a", "", "<b", "", "", ""]
     assert stream.finish() == "</s"

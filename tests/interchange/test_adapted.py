@@ -44,8 +44,8 @@ def observed(model, ids=IDS):
 def theirs(hf, ids=IDS):
     """By the plain implementation of transformers: attention of every layer, and logits."""
     hf.set_attn_implementation("eager")
-    found = hf(ids, output_attentions=True)
-    return found.attentions, found.logits
+    outputs = hf(ids, output_attentions=True)
+    return outputs.attentions, outputs.logits
 
 
 def attention_of(heads):
@@ -76,8 +76,8 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         assert heads.q.shape[:3] == heads.rotated_q.shape[:3] == (2, 4, T)
         torch.testing.assert_close(attention_of(heads).float(), expected, rtol=0, atol=2e-5)
         for head in range(4):
-            own = head_attention(heads, head, slice(0, T))
-            torch.testing.assert_close(own, expected[:, head], rtol=0, atol=2e-5)
+            by_head = head_attention(heads, head, slice(0, T))
+            torch.testing.assert_close(by_head, expected[:, head], rtol=0, atol=2e-5)
         sink = expected[:, :, 1:, 0].mean().item()
         assert measured["sink_mass"][heads.layer] == pytest.approx(sink, abs=2e-5)
         rows, i = attention_rows(heads), torch.arange(T)
@@ -129,11 +129,11 @@ def test_logits_at_once_and_from_a_cache_are_the_models_own(family):
     hf = made(family)
     model = AdaptedModel(hf)
     cache = model.empty_cache(2, T)
-    found = torch.cat([model(IDS[:, :15], cache=cache), model(IDS[:, 15:], cache=cache)], dim=1)
+    cached = torch.cat([model(IDS[:, :15], cache=cache), model(IDS[:, 15:], cache=cache)], dim=1)
     whole, last = model(IDS), model(IDS, last=3)
     losses = model.token_losses(IDS[:, :-1], IDS[:, 1:])
     _, expected = theirs(hf)
-    for logits in (whole, found):
+    for logits in (whole, cached):
         torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(last, expected[:, -3:], rtol=0, atol=5e-5)
     entropy = torch.nn.functional.cross_entropy(
@@ -146,12 +146,12 @@ def test_logits_at_once_and_from_a_cache_are_the_models_own(family):
 def test_prompts_of_several_lengths_go_on_as_if_alone(family):
     hf = made(family, **({"attn_temperature_tuning": False} if family == "Llama4" else {}))
     prompts = [IDS[0, :9].tolist(), IDS[1, :14].tolist()]
-    found = generate(AdaptedModel(hf), prompts, 4)
-    for prompt, said in zip(prompts, found, strict=True):
+    continued = generate(AdaptedModel(hf), prompts, 4)
+    for prompt, tokens in zip(prompts, continued, strict=True):
         alone = list(prompt)
         for _ in range(4):
             alone.append(theirs(hf, torch.tensor([alone]))[1][0, -1].argmax().item())
-        assert said == alone[-4:]
+        assert tokens == alone[-4:]
 
 
 @pytest.fixture(scope="module")
@@ -221,11 +221,11 @@ def test_a_changed_layout_is_that_of_our_decoder(both, change):
     ours, other = both
     before = other(IDS)
     with ours.using(change(ours.layout)), other.using(change(other.layout)):
-        expected, found = ours(IDS), other(IDS)
+        expected, logits = ours(IDS), other(IDS)
         cache = other.empty_cache(2, T)
         stepwise = torch.cat([other(x, cache=cache) for x in IDS.split(10, dim=1)], dim=1)
     assert (expected - before).abs().max() > 0.01
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(stepwise, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(other(IDS), before, rtol=0, atol=0)
 
@@ -257,13 +257,13 @@ def test_yarn_rescales_olmo_3_as_transformers_does():
 )
 @torch.no_grad()
 def test_layers_with_windows_rotate_as_trained_under_a_rescaling(family, slowed):
-    model, at = AdaptedModel(made(family)), 21
+    model, position = AdaptedModel(made(family)), 21
     inv_freq = model.layout.spectra[0].inv_freq
     with model.using(model.layout.rescaled(position_interpolation, 4.0)):
         layers, _ = observed(model)
     for heads, by in zip(layers, slowed, strict=True):
-        k, rotated = (x[0, 0, at].tolist() for x in (heads.k, heads.rotated_k))
-        assert rotated == pytest.approx(turned(k, at, [f / by for f in inv_freq]), abs=1e-4)
+        k, rotated = (x[0, 0, position].tolist() for x in (heads.k, heads.rotated_k))
+        assert rotated == pytest.approx(turned(k, position, [f / by for f in inv_freq]), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Phi", "Llama4", "DeepseekV2", "Cohere"])
@@ -308,7 +308,7 @@ def test_frequencies_are_not_rounded_with_the_weights():
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def test_what_would_make_numbers_wrong_is_refused_where_it_begins():
+def test_chunks_and_growing_frequencies_are_refused_where_they_begin():
     """Chunks and frequencies that follow the length are harmless in short texts."""
     chunks, ids = AdaptedModel(made("Llama4")), IDS[:1].repeat(1, 4)
     observed(chunks, ids[:, :48])
@@ -320,7 +320,7 @@ def test_what_would_make_numbers_wrong_is_refused_where_it_begins():
         observed(dynamic, ids)
 
 
-def test_frequencies_that_grew_with_one_text_are_those_of_the_next():
+def test_grown_frequencies_are_reset_for_the_next_text():
     """As long as the training length, which transformers takes for one that goes on."""
     model = AdaptedModel(made("Llama", rope_parameters=DYNAMIC))
     ids = IDS[:1].repeat(1, 8)[:, :128]
@@ -353,7 +353,7 @@ def test_a_model_whose_attention_cannot_be_watched_is_refused():
     hf = made("Llama")
     for layer in hf.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(UserError, match="the attention of 0 of its 3 layers can be watched"):
+    with pytest.raises(UserError, match="0 of its 3 layers call attention through"):
         AdaptedModel(hf)
 
 
@@ -384,46 +384,46 @@ def test_an_export_with_code_is_computed_here_and_not_by_transformers(tiny_decod
 
 
 def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
-    def said(directory):
+    def problem_of(directory):
         with pytest.raises(UserError) as caught:
             read_adapted(f"hf:{directory}")
         (problem,) = map(str, caught.value.problems)
         return problem
 
-    assert "none at" in said(f"{saved}x")
-    assert saved.name in said(f"{saved}x")
-    assert "config.json" in said(tmp_path)
+    assert "none at" in problem_of(f"{saved}x")
+    assert saved.name in problem_of(f"{saved}x")
+    assert "config.json" in problem_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytest_model.bin").write_bytes(b"pickle")
-    assert "there is no 'model.safetensors'" in said(tmp_path)
+    assert "there is no 'model.safetensors'" in problem_of(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes((saved / "model.safetensors").read_bytes())
-    assert "tokenizer.json" in said(tmp_path)
+    assert "tokenizer.json" in problem_of(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
     values = json.loads((saved / "config.json").read_text())
     own_code = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "code.Mine"}}
     (tmp_path / "config.json").write_text(json.dumps(values | own_code))
-    assert "code of a model is never run" in said(tmp_path)
+    assert "code of a model is never run" in problem_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
-    assert "tensors that are missing: 'model.layers.3." in said(tmp_path)
+    assert "tensors that are missing: 'model.layers.3." in problem_of(tmp_path)
     for key, sub in (("attn_implementation", None), ("_attn_implementation", "text_config")):
         kernel = {key: "someone/kernel"}
         changed = values | (kernel if sub is None else {sub: kernel})
         (tmp_path / "config.json").write_text(json.dumps(changed))
-        assert f"config.json: {key}: expected 'eager', 'sdpa', " in said(tmp_path)
+        assert f"config.json: {key}: expected 'eager', 'sdpa', " in problem_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values | {"transformers_weights": "../x"}))
-    assert "transformers_weights: not supported" in said(tmp_path)
+    assert "transformers_weights: not supported" in problem_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    assert "adapter_config.json: an adapter names another model" in said(tmp_path)
+    assert "adapter_config.json: an adapter names another model" in problem_of(tmp_path)
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "outside").mkdir()
     moved = weights.rename(tmp_path / "outside" / "x.safetensors")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside/x.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "names files outside its directory" in said(tmp_path)
+    assert "names files outside its directory" in problem_of(tmp_path)
     moved.rename(weights)
     weights.write_bytes(weights.read_bytes()[:100])
-    assert "transformers cannot compute it" in said(tmp_path)
+    assert "transformers cannot compute it" in problem_of(tmp_path)
     monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)
-    assert "pip install 'unrope[transformers]'" in said(saved)
+    assert "pip install 'unrope[transformers]'" in problem_of(saved)

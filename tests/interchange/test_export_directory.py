@@ -26,18 +26,18 @@ def test_the_files_say_which_token_is_which(tiny_decoder, tmp_path):
     model = tiny_decoder()
     plan = make_plan(model.config, model.layout)
     write_files(model, plan, TOKENIZER, 7, tmp_path, "bfloat16")
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert found.keys() == {
+    written = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert written.keys() == {
         "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
     }  # fmt: skip
-    assert found["config.json"] == plan.values | {
+    assert written["config.json"] == plan.values | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 7,
         "eos_token_id": 7, "pad_token_id": None, "dtype": "bfloat16",
     }  # fmt: skip
-    assert found["generation_config.json"] == {
+    assert written["generation_config.json"] == {
         "bos_token_id": 7, "eos_token_id": 7, "pad_token_id": 7,
     }  # fmt: skip
-    assert found["tokenizer_config.json"] == {
+    assert written["tokenizer_config.json"] == {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t7", "eos_token": "t7",
         "pad_token": "t7", "model_max_length": 32,
         "model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False,
@@ -59,11 +59,11 @@ def test_prompts_begin_as_sequences_of_the_training_did():
     assert ours.encode("t3").ids == [7, 3]
     assert ours.encode("t3", add_special_tokens=False).ids == [3]
     assert TOKENIZER.encode("t3").ids == [3]  # as it was
-    own = Tokenizer.from_str(TOKENIZER.to_str())
-    own.post_processor = TemplateProcessing(single="t5 $A", special_tokens=[("t5", 5)])
-    assert prompting(own, 7).encode("t3").ids == [5, 3]
-    own.post_processor = TemplateProcessing(single="$A")
-    assert prompting(own, 7).encode("t3").ids == [7, 3]
+    with_template = Tokenizer.from_str(TOKENIZER.to_str())
+    with_template.post_processor = TemplateProcessing(single="t5 $A", special_tokens=[("t5", 5)])
+    assert prompting(with_template, 7).encode("t3").ids == [5, 3]
+    with_template.post_processor = TemplateProcessing(single="$A")
+    assert prompting(with_template, 7).encode("t3").ids == [7, 3]
 
 
 def test_an_export_goes_into_a_directory_that_is_new_or_empty(tiny_decoder, tmp_path):
@@ -91,9 +91,7 @@ def exported(model, to, **options):
     return export_model(model, TOKENIZER, 0, to, **options)
 
 
-def test_what_differs_by_no_more_than_the_tolerance_is_kept_with_its_card(
-    tiny_decoder, tmp_path, differs
-):
+def test_an_export_within_the_tolerance_is_kept_with_its_card(tiny_decoder, tmp_path, differs):
     differs(0.25)
     to = tmp_path / "a" / "b"
     done = exported(
@@ -106,10 +104,12 @@ def test_what_differs_by_no_more_than_the_tolerance_is_kept_with_its_card(
 
 
 @pytest.mark.parametrize("difference", [0.26, float("nan")])
-def test_what_differs_by_more_leaves_nothing(tiny_decoder, tmp_path, differs, difference):
+def test_an_export_beyond_the_tolerance_leaves_nothing(tiny_decoder, tmp_path, differs, difference):
     differs(difference)
-    said = f"^export: logits .* differ by {difference:.1e} of the largest, more than tolerance=0.25"
-    with pytest.raises(UserError, match=said.replace("+", r"\+")):
+    message = (
+        f"^export: logits .* differ by {difference:.1e} of the largest, more than tolerance=0.25"
+    )
+    with pytest.raises(UserError, match=message.replace("+", r"\+")):
         exported(tiny_decoder(), tmp_path / "a" / "b", tolerance=0.25)
     assert list(tmp_path.iterdir()) == []
 
@@ -133,13 +133,11 @@ def again(model, tmp_path, monkeypatch, **settings):
     return {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
 
 
-def test_a_published_model_without_files_of_its_tokens_keeps_those_of_its_config(
-    tiny_decoder, tmp_path, monkeypatch
-):
-    found = again(tiny_decoder(), tmp_path, monkeypatch)
-    assert found["config"]["eos_token_id"] == [4, 5]
-    assert "generation_config" not in found
-    assert found["tokenizer_config"] == {
+def test_tokens_come_from_the_config_without_other_files(tiny_decoder, tmp_path, monkeypatch):
+    written = again(tiny_decoder(), tmp_path, monkeypatch)
+    assert written["config"]["eos_token_id"] == [4, 5]
+    assert "generation_config" not in written
+    assert written["tokenizer_config"] == {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t1", "eos_token": "t4",
         "model_input_names": ["input_ids", "attention_mask"],
     }  # fmt: skip
@@ -147,15 +145,17 @@ def test_a_published_model_without_files_of_its_tokens_keeps_those_of_its_config
 
 def test_no_code_that_a_published_tokenizer_names_comes_along(tiny_decoder, tmp_path, monkeypatch):
     code = {"auto_map": {"AutoTokenizer": ["someone/code--tokenizer.Mine", None]}}
-    own = {"bos_token": "t1", "image_token": "t2", "chat_template": "{{ messages }}"}
+    settings = {"bos_token": "t1", "image_token": "t2", "chat_template": "{{ messages }}"}
     model = tiny_decoder(layers=["alibi"])  # whose users trust the code beside it
-    found = again(model, tmp_path, monkeypatch, tokenizer_config=own | code)
-    assert found["tokenizer_config"] == own | {"model_input_names": ["input_ids", "attention_mask"]}
+    written = again(model, tmp_path, monkeypatch, tokenizer_config=settings | code)
+    assert written["tokenizer_config"] == settings | {
+        "model_input_names": ["input_ids", "attention_mask"]
+    }
 
 
 def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     done = exported(tiny_decoder(), tmp_path / "a")
     assert done.difference is None
-    assert "was not loaded and compared" in caplog.text
+    assert "the export was not loaded and compared" in caplog.text
     assert not (tmp_path / "a" / "README.md").exists()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.interchange.test_export import CUSTOM, NATIVE
+from tests.interchange.test_export import CUSTOM, native
 from trainer.interchange.export.engines import (
     ENGINES,
     RefusedError,
@@ -41,10 +39,7 @@ EXPECTED = {
 
 
 def planned(tiny_decoder, kind):
-    _, _, options, change = NATIVE[kind]
-    model = tiny_decoder(**options)
-    if change is not None:
-        change(model)
+    model = native(tiny_decoder, kind)
     return make_plan(model.config, model.layout)
 
 
@@ -118,30 +113,11 @@ def test_llama_cpp_ramps_between_whole_pairs(tiny_decoder):
     model.layout = model.layout.rescaled(yarn, 4.0)
     plan = make_plan(model.config, model.layout)
     rope = plan.values["rope_parameters"] | {"truncate": False}
-    found = {
+    by_engine = {
         v.engine: v for v in verdicts(plan.values | {"rope_parameters": rope}, "LlamaForCausalLM")
     }
-    assert found["vLLM"].loads
-    assert not found["llama.cpp"].loads
-
-
-def test_rope_types_of_an_engine_in_plain_lines(tiny_decoder):
-    """vLLM's numbers for Llama 3's rescaling, pair by pair."""
-    plan = planned(tiny_decoder, "Llama 3")
-    rope, D = plan.values["rope_parameters"], plan.values["head_dim"]
-    rotation = ENGINES["vLLM"](plan.values, plan.architecture)[0]
-    for m, found in enumerate(rotation.inv_freq):
-        f = rope["rope_theta"] ** (-2 * m / D)
-        wavelength, original = 2 * math.pi / f, rope["original_max_position_embeddings"]
-        if wavelength < original / rope["high_freq_factor"]:
-            wanted = f
-        elif wavelength > original / rope["low_freq_factor"]:
-            wanted = f / rope["factor"]
-        else:
-            smooth = original / wavelength - rope["low_freq_factor"]
-            smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
-            wanted = (1 - smooth) * f / rope["factor"] + smooth * f
-        assert found == pytest.approx(wanted, rel=1e-12)
+    assert by_engine["vLLM"].loads
+    assert not by_engine["llama.cpp"].loads
 
 
 def test_a_share_of_no_channels_is_refused_by_vllm():

@@ -76,7 +76,7 @@ def test_frequencies_that_follow_the_length_are_compared_without_a_cache_beyond_
         exported = export_model(model, tokenizer, 0, tmp_path / "out")
     assert exported.plan.is_native == (not heads)
     assert 0 < exported.difference < 1e-5
-    assert "Beyond 32 tokens without a cache alone" in caplog.text
+    assert "Compared beyond 32 tokens without a cache only" in caplog.text
 
 
 @pytest.mark.usefixtures("forked")
@@ -85,9 +85,9 @@ def test_a_gate_without_a_cache_still_sees_other_frequencies(bilingual, tmp_path
     right = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
     model.layout = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 4.0))
 
-    def tampered(decoder, _, *rest):
+    def tampered(decoder, _, *others):
         with decoder.using(right):
-            write_files(decoder, make_plan(decoder.config, right), *rest)
+            write_files(decoder, make_plan(decoder.config, right), *others)
 
     monkeypatch.setattr(export_directory, "write_files", tampered)
     with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
@@ -107,7 +107,7 @@ def test_logits_that_a_soft_cap_bends_are_compared_behind_padding_too(bilingual,
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
+def test_the_gate_compares_the_rounded_weights(bilingual, tmp_path):
     """Folded factors too, in another order: the logits are those of the weights in the file."""
     model, tokenizer = bilingual(encodings={"rope": {"rotary_fraction": 0.25}})
     model.layout = model.layout.map(
@@ -127,9 +127,9 @@ def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
     plain = model.layout
     model.layout = plain.map(lambda s: s.with_temperature(coefficient=0.5))
 
-    def tampered(decoder, _, *rest):
+    def tampered(decoder, _, *others):
         with decoder.using(plain):
-            write_files(decoder, make_plan(decoder.config, plain), *rest)
+            write_files(decoder, make_plan(decoder.config, plain), *others)
 
     monkeypatch.setattr(export_directory, "write_files", tampered)
     with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
@@ -145,13 +145,13 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
     theirs = UnropeForCausalLM.from_pretrained(tmp_path).eval()
     text_ids = tokenizer.encode(gate.TEXT).ids
 
-    def here(_, asked, count):
+    def answered_here(_, asked, count):
         return answers(theirs, asked) | {"text_ids": text_ids, "problems": ""}
 
     def difference():
         return gate.largest_difference(model.eval(), tmp_path, text_ids, custom=True)
 
-    monkeypatch.setattr(gate, "_ask", here)
+    monkeypatch.setattr(gate, "_ask", answered_here)
     assert difference() < 1e-5
 
     forward = modeling_unrope.UnropeModel.forward
@@ -167,18 +167,20 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
 
     table = modeling_unrope.table
     with monkeypatch.context() as wrong:
-        wrong.setattr(modeling_unrope, "table", lambda s, f, C, at: table(s, f, 10 * C, at))
+        wrong.setattr(
+            modeling_unrope, "table", lambda s, f, C, positions: table(s, f, 10 * C, positions)
+        )
         assert difference() > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("stderr", "said"),
-    [("first\nlast\n", "last"), ("", "it says nothing")],
+    ("stderr", "message"),
+    [("first\nlast\n", "last"), ("", "no error message")],
 )
-def test_what_transformers_says_last_is_passed_on(
-    tmp_path, monkeypatch, tiny_decoder, stderr, said
+def test_the_last_line_of_transformers_is_passed_on(
+    tmp_path, monkeypatch, tiny_decoder, stderr, message
 ):
     monkeypatch.setattr(gate, "_run", lambda command, *_: CompletedProcess(command, 1, "", stderr))
     with pytest.raises(UserError) as error:
         gate.largest_difference(tiny_decoder(), tmp_path, [0], custom=False)
-    assert str(error.value) == f"export: transformers cannot load what was written: {said}"
+    assert str(error.value) == f"export: transformers cannot load what was written: {message}"

@@ -144,7 +144,7 @@ FULL = "full_attention"
         ),
     ],
 )  # fmt: skip
-def test_what_is_written_for_an_architecture_of_transformers(options, more):
+def test_configuration_written_for_a_native_architecture(options, more):
     plan = planned(**options)
     assert plan.values == SHAPE | {"hidden_act": "silu"} | more
     assert plan.changes == ()
@@ -154,7 +154,7 @@ def test_what_is_written_for_an_architecture_of_transformers(options, more):
     ("spectra", "slopes"),
     [((ROPE, FAST), None), ((Spectrum(alibi=True), ROPE), list(alibi_slopes(4)))],
 )
-def test_what_is_written_for_code_of_its_own(spectra, slopes):
+def test_configuration_written_for_custom_code(spectra, slopes):
     plan = planned(spectra=spectra, qk_norm=QKNormConfig("never", "full", "k"))
     layout = Layout(32, tuple(LayerEncoding(((s, 2),)) for s in spectra))
     assert plan.values.pop("softmax") == asdict(SoftmaxConfig())

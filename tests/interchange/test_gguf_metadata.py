@@ -64,7 +64,7 @@ def test_keys_become_those_of_a_config_json(more, changed):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"general.architecture": None},
@@ -89,10 +89,10 @@ def test_keys_become_those_of_a_config_json(more, changed):
         ),
     ],
 )
-def test_what_is_missing_or_not_supported_is_said(changes, said):
+def test_missing_and_unsupported_metadata_is_named(changes, message):
     with pytest.raises(UserError) as error:
         _config(SIZES | changes)
-    assert tuple(map(str, error.value.problems)) == (said,)
+    assert tuple(map(str, error.value.problems)) == (message,)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ WORDS = {
 }
 
 
-def test_special_tokens_are_found_whole_and_left_out_of_text():
+def test_special_tokens_are_matched_whole_and_omitted_from_text():
     tokenizer = _tokenizer(WORDS)
     ids = tokenizer.encode("ab<s>a<u>b").ids
     assert ids == [2, 3, 0, 4, 1]
@@ -147,7 +147,7 @@ def test_special_tokens_are_found_whole_and_left_out_of_text():
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
-def test_only_llama_s_words_are_tokens_whatever_the_merges_say(pre):
+def test_words_of_llama_are_tokens_without_merges(pre):
     words = WORDS | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": []}
     assert _tokenizer(words).encode("ab").ids == ([2] if pre == "llama-bpe" else [0, 1])
 

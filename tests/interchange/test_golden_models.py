@@ -32,7 +32,7 @@ def config_of(name):
     return json.loads((MODELS[name] / "config.json").read_text())
 
 
-def test_each_architecture_that_is_read_is_there():
+def test_every_supported_architecture_has_a_golden_model():
     stored = {config_of(name)["architectures"][0] for name in MODELS}
     assert set(ARCHITECTURES) < stored
     assert {config_of(name)["attention_type"] for name in DROPE} == set(TARGETS)
@@ -64,13 +64,13 @@ def changed(name, directory, **changes):
 @pytest.mark.parametrize("name", DROPE)
 def test_a_drope_checkpoint_may_name_its_type_alone_and_no_rotation(tmp_path, name):
     path = changed(name, tmp_path, architectures=None, rope_theta=None, rope_scaling={"a": 1})
-    found, whole = read_pretrained(path), read_pretrained(str(MODELS[name]))
-    assert (found.config, found.layout) == (whole.config, whole.layout)
-    assert not any(spectrum.rotates for spectrum in found.layout.spectra)
-    assert found.layout.training_length == 64
+    read, whole = read_pretrained(path), read_pretrained(str(MODELS[name]))
+    assert (read.config, read.layout) == (whole.config, whole.layout)
+    assert not any(spectrum.rotates for spectrum in read.layout.spectra)
+    assert read.layout.training_length == 64
 
 
-def test_what_is_wrong_with_a_drope_checkpoint_is_named(tmp_path):
+def test_every_problem_of_a_drope_checkpoint_is_named(tmp_path):
     path = changed(
         "drope_llama_nope", tmp_path, attention_type="rope", softmax_scale=-1, hidden_act="relu"
     )

@@ -63,17 +63,17 @@ PUBLISHED = {
 def test_parameters_of_published_models_come_back(name):
     values, head_dim, length = PUBLISHED[name]
     spectrum = spectrum_from_rope_parameters(values, head_dim, length)
-    found = rope_parameters(spectrum, head_dim, length)
-    assert found == values
-    assert spectrum_from_rope_parameters(found, head_dim, length) == spectrum
+    parameters = rope_parameters(spectrum, head_dim, length)
+    assert parameters == values
+    assert spectrum_from_rope_parameters(parameters, head_dim, length) == spectrum
 
 
 def test_longrope_comes_back_as_the_same_frequencies():
     values = LONG | {"rope_theta": 500.0, "original_max_position_embeddings": 4096}
     spectrum = spectrum_from_rope_parameters(values, 96, 131_072)
-    found = rope_parameters(spectrum, 96, 131_072)
-    again = spectrum_from_rope_parameters(found, 96, 131_072)
-    assert found["rope_type"] == "longrope"
+    parameters = rope_parameters(spectrum, 96, 131_072)
+    again = spectrum_from_rope_parameters(parameters, 96, 131_072)
+    assert parameters["rope_type"] == "longrope"
     assert again.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-14)
     assert again.long.inv_freq == pytest.approx(spectrum.long.inv_freq, rel=1e-14)
     assert (again.long.length, again.rotary_scale) == (4096, spectrum.rotary_scale)
@@ -93,20 +93,20 @@ def test_every_encoding_turns_alike(name, head_dim):
 
 def test_a_share_of_the_pairs_survives_the_rounding_of_transformers():
     spectrum = make_spectrum("p_rope", 100, 4096, {"p": 0.58})
-    found = rope_parameters(spectrum, 100, 4096)
-    assert found["rope_type"] == "proportional"
-    assert int(found["partial_rotary_factor"] * 100 // 2) == 29
-    assert spectrum_from_rope_parameters(found, 100, 4096).inv_freq == spectrum.inv_freq
+    parameters = rope_parameters(spectrum, 100, 4096)
+    assert parameters["rope_type"] == "proportional"
+    assert int(parameters["partial_rotary_factor"] * 100 // 2) == 29
+    assert spectrum_from_rope_parameters(parameters, 100, 4096).inv_freq == spectrum.inv_freq
 
 
 def test_yarn_names_its_attention_factor_only_if_it_is_not_the_usual_one():
     """Engines that do not read the key compute 0.1 ln s + 1."""
     spectrum = slowed(yarn, make_spectrum("rope", 128, 4096, {}), 8.0, 4096)
-    found = rope_parameters(spectrum, 128, 4096)
-    assert (found["rope_type"], found["factor"]) == ("yarn", 8.0)
-    assert found["original_max_position_embeddings"] == 4096
-    assert "attention_factor" not in found
-    held = spectrum_from_rope_parameters(found, 128, 4096)
+    parameters = rope_parameters(spectrum, 128, 4096)
+    assert (parameters["rope_type"], parameters["factor"]) == ("yarn", 8.0)
+    assert parameters["original_max_position_embeddings"] == 4096
+    assert "attention_factor" not in parameters
+    held = spectrum_from_rope_parameters(parameters, 128, 4096)
     assert held.rotary_scale == pytest.approx(spectrum.rotary_scale)
     larger = replace(spectrum, rotary_scale=2.0)
     assert rope_parameters(larger, 128, 4096)["attention_factor"] == pytest.approx(2.0)
@@ -114,13 +114,13 @@ def test_yarn_names_its_attention_factor_only_if_it_is_not_the_usual_one():
 
 def test_arbitrary_frequencies_are_a_factor_for_every_pair():
     spectrum = Spectrum((0.7, 0.9, 0.0, 0.1))
-    found = rope_parameters(spectrum, 8, 100)
-    held = spectrum_from_rope_parameters(found, 8, 100)
-    assert found["rope_type"] == "longrope"
+    parameters = rope_parameters(spectrum, 8, 100)
+    held = spectrum_from_rope_parameters(parameters, 8, 100)
+    assert parameters["rope_type"] == "longrope"
     assert held.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-12, abs=1e-25)
 
 
-def test_what_no_type_has():
+def test_no_type_expresses_growth_of_rescaled_frequencies():
     plain = slowed(position_interpolation, make_spectrum("rope", 16, 100, {}), 2.0, 100)
     assert rope_parameters(dynamic(plain, ntk_aware, 100, 2.0), 16, 100) is None
     uneven = (0.5, 0.2, 0.1, 0.01)

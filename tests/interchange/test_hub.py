@@ -13,7 +13,7 @@ from trainer.interchange.hub import find_pretrained
 
 
 @pytest.fixture
-def at(monkeypatch):
+def hub_at(monkeypatch):
     """A function that moves the hub to a port of this machine, without a proxy before it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "getproxies", dict)
@@ -24,15 +24,15 @@ def at(monkeypatch):
     return move
 
 
-def test_a_hub_that_listens_is_asked_and_one_that_does_not_is_not(at):
+def test_a_hub_that_listens_is_asked_and_one_that_does_not_is_not(hub_at):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        at(server.getsockname()[1])
+        hub_at(server.getsockname()[1])
         assert hub.no_hub() is None
     assert hub.no_hub() == "no network: Connection refused"
 
 
-def test_a_proxy_is_trusted_and_a_setting_obeyed(at, monkeypatch):
-    at(1)
+def test_a_proxy_is_trusted_and_a_setting_obeyed(hub_at, monkeypatch):
+    hub_at(1)
     monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy"})
     assert hub.no_hub() is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -55,12 +55,12 @@ def test_an_address_without_a_port_has_that_of_its_scheme(monkeypatch, scheme, p
     assert asked == [(("hub.example", port), hub.WAIT)]
 
 
-def test_what_is_here_is_taken_and_else_the_hub_is_asked_where_it_can_be(monkeypatch):
+def test_a_cached_file_is_used_before_the_hub_is_asked(monkeypatch):
     calls = []
 
-    def download(*what, local_files_only=False, **options):
-        calls.append((what, local_files_only, options))
-        if local_files_only and what[0] != "here":
+    def download(*arguments, local_files_only=False, **options):
+        calls.append((arguments, local_files_only, options))
+        if local_files_only and arguments[0] != "here":
             raise LocalEntryNotFoundError("not here")
         return "path"
 
@@ -81,7 +81,7 @@ def test_what_is_here_is_taken_and_else_the_hub_is_asked_where_it_can_be(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("location", "message"),
     [
         (
             "",
@@ -102,12 +102,12 @@ def test_what_is_here_is_taken_and_else_the_hub_is_asked_where_it_can_be(monkeyp
         ("{}/other", "there is no directory '{}/other'. Did you mean '{}/othr'?"),
     ],
 )
-def test_what_names_no_model_is_said_in_one_sentence(tmp_path, given, said):
+def test_a_name_of_no_model_has_one_sentence(tmp_path, location, message):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "othr").mkdir()
     with pytest.raises(UserError) as error:
-        find_pretrained(given.replace("{}", str(tmp_path)))
-    expected = said.replace("{}", str(tmp_path))
+        find_pretrained(location.replace("{}", str(tmp_path)))
+    expected = message.replace("{}", str(tmp_path))
     assert tuple(map(str, error.value.problems)) == (f"model.from_pretrained: {expected}",)
 
 

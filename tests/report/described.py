@@ -17,9 +17,12 @@ from rich.console import Console
 WIDE = 84
 
 
-def check(figure, expected):
-    """Hold a figure against its description."""
-    check_text(described(figure), expected)
+def check(figure, expected, panel=None):
+    """Hold a figure against its description, or its panel of this number from 1 on."""
+    text = described(figure)
+    if panel is not None:
+        text = f"panel {text.split('panel ')[panel]}"
+    check_text(text, expected)
 
 
 def check_csv(path, expected):
@@ -31,8 +34,8 @@ def check_csv(path, expected):
 
 def check_text(text, expected):
     """Hold a text against another that is indented as a whole."""
-    given = [line.rstrip() for line in text.strip("\n").splitlines()]
-    assert given == dedent(expected).strip("\n").rstrip(" ").rstrip("\n").splitlines()
+    lines = [line.rstrip() for line in text.strip("\n").splitlines()]
+    assert lines == dedent(expected).strip("\n").rstrip(" ").rstrip("\n").splitlines()
 
 
 STYLES = {"1": "bold", "2": "dim", "3": "italic", "31": "red", "32": "green", "36": "cyan"}
@@ -44,7 +47,7 @@ def styled(renderable, width):
     with console.capture() as capture:
         console.print(renderable)
     text = re.sub(r"\x1b\[0m", "</>", capture.get())
-    return re.sub(r"\x1b\[([\d;]+)m", lambda found: f"<{_styles(found[1])}>", text)
+    return re.sub(r"\x1b\[([\d;]+)m", lambda code: f"<{_styles(code[1])}>", text)
 
 
 def _styles(codes):
@@ -60,14 +63,14 @@ def _cell(text):
 
 def described(figure):
     """Return the panels of a figure in their order, with labels and legends."""
-    found = []
+    lines = []
     for axes in figure.axes:
-        found += _bar(axes) if hasattr(axes, "_colorbar") else _panel(axes)
+        lines += _bar(axes) if hasattr(axes, "_colorbar") else _panel(axes)
     for side, text in (("below", figure._supxlabel), ("left", figure._supylabel)):
-        found += [] if text is None else [f"{side} {text.get_text()!r}"]
+        lines += [] if text is None else [f"{side} {text.get_text()!r}"]
     for legend in figure.legends:
-        found.append(f"legend {', '.join(repr(text.get_text()) for text in legend.get_texts())}")
-    return "\n".join("\n".join(_wrapped(line)) for line in found)
+        lines.append(f"legend {', '.join(repr(text.get_text()) for text in legend.get_texts())}")
+    return "\n".join("\n".join(_wrapped(line)) for line in lines)
 
 
 def _wrapped(line):
@@ -105,22 +108,22 @@ def _panel(axes):
     rows, columns = spec.get_gridspec().get_geometry()
     place = f"{spec.rowspan.start + 1},{spec.colspan.start + 1} of {rows}x{columns}"
     titles = [axes.get_title(loc) for loc in ("left", "center", "right")]
-    found = [" ".join(("panel", place, *(repr(title) for title in titles if title)))]
-    found += [_axis(axes, name) for name in "xy"]
+    lines = [" ".join(("panel", place, *(repr(title) for title in titles if title)))]
+    lines += [_axis(axes, name) for name in "xy"]
     bars = [bar for bar in axes.containers if hasattr(bar, "has_yerr")]
     parts = [part for bar in bars for part in _parts(bar)]
     for artist in axes.get_children():
-        if artist not in parts and (say := _SAID.get(type(artist).__name__)):
-            said = say(artist, axes)
-            found += [f"  {said}"] if said else []
-    return found + [f"  {_intervals(bar)}" for bar in bars]
+        if artist not in parts and (describe := _SAID.get(type(artist).__name__)):
+            text = describe(artist, axes)
+            lines += [f"  {text}"] if text else []
+    return lines + [f"  {_intervals(bar)}" for bar in bars]
 
 
 def _axis(axes, name):
     axis = getattr(axes, f"{name}axis")
-    said = f"  {name} {axis.get_scale()}"
-    said += f" {axis.get_label_text()!r}" if axis.get_label_text() else ""
-    return said + _names(axis)
+    text = f"  {name} {axis.get_scale()}"
+    text += f" {axis.get_label_text()!r}" if axis.get_label_text() else ""
+    return text + _names(axis)
 
 
 def _names(axis):
@@ -161,8 +164,8 @@ def _line(artist, axes):
 def _points(artist, _):
     x, y = np.ma.filled(np.ma.asarray(artist.get_offsets(), dtype=float), np.nan).T
     graded = artist.get_array()
-    of = "" if graded is None else f" {_scale(artist)} of {_numbers(graded)}"
-    return f"points{_name(artist)}{of}: x {_numbers(x)}; y {_numbers(y)}"
+    scaled = "" if graded is None else f" {_scale(artist)} of {_numbers(graded)}"
+    return f"points{_name(artist)}{scaled}: x {_numbers(x)}; y {_numbers(y)}"
 
 
 def _lines(artist, _):

@@ -50,12 +50,12 @@ scrolled to its end; where its first column is then; and its images."""
 
 def browser(page, *words, place):
     """What Chromium says and prints."""
-    given = (
+    options = (
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
         *("--hide-scrollbars", "--virtual-time-budget=5000", f"--user-data-dir={place}/profile"),
     )
     return subprocess.run(
-        [CHROMIUM, *given, *words, page.as_uri()],
+        [CHROMIUM, *options, *words, page.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,15 +123,15 @@ def test_every_figure_is_shown(measured):
 def test_figures_have_the_ground_of_their_page(measured, shot):
     pixels, scheme = shot
     ground = {"light": (255,) * 3, "dark": (24,) * 3}[scheme]
-    left, seen = 0, 0
+    offset, seen = 0, 0
     for name, page in measured.items():
         for _, x, y, width in page["images"]:
             if y + 40 < HEIGHT and x + width <= int(name.split()[-1]):
                 # Within the border, left of the axes, from top to bottom of the first centimetre.
-                corner = pixels[int(y) + 3 : int(y) + 20, left + int(x) + 3 : left + int(x) + 9]
+                corner = pixels[int(y) + 3 : int(y) + 20, offset + int(x) + 3 : offset + int(x) + 9]
                 assert (corner == ground).all(), (name, y)
                 seen += 1
-        left += int(name.split()[-1])
+        offset += int(name.split()[-1])
     assert seen >= 3
 
 

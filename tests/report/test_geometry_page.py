@@ -37,7 +37,7 @@ def section(key):
 
 
 def report(*keys, **more):
-    given = {
+    fields = {
         "name": "<script>alert(1)</script>",
         "training_length": 64,
         "length": 128,
@@ -48,7 +48,7 @@ def report(*keys, **more):
         "settings": {"length": 128},
         "made": {"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
     }
-    return GeometryReport(**given | more)
+    return GeometryReport(**fields | more)
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +114,18 @@ def test_the_page_holds_all_that_it_shows(written):
         assert f'id="{place}"' in text
 
 
-def test_the_glance_says_what_breaks(written):
+def test_the_glance_names_breaking_indicators(written):
     text = (written / "report.html").read_text()
     assert text.count("✗ breaks") == 2
     assert re.search(r"Sink &lt;weight&gt;</h3>\s*<p[^>]*>0\.5 <span[^>]*>→</span> 0\.1", text)
 
 
-def test_nothing_beyond_the_training_length_is_said_so(tmp_path):
-    given = report("one", length=64)
-    given.sections[0].numbers["glance"] = [
+def test_a_page_within_the_training_length_judges_nothing(tmp_path):
+    short = report("one", length=64)
+    short.sections[0].numbers["glance"] = [
         Indicator("Sink", [32, 64], [0.5, 0.4], 64, "high", "m").to_dict()
     ]
-    text = write_geometry_report(given, tmp_path).read_text()
+    text = write_geometry_report(short, tmp_path).read_text()
     assert "nothing beyond the training length was read" in text
     assert "breaks" not in text.split("</style>")[1]
 
@@ -147,50 +147,17 @@ def words_of(page):
     return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
 
 
-def test_the_page_as_words(tmp_path):
-    """Of two sections, of which the second has its own figures and tables counted on."""
+def test_figures_and_tables_are_numbered_through_all_sections(tmp_path):
     made = report("one", "two", environment={"torch": "2"})
     made.sections[1].grids[0].rows.append(("none", math.nan))
     made.sections[1].grids[0].rows.append(("array", [1, 2]))
+    text = words_of(write_geometry_report(made, tmp_path).read_text())
+    assert text.startswith(
+        "<script>alert(1)</script>: attention geometry\nAll pairs rotate. Trained"
+    )
     check_text(
-        words_of(write_geometry_report(made, tmp_path).read_text()),
+        text[text.rindex("Section two") :],
         """
-        <script>alert(1)</script>: attention geometry
-        All pairs rotate. Trained at 64 tokens and
-        read here with 2 held-out texts of
-        128 tokens, 2× the training length.
-        2026-01-02, python -m trainer analyze
-        At a glance
-        Sink <weight>
-        0.5 → 0.1
-        a meaning
-        ✗ breaks
-        Sink <weight>
-        0.5 → 0.1
-        a meaning
-        ✗ breaks
-        From the training length (dashed) to 128 tokens, length on a
-        logarithmic axis. A value drifts where it is more than a tenth worse than at the training
-        length, and breaks where it is more than a third worse; a change no larger than the one from
-        half the training length to it holds.
-        Contents
-        Section one
-        Section two
-        A thing was left out & why.
-        Section one
-        What is measured & how.
-        a=⟨q,k⟩
-        b<c
-        A paper, Sec. 3.
-        What these numbers say
-        The first <finding>.
-        Figure 1. Curves. More.
-        Numbers .
-        Table 1. A table.
-        measure value
-        rows 1,234
-        rate 0.123
-        Everything measured: one/numbers.json
         Section two
         What is measured & how.
         a=⟨q,k⟩

@@ -95,7 +95,7 @@ def test_a_formula_is_read_as_it_is_meant(text, read_as):
         ),
     ],
 )
-def test_elements_are_those_of_mathml(text, xml):
+def test_every_part_has_its_mathml_element(text, xml):
     assert mathml(text) == f"<math>{xml}</math>"
 
 
@@ -105,6 +105,6 @@ def test_a_remark_stays_text_and_is_escaped():
 
 
 @given(st.text(alphabet="ab1 /()[]⟨_^√²ᵢ‖=−,:<&\u0304Σ word", max_size=30))
-def test_whatever_is_written_becomes_a_tree(text):
+def test_any_text_becomes_well_formed_xml(text):
     for formula in re.findall("<math>.*?</math>", mathml(text)):
         ElementTree.fromstring(formula)

@@ -59,7 +59,7 @@ def test_a_mean_over_tasks_needs_all_of_them():
     assert outcomes.estimate(("DroPE", "none"), tasks, 2048) is None
 
 
-def test_trials_are_found_by_a_part_of_their_label():
+def test_trials_are_selected_by_a_part_of_their_label():
     made = cell([0.1, 0.2, 0.3], labels=("qa|0–4K", "qa|4–8K", "code|0–4K"))
     assert labelled(made, (0, "qa")) == [0.1, 0.2]
     assert labelled(made, (1, "0–4K")) == [0.1, 0.3]
@@ -72,7 +72,7 @@ def test_buckets_are_sorted_by_their_numbers():
     assert sorted(["0K", "code", "a2", "a10"], key=natural) == ["a2", "a10", "code", "0K"]
 
 
-def test_a_result_is_what_a_row_retrieves_and_loses_at_a_length():
+def test_a_result_holds_retrieval_and_loss_of_a_row_at_a_length():
     made = report(*statements("RoPE", (100, None, 50, 25), (4.0, 4.1, 4.2, 4.3)))
     results = Outcomes(made).results()
     assert [(r.name, r.length, r.loss) for r in results] == [

@@ -84,17 +84,17 @@ def shown(monkeypatch, *steps, terminal=False, silent=False):
             now[0] = 100.0 + seconds
             bar.advance_to(step, **options)
         tasks = bar.bar.tasks if bar.bar else []
-        found = [(t.description, t.completed, t.total, t.fields["details"]) for t in tasks]
+        tasks_shown = [(t.description, t.completed, t.total, t.fields["details"]) for t in tasks]
         columns = bar.bar.columns if bar.bar else ()
     assert bar.bar is None or bar.bar.finished or not bar.bar.live.is_started
-    return found, columns, out.getvalue()
+    return tasks_shown, columns, out.getvalue()
 
 
 def test_a_terminal_has_a_live_bar(monkeypatch):
-    found, columns, text = shown(
+    tasks_shown, columns, text = shown(
         monkeypatch, (0, 0, {}), (40, 2, {"loss": 4.5678}), (300, 4, {"loss": 4.0}), terminal=True
     )
-    assert found == [("Training [i]", 200, 200, "loss 4.000  500 tokens/s")]
+    assert tasks_shown == [("Training [i]", 200, 200, "loss 4.000  500 tokens/s")]
     assert columns[1].bar_width == 24
     assert "Training [i]" in text
     assert "\x1b[?25h" in text  # the cursor is shown again

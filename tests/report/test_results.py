@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.report.described import check_text
-from tests.report.examples import EXPERIMENT, cell, example, report
+from tests.report.examples import EXPERIMENT, cell, report
 from trainer.common.errors import UserError
 from trainer.evaluation.results import Arm, Cell, Drop, Observation, Reach, Report
 
@@ -85,14 +84,6 @@ def test_a_report_survives_writing_and_reading(tmp_path_factory, report):
     assert Report.read(path) == report
 
 
-def test_a_cell_is_a_line_of_the_file(tmp_path):
-    made = example(models=("RoPE",), methods=("none",), trials=4)
-    made.write(tmp_path / "report.json")
-    text = (tmp_path / "report.json").read_text()
-    assert sum(line.startswith('{"model"') for line in text.splitlines()) == len(made.cells)
-    json.loads(text, parse_constant=pytest.fail)
-
-
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     made = report(cell([], last_loss=math.nan), config={"x": math.inf})
     made.write(tmp_path / "r.json")
@@ -136,7 +127,7 @@ def test_a_malformed_report_names_the_fault(tmp_path, change, complaint):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
-def test_what_is_no_json_object_is_refused(tmp_path, text):
+def test_only_a_json_object_is_a_report(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(UserError, match="is not a report"):
         Report.read(tmp_path / "report.json")
@@ -148,15 +139,6 @@ def test_names_that_would_hide_each_other_are_refused():
         report(arms=(arm, arm))
     with pytest.raises(ValueError, match="2 cells are of RoPE / none / multi_key / 2048"):
         report(cell([1.0]), cell([0.0]))
-
-
-def test_cells_that_contradict_themselves_are_refused():
-    with pytest.raises(ValueError, match="2 scores but 1 depths"):
-        cell([1.0, 0.0], depths=(0.5,))
-    with pytest.raises(ValueError, match="not between 0 and 1"):
-        cell([30.0])
-    with pytest.raises(ValueError, match="1 losses but 1 edges"):
-        cell([], edges=(0,), losses=(3.0,))
 
 
 def test_a_file_has_a_cell_a_line_and_plain_lists_on_one(tmp_path):
@@ -172,66 +154,17 @@ def test_a_file_has_a_cell_a_line_and_plain_lists_on_one(tmp_path):
         arms=(Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.5), (2, math.nan))),),
     )
     made.write(tmp_path / "report.json")
-    check_text(
-        (tmp_path / "report.json").read_text(encoding="utf-8"),
-        """
-        {
-          "name": "é",
-          "training_length": 64,
-          "methods": {
-            "none": "as is"
-          },
-          "tasks": {},
-          "notes": [
-            "a [1,\\n 2] b"
-          ],
-          "config": {
-            "lengths": [1, 2.5],
-            "nested": [
-              [1],
-              [
-                "x",
-                "y"
-              ]
-            ]
-          },
-          "environment": {},
-          "arms": [
-            {
-              "name": "RoPE",
-              "encoding": "rope",
-              "parameters": 1,
-              "steps": 2,
-              "tokens": 3,
-              "final_loss": null,
-              "curve": [
-                [1, 4.5],
-                [2, null]
-              ],
-              "skipped": 0,
-              "rewinds": 0,
-              "finite": true,
-              "changes": []
-            }
-          ],
-          "drop": null,
-          "observations": [],
-          "task": {},
-          "temperature": {},
-          "timing": {},
-          "reach": {},
-          "milestones": {},
-          "made": {},
-          "cells": [
-        {"model": "RoPE", "method": "none", "task": "multi_key", "length": 1024, "factor": 1.0, "scores": [1.0, 0.5], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0, "unchanged": false},
-        {"model": "RoPE", "method": "none", "task": "perplexity", "length": 2048, "factor": 2.0, "scores": [], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0, "unchanged": false}
-          ]
-        }
-        """,  # noqa: E501
-    )
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    json.loads(text, parse_constant=pytest.fail)
+    lines = text.splitlines()
+    assert lines[1] == '  "name": "é",'
+    for line in ('    "lengths": [1, 2.5],', "      [1],", "        [2, null]"):
+        assert line in lines
+    assert lines[-5] == '  "cells": ['
+    assert all(line.startswith('{"model": "RoPE", "method": "none"') for line in lines[-4:-2])
 
 
-def test_the_last_tokens_are_those_asked_for_or_the_shortest_that_were_read():
+def test_the_last_tokens_default_to_the_shortest_length():
     perplexity = cell([], task="perplexity", length=32)
     assert report(perplexity, config={"evaluation": {"last": 16}}).last == 16
     assert report(perplexity, config={"evaluation": {"last": None}}).last == 32
@@ -240,7 +173,7 @@ def test_the_last_tokens_are_those_asked_for_or_the_shortest_that_were_read():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"depths": (0.5,)}, "has 2 scores but 1 depths"),
         ({"labels": ("a", "b", "c")}, "has 2 scores but 3 labels"),
@@ -248,8 +181,8 @@ def test_the_last_tokens_are_those_asked_for_or_the_shortest_that_were_read():
         ({"losses": (4.0,), "edges": (0, 1, 2)}, "has 1 losses but 3 edges"),
     ],
 )
-def test_what_belongs_together_is_as_long(fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_fields_of_a_trial_have_one_length(fields, message):
+    with pytest.raises(ValueError, match=message):
         cell([0.0, 1.0], **fields)
     cell([0.0, 1.0], depths=(0.0, 1.0), labels=("a", "b"), losses=(4.0,), edges=(0, 1))
 

@@ -54,7 +54,7 @@ def test_a_table_without_the_training_length_has_no_effective_length():
     assert "Effective" not in table.legend
 
 
-def test_what_was_not_measured_is_empty_and_rows_of_nothing_are_left_out():
+def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
     made = report(
         cell([1.0], length=1024),
         cell([1.0], "DroPE", length=2048),
@@ -167,8 +167,8 @@ def test_labels_may_have_more_parts_than_others_and_not_be_there_at_every_length
 def test_two_tasks_with_a_label_are_counted_as_tasks():
     """And trials of one task as trials, also where it is only one."""
     labels = ("a", "b", "b")
-    one, two = (cell([0.5, 0.5, 0.5], task=task, labels=labels) for task in ("x", "y"))
-    made = {table.key: table.columns for table in tables(report(one, two))}
+    x_task, y_task = (cell([0.5, 0.5, 0.5], task=task, labels=labels) for task in ("x", "y"))
+    made = {table.key: table.columns for table in tables(report(x_task, y_task))}
     assert made["summary-2048-label-1"] == (("a", "2 tasks"), ("b", "2 tasks"))
     assert made["x-2048-label-1"] == (("a", "1 trial"), ("b", "2 trials"))
 

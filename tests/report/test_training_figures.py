@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.described import check, check_csv
+from tests.report.described import check
 from tests.report.examples import report
 from trainer.evaluation.results import Arm, Drop, Milestone, Reach, Report
 from trainer.plotting.style import paper_style
@@ -53,7 +53,7 @@ def test_losses_over_steps_with_the_drop():
 
 
 @pytest.mark.parametrize(
-    ("drop", "said"),
+    ("drop", "message"),
     [
         (Drop(2, 4.0, None), "encoding dropped at step 2\nloss 4.00 before, ? after"),
         (
@@ -63,9 +63,9 @@ def test_losses_over_steps_with_the_drop():
         (None, None),
     ],
 )
-def test_what_a_drop_cost_is_noted(drop, said):
+def test_the_losses_of_a_drop_are_noted(drop, message):
     (axes,) = loss_figure(drop=drop).axes
-    assert [text.get_text() for text in axes.texts] == ([said] if said else [])
+    assert [text.get_text() for text in axes.texts] == ([message] if message else [])
 
 
 def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
@@ -132,12 +132,12 @@ def test_the_heat_map_shows_losses_less_the_mean_within_the_training_length():
     _, plan = reach_figures(report(reach={"DroPE": history}), {"DroPE": 0})
     axes, _ = plan.draw().axes
     drawn_values = axes.collections[0].get_array().reshape(8, 2).T.tolist()
-    for values, (first, second, *rest) in zip(drawn_values, losses, strict=True):
+    for values, (first, second, *others) in zip(drawn_values, losses, strict=True):
         base = (first + second) / 2
-        assert values == pytest.approx([x - base for x in (first, second, *rest)])
+        assert values == pytest.approx([x - base for x in (first, second, *others)])
 
 
-def test_reach_as_a_whole(tmp_path):
+def test_reach_as_a_whole():
     """The run at every length, paler the shorter; others at their longest; a line at the drop."""
     history = (
         Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5), (0, 64, 128), (4.0, 5.0)),
@@ -174,9 +174,9 @@ def test_reach_as_a_whole(tmp_path):
             bar 'excess loss (nats/token)' CenteredNorm -1..1
             """,
         )
-    history = tuple(replace(one, retrieval=()) for one in history)
+    history = tuple(replace(reach_then, retrieval=()) for reach_then in history)
     with paper_style():
-        loss, by_position = reach_figures(report(reach={"Mine": history}), {"Mine": 1})
+        loss, _ = reach_figures(report(reach={"Mine": history}), {"Mine": 1})
         check(
             loss.draw(),
             """
@@ -188,17 +188,6 @@ def test_reach_as_a_whole(tmp_path):
             legend 'Mine, 2×', 'Mine, 1×'
             """,
         )
-    by_position.write(tmp_path / "b")
-    check_csv(
-        tmp_path / "b.csv",
-        """
-        arm, step, dropped, from_position, to_position, loss
-        Mine, 4, False, 0, 64, 4
-        Mine, 4, False, 64, 128, 5
-        Mine, 8, True, 0, 64, 4.5
-        Mine, 8, True, 64, 128,
-        """,
-    )
 
 
 def test_the_drop_is_drawn_in_the_heat_map_and_no_more_than_ten_steps_are_named():
@@ -229,15 +218,15 @@ def test_nothing_is_drawn_of_nothing(tmp_path):
 
 def history(*scores, dropped_at=2, key="piqa/acc"):
     """A measurement every 100 tokens; the one at the drop is there before it and after it."""
-    found = []
+    milestones = []
     for place, value in enumerate(scores):
         tokens = 100 * (place if place < dropped_at else place - 1)
-        found.append(Milestone(tokens // 10, tokens, place >= dropped_at, {key: value}))
-    return tuple(found)
+        milestones.append(Milestone(tokens // 10, tokens, place >= dropped_at, {key: value}))
+    return tuple(milestones)
 
 
 @pytest.mark.parametrize(
-    ("scores", "said"),
+    ("scores", "message"),
     [
         ((0.1, 0.8, 0.2, 0.75, 0.77), "recovered after 200 tokens"),
         ((0.1, 0.8, 0.2, 0.76, 0.1), "recovered after 100 tokens"),
@@ -245,9 +234,9 @@ def history(*scores, dropped_at=2, key="piqa/acc"):
         ((0.1, 0.8, 0.2, None, 0.7), "not recovered within the run"),
     ],
 )
-def test_when_95_percent_of_the_score_before_the_drop_was_back(scores, said):
+def test_when_95_percent_of_the_score_before_the_drop_was_back(scores, message):
     (line,) = recoveries({"DroPE": history(*scores)})
-    assert line == f"DroPE: 95% of piqa/acc before the drop (0.800) {said}."
+    assert line == f"DroPE: 95% of piqa/acc before the drop (0.800) {message}."
 
 
 def test_of_a_perplexity_less_is_better():
@@ -258,10 +247,10 @@ def test_of_a_perplexity_less_is_better():
 
 def test_the_mean_of_several_scores_leaves_perplexities_out():
     scores = {"a": 0.25, "b": 0.75, "perplexity/1x": 9.0, "c": None}
-    one = Milestone(1, 10, False, scores)
-    assert value_of(one, "mean") == 0.5
+    before = Milestone(1, 10, False, scores)
+    assert value_of(before, "mean") == 0.5
     after = Milestone(2, 30, True, {"a": 0.2, "b": 0.8, "perplexity/1x": 9.0, "c": None})
-    (line,) = recoveries({"DroPE": (one, after)})
+    (line,) = recoveries({"DroPE": (before, after)})
     assert line.startswith(
         "DroPE: 95% of the mean before the drop (0.500) recovered after 20 tokens; "
     )
@@ -270,7 +259,7 @@ def test_the_mean_of_several_scores_leaves_perplexities_out():
 
 
 @pytest.mark.parametrize("place", [0, 9])
-def test_without_both_sides_of_a_drop_there_is_nothing_to_say(place):
+def test_a_recovery_needs_measurements_on_both_sides_of_a_drop(place):
     assert recoveries({"RoPE": history(0.1, 0.2, 0.3, dropped_at=place)}) == []
     assert recoveries({"RoPE": ()}) == []
 
@@ -296,16 +285,12 @@ def test_numbers_lie_beside_the_figure(tmp_path):
     assert Report.from_dict(made.to_dict()).milestones == made.milestones
 
 
-def test_perplexities_are_drawn_where_there_is_nothing_else(tmp_path):
-    made = report(milestones={"DroPE": history(30.0, 20.0, 90.0, 21.0, key="perplexity/2x")})
-    assert [figure.path.stem for figure in write_figures(made, tmp_path)] == ["benchmarks"]
-    assert "perplexity" in (tmp_path / "benchmarks.svg").read_text()
-
-
 def test_benchmarks_as_a_whole():
     """The run in every task and in their mean, others in the mean alone; perplexities left out."""
     scores = ({"a": 0.5, "b": 0.25, "perplexity/1x": 9.0}, {"a": 0.75, "b": None, "c": 1.0})
-    run = tuple(Milestone(n, 1000 * n, n > 1, one) for n, one in enumerate((*scores, scores[0])))
+    run = tuple(
+        Milestone(n, 1000 * n, n > 1, measured) for n, measured in enumerate((*scores, scores[0]))
+    )
     milestones = {"DroPE": run, "RoPE": run[:1], "NoPE": ()}
     with paper_style():
         (plan,) = recovery_figure(report(milestones=milestones))

@@ -127,7 +127,7 @@ def test_a_model_that_transformers_has(card, tiny_decoder):
         | RoPE | 64 | 0.250 |  | 32 |
         | RoPE + YaRN | 64 | 0.500 | 3.500 |  |
 
-        Retrieval: share of needles found; loss: nats per token on the last tokens of held-out windows. `+`: context extension at no cost. Effective: the longest length, in tokens, up to which the score is at least 85% of that at the training length (≥: at every length measured; none: at the training length the score is at chance).
+        Retrieval: share of needles found; loss: nats per token on the last tokens of held-out windows. `+`: context extension at no cost. Effective: the longest length, in tokens, up to which the score is at least 85% of its value at the training length (≥: at every length measured; none: at the training length the score is at chance).
 
         ## Loading
 

@@ -34,8 +34,8 @@ class Sampler:
             p, order = p.sort(dim=-1, descending=True, stable=True)
             p = p.masked_fill(p.cumsum(dim=-1) - p >= self.sampling.top_p, 0)
         sums = p.cumsum(dim=-1)
-        at = torch.searchsorted(sums, torch.stack(draws).to(sums) * sums[:, -1:], right=True)
-        return (at if order is None else order.gather(-1, at))[:, 0]
+        chosen = torch.searchsorted(sums, torch.stack(draws).to(sums) * sums[:, -1:], right=True)
+        return (chosen if order is None else order.gather(-1, chosen))[:, 0]
 
 
 GREEDY = Sampling()

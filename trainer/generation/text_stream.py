@@ -19,7 +19,7 @@ class _Characters:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._whole = 0  # number of tokens whose text was returned
-        self._given = 0  # number of characters returned of them
+        self._returned = 0  # number of characters returned of them
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
@@ -29,18 +29,18 @@ class _Characters:
             if "Invalid prefix" not in str(error):
                 raise
             # Invalid bytes can make a byte-fallback decoder change its reading of earlier bytes.
-            # Text already returned stays as it is; decoding continues with the rest.
+            # Text already returned stays as it is; decoding continues after it.
             new = self._tokenizer.decode(self._tokens[self._whole :])
             self._begin()
             return new
         if new:
             self._whole = len(self._tokens)
-            self._given += len(new)
+            self._returned += len(new)
         return new
 
-    def rest(self) -> str:
+    def unfinished(self) -> str:
         """Return the last, incomplete character, which DecodeStream never returns."""
-        return self._tokenizer.decode(self._tokens)[self._given :]
+        return self._tokenizer.decode(self._tokens)[self._returned :]
 
 
 class TextStream:
@@ -60,7 +60,7 @@ class TextStream:
         self.stopped = False
         self._characters = _Characters(tokenizer)
         self._stop = tuple(stop)
-        self._given = 0
+        self._returned = 0
 
     def push(self, token: int) -> str:
         """Add a token; return new text that no later token can change or cut off."""
@@ -70,16 +70,16 @@ class TextStream:
     def finish(self) -> str:
         """Return the text held back, now that no token follows."""
         if not self.stopped:
-            self._add(self._characters.rest())
+            self._add(self._characters.unfinished())
         return self._give(len(self.text))
 
     def _add(self, new: str) -> None:
         # A stop string may begin in earlier text.
         start = max(0, len(self.text) - max(map(len, self._stop), default=0))
         self.text += new
-        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        places = [place for stop in self._stop if (place := self.text.find(stop, start)) >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
 
     def _pending(self) -> int:
         """Return the number of trailing characters that may begin a stop string."""
@@ -87,5 +87,5 @@ class TextStream:
         return max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
 
     def _give(self, end: int) -> str:
-        new, self._given = self.text[self._given : end], end
+        new, self._returned = self.text[self._returned : end], end
         return new

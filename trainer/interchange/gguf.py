@@ -291,12 +291,12 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
-    for add, wanted in (
+    for add, matched in (
         (tokenizer.add_special_tokens, _CONTROL),
         (tokenizer.add_tokens, _USER_DEFINED),
     ):
-        whole = [token for token, given in zip(tokens, types, strict=False) if given == wanted]
-        add([AddedToken(token, normalized=False) for token in whole])
+        typed = zip(tokens, types, strict=False)
+        add([AddedToken(token, normalized=False) for token, kind in typed if kind == matched])
     return tokenizer
 
 

@@ -110,11 +110,11 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
             are missing or wrong; names every problem.
     """
     architecture = _architecture(values, name)
-    given = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
-    values = dict(architecture.defaults) | given
-    found = _malformed(values)
-    problems = [*found, *_unsupported(values)]
-    if not found:
+    stated = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
+    values = dict(architecture.defaults) | stated
+    malformed = _malformed(values)
+    problems = [*malformed, *_unsupported(values)]
+    if not malformed:
         try:
             model = _model(values, architecture)
         except UserError as error:
@@ -128,60 +128,61 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     listed = values.get("architectures") or [None]
     if not isinstance(listed, list) or not isinstance(listed[0], str | None):
         raise UserError.at(name, f"architectures: expected a list of names, got {listed!r}.")
-    given = listed[0]
-    if given is None:  # files of older models give only the type
+    architecture = listed[0]
+    if architecture is None:  # files of older models give only the type
         kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
         kind = str(values.get("model_type"))
-        given = kinds.get(kind, kind)
-    if given in ARCHITECTURES:
-        return ARCHITECTURES[given]
-    if str(given).startswith("Olmo2"):
+        architecture = kinds.get(kind, kind)
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
+    if str(architecture).startswith("Olmo2"):
         raise UserError.at(
             name,
-            f"{given} normalises what attention and MLP return (post-norm), this decoder what "
-            "they are given (pre-norm); the same weights would be another model.",
+            f"{architecture} normalises the outputs of attention and MLP (post-norm), this decoder "
+            "their inputs (pre-norm); the same weights would be another model.",
         )
     raise UserError.at(
         name,
-        f"the architecture {given!r} is not supported; supported are {', '.join(ARCHITECTURES)}.",
+        f"the architecture {architecture!r} is not supported; supported are "
+        f"{', '.join(ARCHITECTURES)}.",
     )
 
 
 def _malformed(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each key that is missing or of the wrong type."""
-    found = [
+    problems = [
         Problem(key, f"expected a positive whole number, got {values.get(key)!r}.")
         for key in (*_REQUIRED, *_OPTIONAL)
         if key in _REQUIRED or values.get(key) is not None
         if not isinstance(values.get(key), int) or values[key] < (key != "max_window_layers")
     ]
-    found += [
+    problems += [
         Problem(key, f"expected less than 2^31, got {values[key]}.")
         for key in (*_REQUIRED, *_OPTIONAL)
         if isinstance(values.get(key), int) and values[key] >= 1 << 31
     ]
-    found += [
-        Problem(key, f"expected {what}, got {values[key]!r}.")
-        for key, kinds, what in _PLAIN
+    problems += [
+        Problem(key, f"expected {expected}, got {values[key]!r}.")
+        for key, kinds, expected in _PLAIN
         if values.get(key) is not None and type(values[key]) not in kinds
     ]
     for key, allowed in (("no_rope_layers", (0, 1)), ("layer_types", _LAYER_TYPES)):
-        given, depth = values.get(key), values.get("num_hidden_layers")
-        if given is None:
+        entries, depth = values.get(key), values.get("num_hidden_layers")
+        if entries is None:
             continue
-        if not isinstance(given, list) or not isinstance(depth, int) or len(given) < depth:
-            found.append(
-                Problem(key, f"expected a list with an entry for each layer, got {given!r}.")
+        if not isinstance(entries, list) or not isinstance(depth, int) or len(entries) < depth:
+            problems.append(
+                Problem(key, f"expected a list with an entry for each layer, got {entries!r}.")
             )
-        elif others := [entry for entry in given if entry not in allowed]:
-            found.append(
+        elif others := [entry for entry in entries if entry not in allowed]:
+            problems.append(
                 Problem(key, f"expected {allowed[0]!r} or {allowed[1]!r}, got {others[0]!r}.")
             )
-    return found
+    return problems
 
 
 def _unsupported(values: Mapping[str, Any]) -> list[Problem]:
-    """Keys that ask for another computation, one sentence each."""
+    """Return a problem for each key that asks for another computation."""
     return [
         Problem(
             "",
@@ -206,7 +207,7 @@ def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[Model
 def _model_config(
     values: Mapping[str, Any], *, default_eps: float, **properties: Any
 ) -> ModelConfig:
-    """Return the shape that well-formed keys describe; ``properties`` are those of other keys.
+    """Return the shape that well-formed keys describe; ``properties`` are derived from other keys.
 
     Raises:
         UserError: the keys contradict each other.
@@ -244,12 +245,12 @@ def _layout(values: Mapping[str, Any], architecture: Architecture, config: Model
 
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope parameters in the new style, including older top-level keys."""
-    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise UserError.at("rope_parameters", f"expected keys and values, got {given!r}.")
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError.at("rope_parameters", f"expected keys and values, got {rope!r}.")
     beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
     beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
-    merged = beside | {key: value for key, value in given.items() if value is not None}
+    merged = beside | {key: value for key, value in rope.items() if value is not None}
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original
@@ -274,8 +275,8 @@ def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int)
     """Return whether each layer rotates."""
     if not architecture.nope_layers:
         return [True] * depth
-    if (given := values.get("no_rope_layers")) is not None:
-        return [bool(turns) for turns in given[:depth]]
+    if (listed := values.get("no_rope_layers")) is not None:
+        return [bool(turns) for turns in listed[:depth]]
     return [(index + 1) % values["no_rope_layer_interval"] != 0 for index in range(depth)]
 
 
@@ -325,26 +326,26 @@ def is_own(values: Mapping[str, Any]) -> bool:
     return values.get("architectures") == [OWN]
 
 
-def code_remark(values: Mapping[str, Any], given: str) -> str | None:
+def code_remark(values: Mapping[str, Any], directory: str) -> str | None:
     """Return a remark about an export whose code is older than this program's, or None.
 
     Args:
         values: contents of its ``config.json``.
-        given: its directory, as the user named it.
+        directory: its directory, as the user named it.
     """
     version = values.get("code_version", 1)
     if not is_own(values) or version == CODE_VERSION:
         return None
     if type(version) is not int or version > CODE_VERSION:
         return (
-            f"{given}: config.json: code_version is {version!r}, and this program writes "
+            f"{directory}: config.json: code_version is {version!r}, and this program writes "
             f"{CODE_VERSION}; the code in that directory may compute something else than this "
             "program does with its weights."
         )
     return (
-        f"The code in {given!r} is of an earlier version, which generates wrong text under "
+        f"The code in {directory!r} is of an earlier version, which generates wrong text under "
         "transformers 5.24 or newer without an error. Export it again: "
-        f"python -m trainer export {shlex.quote(given)} to=DIRECTORY"
+        f"python -m trainer export {shlex.quote(directory)} to=DIRECTORY"
     )
 
 
@@ -393,18 +394,18 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 
 
-def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:
+def _check_slopes(slopes: Any, config: ModelConfig, layout: Layout, name: str) -> None:
     ours = alibi_slopes(config.num_attention_heads)
     fits = (
-        isinstance(given, list)
-        and len(given) == len(ours)
+        isinstance(slopes, list)
+        and len(slopes) == len(ours)
         and all(
-            isinstance(x, float) and math.isclose(x, y) for x, y in zip(given, ours, strict=True)
+            isinstance(x, float) and math.isclose(x, y) for x, y in zip(slopes, ours, strict=True)
         )
     )
     if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
         raise UserError.at(
-            name, f"alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
+            name, f"alibi_slopes: expected ALiBi's for {len(ours)} heads, got {slopes!r}."
         )
 
 

@@ -117,14 +117,14 @@ def spectrum_from_rope_parameters(
     Raises:
         UserError: the type is unknown, or keys are unknown, missing or wrong.
     """
-    given = {key: value for key, value in values.items() if value is not None}
-    kind = given.get("rope_type", given.get("type", "default"))
+    stated = {key: value for key, value in values.items() if value is not None}
+    kind = stated.get("rope_type", stated.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         hint = did_you_mean(str(kind), ROPE_TYPES)
         raise UserError.at("rope_parameters.rope_type", f"unknown type {kind!r}.", hint)
-    if problems := _problems(given, kind, head_dim):
+    if problems := _problems(stated, kind, head_dim):
         raise UserError(*problems)
-    return _without_standstill(_SPECTRA[kind](_Rope(given, head_dim, training_length)))
+    return _without_standstill(_SPECTRA[kind](_Rope(stated, head_dim, training_length)))
 
 
 def _without_standstill(spectrum: Spectrum) -> Spectrum:
@@ -135,58 +135,57 @@ def _without_standstill(spectrum: Spectrum) -> Spectrum:
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
-def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Problem]:
+def _problems(values: Mapping[str, Any], kind: str, head_dim: int) -> list[Problem]:
     """Return the problems of the keys."""
     known = (*_OTHERS, *_NUMBERS, *_LISTS)
-    found = [
+    wrong = [
         Problem("rope_parameters", f"unknown key {key!r}.", did_you_mean(key, known))
-        for key in given
+        for key in values
         if key not in known
     ]
     needed = ("rope_theta", *ROPE_TYPES[kind])
-    found += [
+    wrong += [
         Problem(f"rope_parameters.{key}", f"missing; the type {kind!r} needs {', '.join(needed)}.")
         for key in needed
-        if key not in given
+        if key not in values
     ]
-    found += [
+    wrong += [
         Problem(
             f"rope_parameters.{key}",
-            f"expected a number greater than {least}, got {repr(given[key])[:40]}.",
+            f"expected a number greater than {least}, got {repr(values[key])[:40]}.",
         )
         for key, least in _NUMBERS.items()
-        if key in given and not _is_number(given[key], least or SMALLEST)
+        if key in values and not _is_number(values[key], least or SMALLEST)
     ]
-    if kind == "llama3" and not found and given["high_freq_factor"] <= given["low_freq_factor"]:
-        found.append(
-            Problem("rope_parameters.high_freq_factor", "expected more than low_freq_factor.")
-        )
-    share = given.get("partial_rotary_factor", 1.0)
+    if kind == "llama3" and not wrong and values["high_freq_factor"] <= values["low_freq_factor"]:
+        key = "rope_parameters.high_freq_factor"
+        wrong.append(Problem(key, "expected more than low_freq_factor."))
+    share = values.get("partial_rotary_factor", 1.0)
     if not _is_number(share) or not 0 <= share <= 1:
-        found.append(
+        wrong.append(
             Problem(
                 "rope_parameters.partial_rotary_factor",
                 f"expected a number from 0 to 1, got {share!r}.",
             )
         )
-        return found
+        return wrong
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 and kind != "proportional":
-        found.append(
+        wrong.append(
             Problem(
                 "rope_parameters.partial_rotary_factor",
                 f"{share} of {head_dim} channels is {rotary_dim}; expected an even number.",
             )
         )
-    found += [
+    wrong += [
         Problem(
             f"rope_parameters.{key}",
             f"expected a list of {rotary_dim // 2} positive numbers, one for each rotated pair.",
         )
         for key in _LISTS
-        if key in given and not _is_list(given[key], rotary_dim // 2)
+        if key in values and not _is_list(values[key], rotary_dim // 2)
     ]
-    return found
+    return wrong
 
 
 def _is_number(value: Any, above: float = -math.inf) -> bool:
@@ -209,8 +208,8 @@ def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
 def _proportional(rope: _Rope) -> Spectrum:
     """Rotate the fastest ``partial_rotary_factor`` of all pairs; the others have frequency 0."""
     pairs = rope.head_dim // 2
-    kept = int(rope.values.get("partial_rotary_factor", 1.0) * pairs)
-    inv_freq = geometric(rope.values["rope_theta"], pairs)[:kept] + (0.0,) * (pairs - kept)
+    rotating = int(rope.values.get("partial_rotary_factor", 1.0) * pairs)
+    inv_freq = geometric(rope.values["rope_theta"], pairs)[:rotating] + (0.0,) * (pairs - rotating)
     return _interpolated(Spectrum(inv_freq), rope.values.get("factor", 1.0))
 
 
@@ -316,7 +315,7 @@ def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int, training_le
 def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies, training_length: int) -> bool:
     if held.stretch is None or wanted.stretch is None:
         return held.stretch is wanted.stretch
-    references = [one.reference or training_length for one in (held, wanted)]
+    references = [long.reference or training_length for long in (held, wanted)]
     growth = math.isclose(held.growth, wanted.growth)
     return held.stretch == wanted.stretch and growth and references[0] == references[1]
 
@@ -358,8 +357,8 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
     if not factor > 1:
         return
     common = {"rope_theta": theta, "factor": factor}
-    kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
-    between = [(f, k) for f, k in zip(plain, kept, strict=True) if 1e-6 < k < 1 - 1e-6]
+    shares_kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
+    between = [(f, k) for f, k in zip(plain, shares_kept, strict=True) if 1e-6 < k < 1 - 1e-6]
     if len(between) > 1:
         # The kept share is linear in the frequency: 0 at one turn, 1 at the fast end.
         (f, kept_f), (g, kept_g) = between[0], between[-1]

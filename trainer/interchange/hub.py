@@ -56,7 +56,7 @@ def no_hub() -> str | None:
     return None
 
 
-def cached_or_downloaded(download: Callable[..., str], *what: str, **options: str) -> str:
+def cached_or_downloaded(download: Callable[..., str], *arguments: str, **options: str) -> str:
     """Return the path of a file from ``hf_hub_download``, from the local cache without asking the
     hub.
 
@@ -66,14 +66,14 @@ def cached_or_downloaded(download: Callable[..., str], *what: str, **options: st
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return download(*what, local_files_only=True, **options)
+        return download(*arguments, local_files_only=True, **options)
     except LocalEntryNotFoundError:
         if reason := no_hub():
             raise OSError(reason) from None
-        return download(*what, **options)
+        return download(*arguments, **options)
 
 
-def find_pretrained(given: str) -> Path:
+def find_pretrained(name: str) -> Path:
     """Return the directory or ``.gguf`` file that ``model.from_pretrained`` names.
 
     A hub id is looked up in the hub's local cache, then downloaded.
@@ -81,13 +81,13 @@ def find_pretrained(given: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if not given:
+    if not name:
         raise UserError.at(
             KEY,
             "expected a directory, a .gguf file or a model of the hub, got nothing; null begins "
             "from nothing.",
         )
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     # os.path: also False for a name that is too long
     is_file = os.path.isfile(path)  # noqa: PTH113
     if os.path.isdir(path) or (is_file and path.suffix == ".gguf"):  # noqa: PTH112
@@ -95,12 +95,12 @@ def find_pretrained(given: str) -> Path:
     if is_file:
         raise UserError.at(
             KEY,
-            f"{given!r} is a file; expected the directory it lies in, or a .gguf file.",
+            f"{name!r} is a file; expected the directory it lies in, or a .gguf file.",
         )
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         hint = FETCHED.get(path.name) or near_path(path)
-        raise UserError(MissingWeights(KEY, f"there is no directory {given!r}.", hint))
-    return _from_hub(given)
+        raise UserError(MissingWeights(KEY, f"there is no directory {name!r}.", hint))
+    return _from_hub(name)
 
 
 def _from_hub(model_id: str) -> Path:
@@ -116,15 +116,15 @@ def _from_hub(model_id: str) -> Path:
             reason = reason or f" ({why})"
             break
         try:
-            found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
+            snapshot = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
         except HfHubHTTPError as error:
             reason = f" (the hub says: {first_line(error)})"
         except (OSError, ValueError):  # not cached, no network, or an invalid id
             continue
         else:
             # Without a network both ways return the partial result of an interrupted download.
-            if (problem := weights_problem(Path(found))) is None:
-                return Path(found)
+            if (problem := weights_problem(Path(snapshot))) is None:
+                return Path(snapshot)
             reason = f" ({problem})"
     raise UserError(
         MissingWeights(

@@ -8,7 +8,7 @@ tensors are read; no code in a file is run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -77,13 +77,6 @@ class Pretrained:
     dtype: torch.dtype = torch.float32
     bos_token: int | None = None
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, tensor on the CPU), one at a time."""
-        for name, stored in self.tensors.items():
-            tensor = torch.empty(stored.shape, dtype=self.dtype)
-            stored.read_into(tensor)
-            yield name, tensor
-
     @torch.no_grad()
     def fill(self, model: Decoder) -> None:
         """Read the weights into a decoder of this shape, in place.
@@ -118,25 +111,25 @@ class Pretrained:
         return self.tokenizer
 
 
-def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretrained:
+def read_pretrained(location: str, dtype: torch.dtype = torch.float32) -> Pretrained:
     """Check a published model's files without reading weights.
 
     Args:
-        given: a directory, a hub id or a ``.gguf`` file.
+        location: a directory, a hub id or a ``.gguf`` file.
         dtype: dtype of the weights in memory.
 
     Raises:
         UserError: the model is not found, not supported, or its files are incomplete or damaged;
             names every problem.
     """
-    path = find_pretrained(given)
+    path = find_pretrained(location)
     problems: list[Problem] = []
 
     def attempt(function: Callable[..., T], *args: Any) -> T | None:
         try:
             return function(*args)
         except UserError as error:
-            problems.extend(problem.in_file(given) for problem in error.problems)
+            problems.extend(problem.in_file(location) for problem in error.problems)
             return None
 
     values: dict[str, Any] | None
@@ -157,7 +150,7 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     config, layout = model
     if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:
         raise UserError.at(
-            given,
+            location,
             f"num_hidden_layers: {len(tensors)} tensors are no model of "
             f"{config.num_hidden_layers} layers.",
         )
@@ -175,10 +168,10 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     attempt(_check, shapes, ours, config.tie_word_embeddings)
     if problems:
         raise UserError(*problems)
-    if remark := code_remark(values, given):
+    if remark := code_remark(values, location):
         log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
-    return Pretrained(given, config, layout, tokenizer, wanted, dtype, bos_token)
+    return Pretrained(location, config, layout, tokenizer, wanted, dtype, bos_token)
 
 
 def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]:

@@ -61,13 +61,13 @@ def read_headers(directory: Path) -> dict[str, FileTensor]:
     Raises:
         UserError: no safetensors file, missing or damaged ones; every problem is named.
     """
-    found: dict[str, FileTensor] = {}
+    headers: dict[str, FileTensor] = {}
     problems: list[Problem] = []
     for path in _weight_files(directory):
         with collecting(problems):
-            found |= _read_header(path)
+            headers |= _read_header(path)
     raise_all(problems)
-    return found
+    return headers
 
 
 def weights_problem(directory: Path) -> str | None:

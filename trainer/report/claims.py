@@ -37,12 +37,12 @@ _BASE_ROLES = {
 
 
 def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
-    """Whether the retrieval of ``a`` is above ``times`` that of ``b`` with 95% confidence.
+    """Whether the retrieval of ``a`` exceeds ``times`` the retrieval of ``b`` with 95% confidence.
 
-    True if the lower limit of a − k b is positive, with the limits of a and b put together as
-    Newcombe (Statistics in Medicine 17, 1998, method 10) does for differences and Zou and Donner
-    (ibid. 27, 2008) for linear combinations: a − k b − sqrt((a − low a)² + k² (high b − b)²). It
-    takes the two as independent, which is cautious where they were asked the same questions.
+    True if the lower limit of a − k b is positive. It is a − k b − sqrt((a − low a)² + k² (high b −
+    b)²), after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and
+    Donner (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which
+    is cautious if both were asked the same questions.
     """
     p, q = _retrieval(a), _retrieval(b)
     least = math.hypot(p.mean - p.low, times * (q.high - q.mean))
@@ -94,7 +94,7 @@ def pair_in_words(a: Result, b: Result) -> str:
 class Measured:
     """Results of a run by the role of their method.
 
-    ``one_text``: whether all models trained on the same text. Otherwise the losses of one say more
+    ``one_text``: whether all models trained on the same text. Otherwise a model's loss says more
     about its text than about its encoding.
     """
 
@@ -107,14 +107,14 @@ class Measured:
         scaled = f"{role}_temperature"
         return scaled if any(c.name == self.roles.get(scaled) for c in self.cells) else role
 
-    def at(self, role: str, length: int) -> Result | None:
+    def find(self, role: str, length: int) -> Result | None:
         """Return the cell of a role's method at a length, if there is one."""
         method = self.roles.get(role)
         return next((c for c in self.cells if (c.name, c.length) == (method, length)), None)
 
     def cell(self, role: str, length: int) -> Result:
         """Return the cell of a role's method at a length. Raises ``KeyError`` if there is none."""
-        cell = self.at(role, length)
+        cell = self.find(role, length)
         if cell is None:
             raise KeyError((role, length))
         return cell
@@ -137,7 +137,7 @@ class Measured:
         return [
             length
             for length in lengths
-            if all(getattr(self.at(role, length), quantity, None) is not None for role in roles)
+            if all(getattr(self.find(role, length), quantity, None) is not None for role in roles)
         ]
 
     def not_learned(self, *roles: str) -> str | None:
@@ -213,9 +213,7 @@ def reach(
     Compared are all lengths from ``from_factor`` on, or the longest if there are none.
     """
     lengths = run.beyond(*roles)
-    far = [
-        n for n in lengths if from_factor and (c := run.at(roles[0], n)) and c.factor >= from_factor
-    ]
+    far = [n for n in lengths if from_factor and run.cell(roles[0], n).factor >= from_factor]
     pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far or lengths[-1:]]
     if pairs:
         yield judge(run, claim, pairs, times, roles, note=note)
@@ -253,7 +251,7 @@ def same_loss(
 def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
     """Judge whether a role keeps its loss at the longest length but loses half of its retrieval.
 
-    The loss may be up to ``margin`` above that of the base method at the training length.
+    The loss may be up to ``margin`` above the base method's at the training length.
     """
     loss, retrieval = run.trained(role, "loss"), run.trained(role)
     both = sorted(set(run.beyond(role)) & set(run.beyond(role, quantity="loss")))
@@ -275,8 +273,8 @@ def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observ
         of_slow, of_fast = zip(*finite, strict=True)
         a, b, difference = fmean(of_slow), fmean(of_fast), change(of_slow, of_fast)
         evidence = (
-            f"Averaged over the {len(finite)} logged points of training the loss of {slow.name} is "
-            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token, {change_in_words(difference)}."
+            f"Mean training loss over {len(finite)} logged points: {slow.name} {a:.3f}, "
+            f"{fast.name} {b:.3f} nats/token, {change_in_words(difference)}."
         )
         left_open = _OPEN_LOSS if difference.low <= margin < difference.mean else ""
         yield claim.judged(difference.low > margin, evidence + left_open)

@@ -133,10 +133,10 @@ def _chances(report: Report) -> tuple[tuple[float, str], ...]:
 
 
 def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Iterable[int]) -> Series:
-    found = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
-    y, low, high = ([100 * getattr(e, name) for _, e in found] for name in ("mean", "low", "high"))
+    estimates = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
+    y, low, high = ([100 * getattr(e, k) for _, e in estimates] for k in ("mean", "low", "high"))
     name = outcomes.name(row)
-    return Series(name, styles_of(outcomes)[name], [n for n, _ in found], y, low, high)
+    return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], y, low, high)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
@@ -151,28 +151,27 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         return
     task, styles = outcomes.scored[0], styles_of(outcomes)
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
-    left = [
+    perplexities = [
         Series(name, styles[name], list(curves[row]), list(curves[row].values()))
         for row in chosen
         for name in (outcomes.name(row),)
     ]
     tested = outcomes.lengths([task])
-    right = [_success_line(outcomes, row, [task], tested) for row in chosen]
+    successes = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
     panels = [
-        Panel("", apart(left), lengths_frame(report, lengths, "perplexity", scale)),
-        Panel("", apart(right), lengths_frame(report, tested, "success (%)", success)),
+        Panel("", apart(perplexities), lengths_frame(report, lengths, "perplexity", scale)),
+        Panel("", apart(successes), lengths_frame(report, tested, "success (%)", success)),
     ]
     title = outcomes.task(task)
     yield Plan(
         "perplexity_and_retrieval",
         "Perplexity against retrieval",
         f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
-        f"held-out sequences. Right: {title}. A method that only keeps perplexity from rising does "
-        "not thereby read what lies far back: reading nothing but the last "
-        f"{report.training_length} tokens (cropped) keeps it too. {_INTERVALS} After Figure 5 of "
-        f"“{_DROPE}”.",
+        f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
+        f"read: reading only the last {report.training_length} tokens (cropped) keeps it low too. "
+        f"{_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
         partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
         ("model", "method", "length", "factor", "perplexity", "success", "low", "high"),
@@ -195,12 +194,12 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
     if not cells:
         return
     longest = max(cell.length for cell in cells)
-    found = {(c.model, c.method): c for c in cells if c.length == longest}
-    if all(len(cell.losses) == 1 for cell in found.values()):
+    by_row = {(c.model, c.method): c for c in cells if c.length == longest}
+    if all(len(cell.losses) == 1 for cell in by_row.values()):
         return  # a line of one point shows nothing
     lines = {}
-    for row in (row for row in outcomes.rows if row in found):
-        cell = found[row]
+    for row in (row for row in outcomes.rows if row in by_row):
+        cell = by_row[row]
         middles = [(a + b) / 2 for a, b in pairwise(cell.edges)]
         values = [math.nan if loss is None else perplexity(loss) for loss in cell.losses]
         lines[row] = Series(outcomes.name(row), 0, middles, values, marked=False)
@@ -221,7 +220,7 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
             (*row, longest, start, stop, "" if math.isnan(value) else value, loss)
             for row, line in lines.items()
             for (start, stop), value, loss in zip(
-                pairwise(found[row].edges), line.y, found[row].losses, strict=True
+                pairwise(by_row[row].edges), line.y, by_row[row].losses, strict=True
             )
         ],
     )
@@ -231,7 +230,7 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
     cells = [cell for cell in outcomes.report.cells if cell.task == task and cell.depths]
     if not cells:
         return
-    depths = Depths.of(cells)
+    depths = Depths.from_cells(cells)
     lengths = {
         length: factor_label(f) for length, f in sorted({(c.length, c.factor) for c in cells})
     }
@@ -410,7 +409,7 @@ class Depths:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, cells: Sequence[Cell]) -> Depths:
+    def from_cells(cls, cells: Sequence[Cell]) -> Depths:
         """Return a row for each depth that occurs, or for each tenth if there are many depths."""
         depths = sorted({depth for cell in cells for depth in cell.depths})
         if len(depths) <= _MOST:

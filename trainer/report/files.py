@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from trainer.common.files import csv_text, write_atomically
+from trainer.common.words import counted
 from trainer.plotting.style import paper_style, save
 from trainer.report.mathml import mathml
 
@@ -20,7 +21,7 @@ from trainer.report.mathml import mathml
 def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
     """Fill in a template of ``templates/`` with escaped values.
 
-    ``filters`` come in addition to ``pretty`` and ``mathml``.
+    ``filters`` come in addition to ``pretty``, ``mathml``, ``embedded`` and ``counted``.
     """
     page = Environment(
         loader=PackageLoader("trainer.report"),
@@ -29,9 +30,13 @@ def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any)
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page.filters |= {"pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False)}
-    page.filters |= {"mathml": mathml}
-    page.filters |= filters
+    page.filters |= {
+        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
+        "mathml": mathml,
+        "embedded": base64,
+        "counted": counted,
+        **filters,
+    }
     return page.get_template(template).render(**values)
 
 

@@ -74,7 +74,7 @@ class _Tokens:
 
 def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
     """Return the parts up to the closing bracket or the end, with fractions."""
-    found: list[_Part] = []
+    parts: list[_Part] = []
     spaced = False
     for token in tokens:
         if token == closing:
@@ -82,9 +82,9 @@ def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
         if token.isspace():
             spaced = True
             continue
-        found.append(replace(_scripted(_part(token, tokens), tokens), spaced=spaced))
+        parts.append(replace(_scripted(_part(token, tokens), tokens), spaced=spaced))
         spaced = False
-    return _with_fractions(found)
+    return _with_fractions(parts)
 
 
 def _part(token: str, tokens: _Tokens) -> _Part:
@@ -118,8 +118,8 @@ def _scripted(base: _Part, tokens: _Tokens) -> _Part:
         sign = tokens.peek()
         if sign in ("_", "^") and tokens.tokens[tokens.at + 1 : tokens.at + 2]:
             next(tokens)
-            one = _part(next(tokens), tokens)
-            script = one.inner or one.xml.replace("mtext>", "mi>")
+            argument = _part(next(tokens), tokens)
+            script = argument.inner or argument.xml.replace("mtext>", "mi>")
         elif sign and sign in RAISED:
             script = _sign(RAISED[next(tokens)]) if sign in "⁺⁻⁽⁾′" else _small(tokens, RAISED)
         elif sign and sign in LOWERED:
@@ -143,21 +143,21 @@ def _small(tokens: _Tokens, signs: dict[str, str]) -> str:
 
 
 def _with_fractions(parts: list[_Part]) -> list[_Part]:
-    stroke, found, at = _sign("/"), list[_Part](), 0
+    stroke, joined, at = _sign("/"), list[_Part](), 0
     while at < len(parts):
         part = parts[at]
         if part.xml == stroke:
-            above = list(_factors(found[::-1], tight=not part.spaced, backwards=True))[::-1]
+            above = list(_factors(joined[::-1], tight=not part.spaced, backwards=True))[::-1]
             below = list(_factors(parts[at + 1 :], tight=not part.spaced, backwards=False))
             if above and below:
-                del found[-len(above) :]
+                del joined[-len(above) :]
                 rows = "".join(f"<mrow>{_bare(side)}</mrow>" for side in (above, below))
-                found.append(_Part(f"<mfrac>{rows}</mfrac>", spaced=above[0].spaced))
+                joined.append(_Part(f"<mfrac>{rows}</mfrac>", spaced=above[0].spaced))
                 at += 1 + len(below)
                 continue
-        found.append(part)
+        joined.append(part)
         at += 1
-    return found
+    return joined
 
 
 def _factors(parts: Sequence[_Part], *, tight: bool, backwards: bool) -> Iterator[_Part]:
@@ -183,7 +183,7 @@ def _joined(parts: Sequence[_Part]) -> str:
     xml, before = "", None
     for part in parts:
         if part.spaced and before is not None:
-            beside_word = any(one.xml.startswith(_WORD) for one in (part, before))
+            beside_word = any(neighbour.xml.startswith(_WORD) for neighbour in (part, before))
             if beside_word or (part.factor and before.factor):
                 xml += f'<mspace width="{".4" if beside_word else ".2"}em"></mspace>'
         xml, before = xml + part.xml, part

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,10 @@ from trainer.report.sweep import (
 from trainer.report.sweep_figures import sweep_figure
 from trainer.report.tables import UNMEASURED, csv_table, latex_tables, markdown_tables, tables
 
+PAGE = "report.html"
+_RATE = "tokens_per_second"  # timing that the page shows in the table of arms
+_WIDEST = 52  # width in rem of a figure as wide as the text
+
 
 def write_renderings(report: Report, directory: Path) -> list[Drawn]:
     """Write ``table.md``, ``table.tex``, ``table.csv``, ``figures/`` and ``report.html``.
@@ -51,11 +54,8 @@ def write_renderings(report: Report, directory: Path) -> list[Drawn]:
     write_atomically(directory / "table.tex", latex_tables(report))
     write_atomically(directory / "table.csv", csv_table(report))
     figures = write_figures(report, directory / "figures")
-    write_html(report, figures, directory / "report.html")
+    write_html(report, figures, directory / PAGE)
     return figures
-
-
-_RATE = "tokens_per_second"  # a column of the table of arms
 
 
 def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
@@ -64,12 +64,14 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         "by_model": lambda rows: [
             (m, list(group)) for m, group in groupby(rows, lambda row: row[0])
         ],
-        "row_name": _row_name,
-        "embedded": base64,
+        # A no-break space after the plus.
+        "row_name": lambda method, model, first: row_name(model, method, first=first).replace(
+            "+ ", "+\u00a0"
+        ),
         "percent": percent,
-        "counted": counted,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
     }
+    timing = {key: value for key, value in report.timing.items() if key != _RATE}
     text = render(
         "report.html.j2",
         filters,
@@ -82,14 +84,10 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         figures=figures,
         verdicts=VERDICTS,
         rates=report.timing.get(_RATE, {}),
-        timing={key: value for key, value in report.timing.items() if key != _RATE},
+        made=report.made,
+        details={"Settings": report.config, "Environment": report.environment, "Timing": timing},
     )
     write_atomically(path, text)
-
-
-def _row_name(method: str, model: str, first: bool) -> str:
-    """Return a row's name with a no-break space after the plus."""
-    return row_name(model, method, first=first).replace("+ ", "+\u00a0")
 
 
 def lead(report: Report) -> str:
@@ -104,7 +102,7 @@ def lead(report: Report) -> str:
         ((row, mean) for row, mean in estimates.items() if mean is not None),
         key=lambda item: -item[1].mean,
     )
-    what = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
+    measure = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
     text = (
         f"Trained at {report.training_length} tokens and tested at up to {longest} "
         f"({factor_label(factor)})."
@@ -114,11 +112,11 @@ def lead(report: Report) -> str:
     (best, top), first = ranked[0], outcomes.rows[0]
     reached = f"{percent(top.mean)}% ({percent(top.low)}–{percent(top.high)})"
     if len(ranked) == 1:
-        return f"{text} {outcomes.name(best)} reaches {reached} there in {what}."
+        return f"{text} {outcomes.name(best)} reaches {reached} there in {measure}."
     of_all = f"{len(ranked)} combinations of model and method"
     if top.mean == 0:
-        return f"{text} None of {of_all} finds anything there in {what}: {reached}."
-    text += f" Of {of_all} {outcomes.name(best)} reaches most there in {what}: {reached}"
+        return f"{text} None of {of_all} finds anything there in {measure}: {reached}."
+    text += f" Of {of_all}, {outcomes.name(best)} scores highest there in {measure}: {reached}"
     reference = estimates[first]
     if reference is None or best == first:
         return f"{text}."
@@ -131,8 +129,8 @@ def tally(observations: Sequence[Observation]) -> str:
     if not observations:
         return ""
     counts = Counter(VERDICTS[observation.shown] for observation in observations)
-    said = ", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word])
-    return f"Of {counted(len(observations), 'observation')} of the papers: {said}."
+    verdicts = ", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word])
+    return f"Of {counted(len(observations), 'observation')} of the papers: {verdicts}."
 
 
 def measured(report: Report) -> list[tuple[str, str]]:
@@ -162,9 +160,6 @@ def measured(report: Report) -> list[tuple[str, str]]:
     return words
 
 
-PAGE = "report.html"
-
-
 def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> Path:
     """Write ``table.md``, ``table.csv``, ``figures/sweep.*`` and ``report.html``; return the page.
 
@@ -177,12 +172,13 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
     columns = sweep_columns(sweep)
     text = render(
         "sweep.html.j2",
-        {"embedded": base64, "counted": counted},
+        {},
         sweep=sweep,
-        report=SimpleNamespace(made=made),
+        made=made,
+        details={},
         troubles=unfinished(sweep),
         legend=legend(sweep),
-        heads=[head for head, _ in columns],
+        heads=[head.split("\n") for head, _ in columns],
         rows=[
             (
                 name,
@@ -203,9 +199,6 @@ def _page_of(place: str, directory: Path) -> str | None:
     """Return the relative path of a run's own page, or None if it has none."""
     page = Path(place, PAGE)
     return os.path.relpath(page, directory) if page.is_file() else None
-
-
-WIDEST = 52  # width in rem of a figure as wide as the text
 
 
 @dataclass(frozen=True)
@@ -238,7 +231,7 @@ def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
     Raises:
         OSError: as the file system does.
     """
-    page, directory = directory / "report.html", directory.resolve()
+    page, directory = directory / PAGE, directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(directory) as partial:
         _write_sections(report, partial)
@@ -265,8 +258,10 @@ def _write_sections(report: GeometryReport, directory: Path) -> None:
         shown=list(zip(report.sections, shown, strict=True)),
         glance=glance([section.numbers for section in report.sections]),
         factor=report.length / report.training_length,
+        made=report.made,
+        details={"Settings": report.settings, "Environment": report.environment},
     )
-    write_atomically(directory / "report.html", text)
+    write_atomically(directory / PAGE, text)
 
 
 def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
@@ -279,7 +274,7 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
         "source": f"data:image/svg+xml;base64,{base64(svg)}",
         "caption": picture.caption,
         "csv": f"{place.name}/{picture.name}.csv",
-        "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",
+        "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem",
         "alt": picture.caption.split(". ")[0],
     }
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from textwrap import wrap
 
-from rich import box
-from rich import table as rich_table
 from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.files import csv_text
@@ -26,9 +25,11 @@ from trainer.report.tables import (
     WIDTH,
     Entry,
     effective_entries,
+    interval,
     markdown_cell,
     markdown_row,
     terminal_cell,
+    terminal_table,
     tied,
 )
 from trainer.runs.config import RunConfig
@@ -39,7 +40,7 @@ FEW = 2
 
 @dataclass(frozen=True)
 class Reached:
-    """Results of a run at one length; None or empty if not measured.
+    """Results of a run at one length; values that were not measured are None or empty.
 
     ``factor``: length over training length. ``retrieval``: mean of the trials' ``scores``.
     ``loss``: on the last tokens (nats per token), the mean of the windows' losses ``by_window``.
@@ -88,8 +89,8 @@ class Sweep:
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """Keys that differ between runs, in the order of the runs' settings."""
-        found = dict.fromkeys(key for run in self.runs for key in run.settings)
-        return tuple(k for k in found if len({run.settings.get(k) for run in self.runs}) > 1)
+        keys = dict.fromkeys(key for run in self.runs for key in run.settings)
+        return tuple(k for k in keys if len({run.settings.get(k) for run in self.runs}) > 1)
 
     @cached_property
     def titles(self) -> dict[str, str]:
@@ -99,17 +100,16 @@ class Sweep:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Unique name of each run, made of the settings that differ."""
-        first = self.runs[0].settings
-        found = []
+        first = self.runs[0].settings if len(self.keys) > FEW else {}
+        names = []
         for run in self.runs:
-            own = {key: run.settings[key] for key in self.keys if key in run.settings}
-            if len(self.keys) > FEW:
-                own = {key: value for key, value in own.items() if first.get(key) != value}
-            found.append(", ".join(f"{self.titles[k]}={v}" for k, v in own.items()) or run.label)
-        shared = Counter(found)
+            named = [k for k in self.keys if k in run.settings and run.settings[k] != first.get(k)]
+            settings = (f"{self.titles[key]}={run.settings[key]}" for key in named)
+            names.append(", ".join(settings) or run.label)
+        shared = Counter(names)
         return tuple(
             f"{name} ({run.place})" if shared[name] > 1 else name
-            for name, run in zip(found, self.runs, strict=True)
+            for name, run in zip(names, self.runs, strict=True)
         )
 
     @cached_property
@@ -120,35 +120,29 @@ class Sweep:
     @cached_property
     def factors(self) -> tuple[float, ...]:
         """Measured lengths of all runs over the training length, ascending."""
-        return tuple(sorted({at.factor for run in self.runs for at in run.reached}))
+        return tuple(sorted({point.factor for run in self.runs for point in run.reached}))
 
-    def at(self, run: SweptRun, factor: float) -> Reached | None:
+    def point(self, run: SweptRun, factor: float) -> Reached | None:
         """Return the results of a run at a length, or None if it was not measured there."""
-        return next((at for at in run.reached if at.factor == factor), None)
+        return next((point for point in run.reached if point.factor == factor), None)
 
     def comparison(self, run: SweptRun, factor: float) -> Comparison | None:
         """Return the sign test of a run's retrieval against the reference's, on the same trials."""
-        own, other = self._pair(run, factor)
-        if own is None or other is None or not own.scores:
-            return None
-        same = len(own.scores) == len(other.scores)
-        return sign_test(own.scores, other.scores) if same else None
+        scores = [point.scores for point in self._pair(run, factor)]
+        return sign_test(*scores) if scores and len(scores[0]) == len(scores[1]) > 0 else None
 
     def loss_change(self, run: SweptRun, factor: float) -> Estimate | None:
         """Return a run's relative change in loss from the reference, on the same windows."""
-        own, other = self._pair(run, factor)
-        if own is None or other is None or not own.by_window:
-            return None
-        same = len(own.by_window) == len(other.by_window)
-        return change(own.by_window, other.by_window) if same else None
+        losses = [point.by_window for point in self._pair(run, factor)]
+        return change(*losses) if losses and len(losses[0]) == len(losses[1]) > 0 else None
 
-    def _pair(self, run: SweptRun, factor: float) -> tuple[Reached | None, Reached | None]:
+    def _pair(self, run: SweptRun, factor: float) -> list[Reached]:
+        """Return the results of a run and of the reference, or nothing if they do not compare."""
         first = self.reference
         if first is None or run is first or run.measured_on != first.measured_on:
-            return None, None
-        own, other = self.at(run, factor), self.at(first, factor)
-        alike = own is not None and other is not None and own.length == other.length
-        return (own, other) if alike else (None, None)
+            return []
+        pair = [point for r in (run, first) if (point := self.point(r, factor)) is not None]
+        return pair if len(pair) == 2 and pair[0].length == pair[1].length else []
 
 
 def reached(report: Report, label: str) -> tuple[Reached, ...]:
@@ -156,11 +150,11 @@ def reached(report: Report, label: str) -> tuple[Reached, ...]:
     outcomes = Outcomes(report)
     row, tasks = (label, AS_IS), _retrieval_tasks(outcomes)
     lengths = {c.length: c.factor for c in report.cells if (c.model, c.method) == row}
-    found = []
+    points = []
     for length, factor in sorted(lengths.items()):
         cells = [outcomes.cell(row, task, length) for task in tasks]
         text = outcomes.cell(row, PERPLEXITY, length)
-        found.append(
+        points.append(
             Reached(
                 length,
                 factor,
@@ -170,7 +164,7 @@ def reached(report: Report, label: str) -> tuple[Reached, ...]:
                 tuple(x for x in text.by_window if is_known(x)) if text else (),
             )
         )
-    return tuple(found)
+    return tuple(points)
 
 
 def effective(report: Report, label: str) -> EffectiveLength | None:
@@ -207,33 +201,31 @@ CSV_HEAD = (
     *("factor", "n", "retrieval", "low", "high", "p_value", "loss"),
     *("loss_change", "loss_change_low", "loss_change_high"),
 )
-"""Behind a run's name and the keys that were swept."""
-SOUND = ("tokens", "training loss", "skipped updates")
-_CELL, _NAME, _FACTS = 13, 19, ((6, "\ntokens"), (5, "train\nloss"), (7, "skipped\nupdates"))
+"""Columns after a run's name and the swept keys."""
+FACTS = ("tokens", "training loss", "skipped updates")
+_CELL, _NAME = 13, 19  # characters of a column in a terminal
+_TERMINAL_FACTS = ((6, "\ntokens"), (5, "train\nloss"), (7, "skipped\nupdates"))
 
 
-def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
-    """Return table entries by factor and directory: retrieval with the loss, or the loss alone."""
-    found: dict[float, dict[str, Entry]] = {}
-    for factor in sweep.factors:
-        column = {run.place: at for run in sweep.runs if (at := sweep.at(run, factor))}
-        most = max((at.retrieval.mean for at in column.values() if at.retrieval), default=None)
-        losses = [at.loss for at in column.values() if at.loss is not None]
-        least = None if tied(losses) else min(losses, default=None)
-        found[factor] = {}
-        for run in (run for run in sweep.runs if run.place in column):
-            at = column[run.place]
-            loss = MISSING if at.loss is None else f"{at.loss:.3f}"
-            if (own := at.retrieval) is None:
-                lowest = most is None and at.loss is not None and at.loss == least
-                found[factor][run.place] = Entry(loss, best=lowest)
-                continue
-            held = sweep.comparison(run, factor)
-            interval = f"{percent(own.low)}–{percent(own.high)}"
-            mark = held.mark if held else ""
-            entry = Entry(percent(own.mean), interval, mark, 0 < own.mean == most, loss)
-            found[factor][run.place] = entry
-    return found
+def entries(sweep: Sweep, factor: float) -> dict[str, Entry]:
+    """Return a column by directory: retrieval with the loss beside it, or the loss alone."""
+    points = [(run, point) for run in sweep.runs if (point := sweep.point(run, factor))]
+    rates = [point.retrieval.mean for _, point in points if point.retrieval]
+    losses = [point.loss for _, point in points if point.loss is not None]
+    most = max(rates, default=None)
+    least = None if tied(losses) else min(losses, default=None)
+    column = {}
+    for run, point in points:
+        loss = MISSING if point.loss is None else f"{point.loss:.3f}"
+        if (rate := point.retrieval) is None:
+            is_lowest = not rates and point.loss is not None and point.loss == least
+            column[run.place] = Entry(loss, best=is_lowest)
+            continue
+        comparison = sweep.comparison(run, factor)
+        mark = comparison.mark if comparison else ""
+        best = 0 < rate.mean == most
+        column[run.place] = Entry(percent(rate.mean), interval(rate), mark, best, loss)
+    return column
 
 
 def facts(run: SweptRun) -> tuple[str, str, str]:
@@ -258,39 +250,40 @@ def sweep_columns(sweep: Sweep) -> list[tuple[str, dict[str, Entry]]]:
 
     A head has the tokens if all runs have the same training length.
     """
-    found, by_factor = [], entries(sweep)
+    columns = []
     for factor in sweep.factors:
-        lengths = {at.length for run in sweep.runs if (at := sweep.at(run, factor))}
+        lengths = {point.length for run in sweep.runs if (point := sweep.point(run, factor))}
         trained = " (trained)" if factor == 1 else ""
         tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens vary"
-        found.append((f"{tokens}\n{factor_label(factor)}{trained}", by_factor[factor]))
-    if own := effective_entries({run.place: run.effective for run in sweep.runs}):
-        found.append(("\n".join(EFFECTIVE_HEAD), own))
-    return found
+        head = f"{tokens}\n{factor_label(factor)}{trained}"
+        columns.append((head, entries(sweep, factor)))
+    if effective_lengths := effective_entries({run.place: run.effective for run in sweep.runs}):
+        columns.append(("\n".join(EFFECTIVE_HEAD), effective_lengths))
+    return columns
 
 
 def legend(sweep: Sweep) -> str:
     """Return the meaning of the cells."""
     if sweep.reference is None:
         return "No run has been evaluated yet."
-    retrieval = any(at.retrieval for run in sweep.runs for at in run.reached)
+    retrieval = any(point.retrieval for run in sweep.runs for point in run.reached)
     first = sweep.names[sweep.runs.index(sweep.reference)]
-    said = (
+    text = (
         "Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better "
         f"or worse than {first} on the same trials (exact sign test, p < 0.05, not corrected for "
         "the number of tests). Bold: the highest of a column."
         if retrieval
         else "Held-out loss in nats per token. Bold: the lowest of a column."
     )
-    apart = [run for run in sweep.runs if run.reached]
-    if any(run.measured_on != apart[0].measured_on for run in apart):
-        said += (
+    measured = [run for run in sweep.runs if run.reached]
+    if any(run.measured_on != measured[0].measured_on for run in measured):
+        text += (
             " Runs that were measured on other text, tokens or trials than the first are not "
-            "tested, and their losses do not compare with its."
+            "tested, and their losses are not comparable with the first run's."
         )
     if any(run.effective for run in sweep.runs):
-        said += f" {EFFECTIVE_LEGEND}"
-    return f"{said} {MISSING} not measured."
+        text += f" {EFFECTIVE_LEGEND}"
+    return f"{text} {MISSING} not measured."
 
 
 def unfinished(sweep: Sweep) -> list[str]:
@@ -304,17 +297,17 @@ def unfinished(sweep: Sweep) -> list[str]:
 
 def terminal_sweep(sweep: Sweep, width: int = WIDTH) -> RenderableType:
     """Return the table, at most ``width`` characters wide; further lengths continue below."""
-    beside = sum(size + 1 for size, _ in _FACTS)
-    fitting = max(1, (width - _NAME - 1 - beside) // (_CELL + 1))
+    facts_width = sum(size + 1 for size, _ in _TERMINAL_FACTS)
+    fitting = max(1, (width - _NAME - 1 - facts_width) // (_CELL + 1))
     columns = sweep_columns(sweep)
     shown: list[RenderableType] = []
     for start in range(0, max(1, len(columns)), fitting):
         chosen = columns[start : start + fitting]
         facts_too = start == 0
-        room = width - 1 - len(chosen) * (_CELL + 1) - facts_too * beside
+        room = width - 1 - len(chosen) * (_CELL + 1) - facts_too * facts_width
         shown.append(_terminal(sweep, chosen, min(40, room), facts_too))
-    shown += [Text(f"{legend(sweep)}\n", style="dim")]
-    shown += [Text(said, style="bold red") for said in unfinished(sweep)]
+    shown.append(Text(f"{legend(sweep)}\n", style="dim"))
+    shown += [Text(trouble, style="bold red") for trouble in unfinished(sweep)]
     return Group(*shown)
 
 
@@ -323,19 +316,13 @@ def _terminal(
     chosen: list[tuple[str, dict[str, Entry]]],
     name_width: int,
     facts_too: bool,
-) -> rich_table.Table:
-    drawn = rich_table.Table(
-        title=Text(f"{sweep.name}{'' if facts_too else ' (continued)'}", style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-    )
+) -> RichTable:
+    drawn = terminal_table(f"{sweep.name}{'' if facts_too else ' (continued)'}")
+    drawn.padding = 0
     drawn.add_column("\nrun", width=name_width, overflow="fold")
     for head, _ in chosen:
         drawn.add_column(Text(head), justify="right", width=_CELL, overflow="fold")
-    for size, head in _FACTS if facts_too else ():
+    for size, head in _TERMINAL_FACTS if facts_too else ():
         drawn.add_column(head, justify="right", width=size)
     for name, run in zip(sweep.names, sweep.runs, strict=True):
         label = Text("\n".join(_name_lines(name, name_width)))
@@ -348,24 +335,25 @@ def _terminal(
 
 def _name_lines(name: str, width: int) -> list[str]:
     """Wrap a name, between settings if they fit on a line, otherwise after their =."""
-    found = []
+    lines = []
     for part in re.split("(?<=,) ", name):
         pieces = [part] if len(part) <= width else re.split("(?<==)", part)
-        found += [line for piece in pieces for line in wrap(piece, width)]
-    return found
+        lines += [line for piece in pieces for line in wrap(piece, width)]
+    return lines
 
 
 def markdown_sweep(sweep: Sweep) -> str:
     """Return the table as Markdown under its heading; ends with a newline."""
     columns = sweep_columns(sweep)
-    head = ["run", *(", ".join(one.split("\n")) for one, _ in columns), *SOUND, "state"]
+    head = ["run", *(text.replace("\n", ", ") for text, _ in columns), *FACTS, "state"]
     lines = [markdown_row(head), markdown_row(["---", *["---:"] * (len(head) - 2), "---"])]
     for name, run in zip(sweep.names, sweep.runs, strict=True):
         cells = [markdown_cell(column.get(run.place)) for _, column in columns]
         lines.append(markdown_row([name, *cells, *facts(run), run.state]))
-    said = "".join(f"\n- {one}" for one in unfinished(sweep))
-    body = "\n".join(lines)
-    return f"## {sweep.name}\n\n{body}\n\n{legend(sweep)}\n{said and said + chr(10)}"
+    text = [f"## {sweep.name}", "", *lines, "", legend(sweep)]
+    if troubles := unfinished(sweep):
+        text += ["", *(f"- {trouble}" for trouble in troubles)]
+    return "\n".join([*text, ""])
 
 
 def csv_sweep(sweep: Sweep) -> str:
@@ -379,16 +367,21 @@ def csv_sweep(sweep: Sweep) -> str:
 def _csv_rows(sweep: Sweep) -> Iterable[tuple[object, ...]]:
     for name, run in zip(sweep.names, sweep.runs, strict=True):
         settings = (run.settings.get(key, "") for key in sweep.keys)
-        what = (name, *settings, run.place, run.state, run.problem)
-        about = (*what, run.tokens, run.loss, run.skipped)
-        for at in run.reached:
-            held, more = sweep.comparison(run, at.factor), sweep.loss_change(run, at.factor)
-            own = at.retrieval
+        about_run = (
+            *(name, *settings, run.place, run.state, run.problem),
+            *(run.tokens, run.loss, run.skipped),
+        )
+        for point in run.reached:
+            comparison = sweep.comparison(run, point.factor)
             yield (
-                *(*about, at.length, at.factor, len(at.scores) or None),
-                *((own.mean, own.low, own.high) if own else (None,) * 3),
-                *(held.p_value if held else None, at.loss),
-                *((more.mean, more.low, more.high) if more else (None,) * 3),
+                *(*about_run, point.length, point.factor, len(point.scores) or None),
+                *_numbers(point.retrieval),
+                *(comparison.p_value if comparison else None, point.loss),
+                *_numbers(sweep.loss_change(run, point.factor)),
             )
         if not run.reached:
-            yield (*about, *[None] * (len(CSV_HEAD) - 6))
+            yield (*about_run, *[None] * (len(CSV_HEAD) - 6))
+
+
+def _numbers(estimate: Estimate | None) -> tuple[float | None, ...]:
+    return (estimate.mean, estimate.low, estimate.high) if estimate else (None,) * 3

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,12 +17,12 @@ from trainer.plotting.lines import Series, draw_line, legend_above, line_handle
 from trainer.plotting.maps import numbered_maps
 from trainer.plotting.style import BLUE, blank
 from trainer.report.files import Plan
-from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
+from trainer.report.sweep import Sweep, SweptRun, numeric
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
-_CROWDED = 12  # characters of the names of ticks that stand beside each other
+_CROWDED = 12  # characters of tick names in a row; longer rows are turned
 _BARS = "Bars: 95% intervals over trials."
-_WHAT = {
+_DESCRIPTIONS = {
     "loss": "held-out loss in nats per token on the same last tokens at every length",
     "retrieval": "retrieval in %",
 }
@@ -29,17 +30,34 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class Measure:
-    """Quantity of a panel at one length: its value, which may be None, and its interval."""
+    """Quantity of a panel at one length."""
 
-    title: str
+    quantity: Literal["loss", "retrieval"]
     factor: float
-    value: Callable[[Reached], float | None]
-    limits: Callable[[Reached], tuple[float, float] | None] = lambda _: None
+
+    @property
+    def title(self) -> str:
+        """Title of the panel."""
+        unit = " (%)" if self.quantity == "retrieval" else ""
+        return f"{self.quantity} at {factor_label(self.factor)}{unit}"
+
+    def values(self, sweep: Sweep, run: SweptRun) -> tuple[float, float, float]:
+        """Return value, lower and upper limit; all three are NaN if they were not measured.
+
+        A loss has no interval: its limits are the loss itself.
+        """
+        point = sweep.point(run, self.factor)
+        if self.quantity == "loss":
+            return (math.nan if point is None or point.loss is None else point.loss,) * 3
+        if point is None or point.retrieval is None:
+            return (math.nan,) * 3
+        rate = point.retrieval
+        return 100 * rate.mean, 100 * rate.low, 100 * rate.high
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Swept key on the x axis, and its lines: the name of each, with runs by their value."""
+    """Swept key on the x axis, with its lines: the name of each, and its runs by their value."""
 
     key: str
     lines: tuple[tuple[str, tuple[tuple[float, SweptRun], ...]], ...]
@@ -54,28 +72,32 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     shown = measures(sweep)
     if not shown:
         return
-    along, kinds = axes(sweep), list(dict.fromkeys(one.title.split()[0] for one in shown))
-    said = ", and ".join(_WHAT[one] for one in kinds)
+    along, quantities = axes(sweep), list(dict.fromkeys(measure.quantity for measure in shown))
+    description = ", and ".join(map(_DESCRIPTIONS.__getitem__, quantities))
     draw: Callable[[], Figure]
     if along:
-        what = f"over {', '.join(sweep.titles[axis.key] for axis in along)}"
+        scope = f"over {', '.join(sweep.titles[axis.key] for axis in along)}"
         draw = partial(_draw_curves, sweep, along, shown)
     elif grid := _grid(sweep):
-        what = f"by {sweep.titles[sweep.keys[0]]} and {sweep.titles[sweep.keys[1]]}"
+        scope = f"by {sweep.titles[sweep.keys[0]]} and {sweep.titles[sweep.keys[1]]}"
         draw = partial(_draw_grid, sweep, grid, shown)
     else:
-        what, draw = "by run", partial(_draw_names, sweep, shown)
+        scope, draw = "by run", partial(_draw_names, sweep, shown)
     yield Plan(
         "sweep",
-        f"The runs of the sweep {what}",
-        f"{said[0].upper()}{said[1:]} of every run {what}, at the training length and at the "
-        f"longest.{f' {_BARS}' if 'retrieval' in kinds else ''}",
-        f"{' and '.join(kinds).capitalize()} of every run {what}; the same numbers are in the "
-        "table.",
+        f"The runs of the sweep {scope}",
+        f"{description[0].upper()}{description[1:]} of every run {scope}, at the training length "
+        f"and at the longest.{f' {_BARS}' if 'retrieval' in quantities else ''}",
+        f"{' and '.join(quantities).capitalize()} of every run {scope}; the same numbers are in "
+        "the table.",
         draw,
-        ("run", *sweep.keys, *(one.title.replace("\n", " ") for one in shown)),
+        ("run", *sweep.keys, *(measure.title for measure in shown)),
         [
-            (name, *(run.settings.get(k, "") for k in sweep.keys), *(_of(sweep, run, shown)))
+            (
+                name,
+                *(run.settings.get(key, "") for key in sweep.keys),
+                *("" if math.isnan(x) else x for x, *_ in (m.values(sweep, run) for m in shown)),
+            )
             for name, run in zip(sweep.names, sweep.runs, strict=True)
         ],
     )
@@ -84,21 +106,13 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
 def measures(sweep: Sweep) -> list[Measure]:
     """Return the panels for which any run has numbers."""
     ends = dict.fromkeys((*sweep.factors[:1], *sweep.factors[-1:]))
-    wanted = [
-        *(Measure(f"loss at {factor_label(f)}", f, lambda at: at.loss) for f in ends),
-        *(
-            Measure(
-                f"retrieval at {factor_label(f)} (%)",
-                f,
-                lambda at: 100 * at.retrieval.mean if at.retrieval else None,
-                lambda at: (
-                    (100 * at.retrieval.low, 100 * at.retrieval.high) if at.retrieval else None
-                ),
-            )
-            for f in ends
-        ),
+    candidates = [Measure("loss", factor) for factor in ends]
+    candidates += [Measure("retrieval", factor) for factor in ends]
+    return [
+        measure
+        for measure in candidates
+        if not all(math.isnan(measure.values(sweep, run)[0]) for run in sweep.runs)
     ]
-    return [one for one in wanted if any(x is not None for x in _column(sweep, one))]
 
 
 def axes(sweep: Sweep) -> list[Axis]:
@@ -114,7 +128,7 @@ def axes(sweep: Sweep) -> list[Axis]:
     }
     if len(sweep.keys) == 2 and numbers and _grid(sweep):
         key = max(numbers, key=lambda key: len(set(numbers[key])))
-        other = next(one for one in sweep.keys if one != key)
+        (other,) = set(sweep.keys) - {key}
         values = list(dict.fromkeys(run.settings[other] for run in sweep.runs))
         return [
             Axis(
@@ -128,13 +142,13 @@ def axes(sweep: Sweep) -> list[Axis]:
                 ),
             )
         ]
-    first, found = sweep.runs[0], []
+    first, drawn = sweep.runs[0].settings, []
     for key in numbers:
-        rest = [one for one in sweep.keys if one != key]
-        own = [r for r in sweep.runs if all(_same(r, first, one) for one in rest)]
-        found.append(Axis(key, (("", _sorted(key, own)),)))
-    held = {run.place for axis in found for _, line in axis.lines for _, run in line}
-    return found if len(held) == len(sweep.runs) else []
+        others = [other for other in sweep.keys if other != key]
+        runs = [r for r in sweep.runs if all(r.settings.get(k) == first.get(k) for k in others)]
+        drawn.append(Axis(key, (("", _sorted(key, runs)),)))
+    covered = {run.place for axis in drawn for _, line in axis.lines for _, run in line}
+    return drawn if len(covered) == len(sweep.runs) else []
 
 
 def _number(run: SweptRun, key: str) -> float | None:
@@ -142,39 +156,22 @@ def _number(run: SweptRun, key: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _same(run: SweptRun, other: SweptRun, key: str) -> bool:
-    return run.settings.get(key) == other.settings.get(key)
-
-
 def _sorted(key: str, runs: Sequence[SweptRun]) -> tuple[tuple[float, SweptRun], ...]:
-    found = [(value, run) for run in runs if (value := _number(run, key)) is not None]
-    return tuple(sorted(found, key=lambda pair: pair[0]))
+    placed = [(value, run) for run in runs if (value := _number(run, key)) is not None]
+    return tuple(sorted(placed, key=lambda pair: pair[0]))
 
 
 def _grid(sweep: Sweep) -> dict[tuple[str, str], SweptRun]:
     """Return the runs by the values of two keys, or nothing if these form no grid."""
     if len(sweep.keys) != 2:
         return {}
-    found = {
+    runs = {
         (run.settings.get(sweep.keys[0], ""), run.settings.get(sweep.keys[1], "")): run
         for run in sweep.runs
     }
-    rows, columns = ({pair[i] for pair in found} for i in (0, 1))
-    whole = len(found) == len(sweep.runs) and len(found) > len(rows) + len(columns) - 1
-    return found if whole else {}
-
-
-def _value(sweep: Sweep, run: SweptRun, measure: Measure) -> float | None:
-    at = sweep.at(run, measure.factor)
-    return None if at is None else measure.value(at)
-
-
-def _column(sweep: Sweep, measure: Measure) -> list[float | None]:
-    return [_value(sweep, run, measure) for run in sweep.runs]
-
-
-def _of(sweep: Sweep, run: SweptRun, shown: Sequence[Measure]) -> list[float | None]:
-    return [_value(sweep, run, measure) for measure in shown]
+    rows, columns = ({pair[i] for pair in runs} for i in (0, 1))
+    whole = len(runs) == len(sweep.runs) and len(runs) > len(rows) + len(columns) - 1
+    return runs if whole else {}
 
 
 def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) -> Figure:
@@ -182,44 +179,24 @@ def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) 
     panels = figure.subplots(len(along), len(shown), squeeze=False)
     for row, axis in zip(panels, along, strict=True):
         for panel, measure in zip(row, shown, strict=True):
-            lines = [
-                _line(sweep, name, number, runs, measure)
-                for number, (name, runs) in enumerate(axis.lines)
-            ]
+            lines = []
+            for style, (name, runs) in enumerate(axis.lines):
+                y, low, high = zip(*(measure.values(sweep, run) for _, run in runs), strict=True)
+                lines.append(Series(name, style, [x for x, _ in runs], y, low, high))
             for line in lines:
                 draw_line(panel, line)
-            values = sorted({x for line in lines for x in line.x})
-            if values[0] > 0 and values[-1] > _WIDE * values[0]:
+            ticks = sorted({x for line in lines for x in line.x})
+            if ticks[0] > 0 and ticks[-1] > _WIDE * ticks[0]:
                 panel.set_xscale("log")
                 panel.xaxis.set_minor_locator(NullLocator())
-            names = [f"{value:g}" for value in values]
+            names = [f"{x:g}" for x in ticks]
             crowded = len("".join(names)) > _CROWDED
-            panel.set_xticks(values, names, fontsize=6, rotation=40 if crowded else 0)
+            panel.set_xticks(ticks, names, fontsize=6, rotation=40 if crowded else 0)
             panel.set_xlabel(sweep.titles[axis.key])
             panel.set_title(measure.title)
     if named := [line for line in lines if line.label]:
         legend_above(figure, [line_handle(line) for line in named])
     return figure
-
-
-def _line(
-    sweep: Sweep,
-    name: str,
-    style: int,
-    runs: Sequence[tuple[float, SweptRun]],
-    measure: Measure,
-) -> Series:
-    x, y, low, high = [], [], [], []
-    for value, run in runs:
-        at = sweep.at(run, measure.factor)
-        own = None if at is None else measure.value(at)
-        limits = None if at is None else measure.limits(at)
-        known = math.nan if own is None else own
-        x.append(value)
-        y.append(known)
-        low.append(limits[0] if limits else known)
-        high.append(limits[1] if limits else known)
-    return Series(name, style, x, y, low, high)
 
 
 def _draw_grid(
@@ -230,8 +207,7 @@ def _draw_grid(
     for measure in shown:
         values = panels[measure.title] = np.full((len(rows), len(columns)), math.nan)
         for (row, column), run in grid.items():
-            value = _value(sweep, run, measure)
-            values[rows.index(row), columns.index(column)] = math.nan if value is None else value
+            values[rows.index(row), columns.index(column)], *_ = measure.values(sweep, run)
     return numbered_maps(
         panels,
         None,
@@ -249,13 +225,11 @@ def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
     places = range(len(sweep.runs))
     for panel, measure in zip(panels, shown, strict=True):
         for y, run in enumerate(sweep.runs):
-            at = sweep.at(run, measure.factor)
-            own = None if at is None else measure.value(at)
-            if at is None or own is None:
+            value, low, high = measure.values(sweep, run)
+            if math.isnan(value):
                 continue
-            low, high = measure.limits(at) or (own, own)
             panel.errorbar(
-                own, y, xerr=[[own - low], [high - own]], fmt="o", color=BLUE, capsize=1.5
+                value, y, xerr=[[value - low], [high - value]], fmt="o", color=BLUE, capsize=1.5
             )
         panel.set_title(measure.title)
         panel.grid(visible=True, axis="both")

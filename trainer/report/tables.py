@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from textwrap import wrap
 from typing import TypeVar
 
 from rich import box
-from rich import table as rich_table
 from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.files import csv_text
@@ -21,7 +21,6 @@ from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts,
 from trainer.evaluation.results import PERPLEXITY, Report
 from trainer.evaluation.statistics import (
     KEPT,
-    Comparison,
     EffectiveLength,
     Estimate,
     average,
@@ -90,7 +89,7 @@ def tables(report: Report) -> list[Table]:
     return made + _perplexity(outcomes, detail=beside)
 
 
-def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
+def _heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
     """Return two lines for each length: ``2048 tokens`` and ``2×``."""
     return [
         (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
@@ -105,8 +104,8 @@ def perplexity(loss: float) -> float:
 
 def tied(values: Iterable[float]) -> bool:
     """Whether several values are all equal, so that none is the best."""
-    found = list(values)
-    return len(found) > 1 and len(set(found)) == 1
+    values = list(values)
+    return len(values) > 1 and len(set(values)) == 1
 
 
 def number(value: float) -> str:
@@ -123,7 +122,7 @@ def _scores(
 
     def column(length: int) -> dict[Row, Entry]:
         estimates = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
-        entries = _column(estimates, *_marking(outcomes, tasks, length))
+        entries = _column(outcomes, estimates, tasks, length)
         if not with_losses:
             return entries
         losses = _losses(outcomes, length)
@@ -132,34 +131,37 @@ def _scores(
             for row, entry in entries.items()
         }
 
-    what, legend = _what(outcomes, tasks), _legend(outcomes)
+    legend = _legend(outcomes)
     if with_losses:
-        legend = f"{legend} {_LOSSES.format(outcomes.report.last)}"
-    columns = [column(length) for length in lengths]
-    found = {row: outcomes.effective_length(row, tasks) for row in outcomes.rows}
-    shown = heads(lengths)
-    if effective := effective_entries(found):
-        shown, columns = [*shown, EFFECTIVE_HEAD], [*columns, effective]
-        legend = f"{legend} {EFFECTIVE_LEGEND}"
-    return _table(outcomes, key, title, what, legend, shown, columns)
+        legend += (
+            " Then the held-out loss in nats per token, on the last "
+            f"{outcomes.report.last} tokens of each window."
+        )
+    heads, columns = _heads(lengths), [column(length) for length in lengths]
+    effective_lengths = {row: outcomes.effective_length(row, tasks) for row in outcomes.rows}
+    if effective := effective_entries(effective_lengths):
+        heads.append(EFFECTIVE_HEAD)
+        columns.append(effective)
+        legend += f" {EFFECTIVE_LEGEND}"
+    return _table(outcomes, key, title, _trials(outcomes, tasks), legend, heads, columns)
 
 
 EFFECTIVE_HEAD = ("effective", f"≥{KEPT:.0%} of 1×")
 EFFECTIVE_LEGEND = (
     f"Effective: the longest length, in tokens, up to which the score is at least {KEPT:.0%} of "
-    "that at the training length (≥: at every length measured; none: at the training length the "
-    "score is at chance)."
+    "its value at the training length (≥: at every length measured; none: at the training length "
+    "the score is at chance)."
 )
 
 
-def effective_entries(found: Mapping[K, EffectiveLength | None]) -> dict[K, Entry]:
-    """Return the column of effective lengths; it lacks what is None."""
-    known = {key: own for key, own in found.items() if own is not None}
-    best = max((own.length for own in known.values()), default=0)
-    return {key: Entry(own.text, best=0 < own.length == best) for key, own in known.items()}
-
-
-_LOSSES = "Then the held-out loss in nats per token, on the last {} tokens of each window."
+def effective_entries(lengths: Mapping[K, EffectiveLength | None]) -> dict[K, Entry]:
+    """Return the column of effective lengths, without those that are None."""
+    known = {key: effective for key, effective in lengths.items() if effective is not None}
+    longest = max((effective.length for effective in known.values()), default=0)
+    return {
+        key: Entry(effective.text, best=0 < effective.length == longest)
+        for key, effective in known.items()
+    }
 
 
 def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
@@ -221,10 +223,10 @@ def _label(
     most = 0
     for row in outcomes.rows:
         cells = [outcomes.cell(row, task, length) for task in tasks]
-        scores = [own for cell in cells if cell and (own := labelled(cell, label))]
-        estimates[row] = average([estimate(own) for own in scores]) if scores else None
+        scores = [by_task for cell in cells if cell and (by_task := labelled(cell, label))]
+        estimates[row] = average(list(map(estimate, scores))) if scores else None
         most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
-    column = _column(estimates, *_marking(outcomes, tasks, length, label))
+    column = _column(outcomes, estimates, tasks, length, label)
     return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
 
@@ -253,34 +255,31 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
     title = outcomes.task(PERPLEXITY)
     if not columns:
         return []
-    return [_table(outcomes, PERPLEXITY, title, note, legend, heads(lengths), columns, detail)]
-
-
-def _marking(
-    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str] | None = None
-) -> tuple[Callable[[Row], Comparison | None], Callable[[Row], bool]]:
-    """Return how a row of a column compares, and whether its method changes nothing there."""
-    return (
-        lambda row: outcomes.comparison(row, tasks, length, label),
-        lambda row: outcomes.is_unchanged(row, tasks, length),
-    )
+    return [_table(outcomes, PERPLEXITY, title, note, legend, _heads(lengths), columns, detail)]
 
 
 def _column(
+    outcomes: Outcomes,
     estimates: dict[Row, Estimate | None],
-    comparison: Callable[[Row], Comparison | None],
-    is_unchanged: Callable[[Row], bool],
+    tasks: list[str],
+    length: int,
+    label: tuple[int, str] | None = None,
 ) -> dict[Row, Entry]:
+    """Return the entries of the rows that have an estimate, marked by their comparisons."""
     best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
     column = {}
-    for row, own in estimates.items():
-        if own is not None:
-            compared = comparison(row)
-            mark = "" if compared is None else compared.mark
-            mark = UNCHANGED if is_unchanged(row) else mark
-            interval = f"{percent(own.low)}–{percent(own.high)}"
-            column[row] = Entry(percent(own.mean), interval, mark, own.mean == best > 0)
+    for row, rate in estimates.items():
+        if rate is not None:
+            comparison = outcomes.comparison(row, tasks, length, label)
+            mark = "" if comparison is None else comparison.mark
+            mark = UNCHANGED if outcomes.is_unchanged(row, tasks, length) else mark
+            column[row] = Entry(percent(rate.mean), interval(rate), mark, rate.mean == best > 0)
     return column
+
+
+def interval(rate: Estimate) -> str:
+    """Return ``92.4–99.1``, the 95% interval of a rate in percent."""
+    return f"{percent(rate.low)}–{percent(rate.high)}"
 
 
 def _table(
@@ -306,7 +305,7 @@ def _table(
     return Table(key, title, note, legend, tuple(columns), rows, detail)
 
 
-def _what(outcomes: Outcomes, tasks: list[str]) -> str:
+def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
     """Return the number of trials in a cell as text."""
     counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
     trials = counted(max(counts), "trial")
@@ -340,18 +339,8 @@ _CELL = len("131072 tokens")
 _NAME = 19
 
 CSV_HEAD = (
-    "model",
-    "method",
-    "task",
-    "length",
-    "factor",
-    "n",
-    "score",
-    "low",
-    "high",
-    "p_value",
-    "loss",
-    "seconds",
+    *("model", "method", "task", "length", "factor", "n"),
+    *("score", "low", "high", "p_value", "loss", "seconds"),
 )
 
 
@@ -389,14 +378,14 @@ def csv_table(report: Report) -> str:
     outcomes, rows = Outcomes(report), []
     for cell in report.cells:
         row = (cell.model, cell.method)
-        own = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
-        compared = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
+        rate = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
+        comparison = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
         rows.append(
             (
                 *(cell.model, cell.method, cell.task, cell.length, cell.factor),
                 len(cell.scores or cell.by_window) or "",
-                *((own.mean, own.low, own.high) if own else ("", "", "")),
-                compared.p_value if compared else "",
+                *((rate.mean, rate.low, rate.high) if rate else ("", "", "")),
+                comparison.p_value if comparison else "",
                 cell.last_loss,
                 cell.seconds,
             )
@@ -404,16 +393,21 @@ def csv_table(report: Report) -> str:
     return csv_text(CSV_HEAD, rows)
 
 
-def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
-    chosen = slice(start, start + count)
-    drawn = rich_table.Table(
-        title=Text(table.title + (" (continued)" if start else ""), style="bold"),
+def terminal_table(title: str) -> RichTable:
+    """Return a table for the terminal without columns."""
+    return RichTable(
+        title=Text(title, style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
+
+
+def _terminal(table: Table, start: int, count: int) -> RichTable:
+    chosen = slice(start, start + count)
+    drawn = terminal_table(table.title + (" (continued)" if start else ""))
     drawn.add_column("\nmodel", overflow="fold", width=_NAME)
     for head in table.columns[chosen]:
         drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")

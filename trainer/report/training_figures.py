@@ -234,25 +234,25 @@ def recovery_figure(report: Report) -> Iterator[Plan]:
 
 
 def by_score(arms: Milestones) -> Iterator[tuple[object, ...]]:
-    """Rows under :data:`HEAD`, one a measurement and score."""
+    """Yield a row under :data:`SCORE_HEAD` for each score of each measurement."""
     for name, history in arms.items():
-        for one in history:
-            for key, value in one.scores.items():
-                yield name, one.step, one.tokens, one.dropped, key, value
+        for milestone in history:
+            for key, value in milestone.scores.items():
+                yield name, milestone.step, milestone.tokens, milestone.dropped, key, value
 
 
 def recoveries(arms: Milestones) -> list[str]:
-    """Say for each arm with a drop when every score was back at :data:`RECOVERED` of its value."""
+    """Return for each arm with a drop when each score had recovered to :data:`RECOVERED`."""
     return [
-        f"{name}: {'; '.join(said)}."
+        f"{name}: {'; '.join(sentences)}."
         for name, history in arms.items()
-        if (said := list(_recoveries(history)))
+        if (sentences := list(_recoveries(history)))
     ]
 
 
 def _recoveries(history: Sequence[Milestone]) -> Iterator[str]:
-    before = [one for one in history if not one.dropped]
-    after = [one for one in history if one.dropped]
+    before = [milestone for milestone in history if not milestone.dropped]
+    after = [milestone for milestone in history if milestone.dropped]
     if not before or not after:
         return
     last = before[-1]
@@ -263,15 +263,15 @@ def _recoveries(history: Sequence[Milestone]) -> Iterator[str]:
         reference = value_of(last, key)
         if reference is None or reference <= 0:
             continue
-        back = next((one for one in after if _is_back(value_of(one, key), reference, key)), None)
+        back = next((m for m in after if _is_back(value_of(m, key), reference, key)), None)
         name = "the mean" if key == MEAN else key
-        what = f"{RECOVERED:.0%} of {name} before the drop ({_number(reference)})"
+        share = f"{RECOVERED:.0%} of {name} before the drop ({_number(reference)})"
         if back is None:
-            yield f"{what} not recovered within the run"
+            yield f"{share} not recovered within the run"
         elif (tokens := back.tokens - last.tokens) == 0:
-            yield f"{what} never lost"
+            yield f"{share} never lost"
         else:
-            yield f"{what} recovered after {tokens:,} tokens"
+            yield f"{share} recovered after {tokens:,} tokens"
 
 
 def _number(value: float) -> str:
@@ -291,16 +291,16 @@ def _falls(key: str) -> bool:
     return key.startswith(f"{PERPLEXITY}/") or key.endswith(FALLING)
 
 
-def scored(one: Milestone) -> dict[str, float]:
+def scored(milestone: Milestone) -> dict[str, float]:
     """Return the known scores where higher is better."""
-    return {k: v for k, v in one.scores.items() if is_known(v) and not _falls(k)}
+    return {k: v for k, v in milestone.scores.items() if is_known(v) and not _falls(k)}
 
 
-def value_of(one: Milestone, key: str) -> float | None:
+def value_of(milestone: Milestone, key: str) -> float | None:
     """Return a score, or the mean of all; None if it was not measured."""
     if key != MEAN:
-        return one.scores.get(key)
-    values = scored(one)
+        return milestone.scores.get(key)
+    values = scored(milestone)
     return sum(values.values()) / len(values) if values else None
 
 
@@ -314,9 +314,9 @@ def _score_lines(arms: Milestones) -> Figure:
             shown = [MEAN, *shown] if number == 0 else [MEAN]
         for key in shown:
             label = f"{name}, {key}" if len(arms) > 1 else key
-            values = [value_of(one, key) for one in history]
+            values = [value_of(milestone, key) for milestone in history]
             y = [math.nan if value is None else unit * value for value in values]
-            tokens = [one.tokens for one in history]
+            tokens = [milestone.tokens for milestone in history]
             series.append(Series(label, len(series), tokens, y, marked=False))
 
     def prepare(axes: Axes) -> None:
@@ -324,7 +324,7 @@ def _score_lines(arms: Milestones) -> Figure:
         axes.xaxis.set_major_formatter(EngFormatter())
 
     run = next(iter(arms.values()))
-    dropped = next((one.tokens for one in run if one.dropped), None)
+    dropped = next((milestone.tokens for milestone in run if milestone.dropped), None)
     mark = None if dropped is None else (float(dropped), "encoding dropped")
     label = "score (%)" if unit == 100 else "perplexity"
     return draw(series, Frame("training tokens", label, prepare, mark))

@@ -50,7 +50,7 @@ class Adapted:
         return _read(self.path).to(device)
 
 
-def read_adapted(given: str) -> Adapted:
+def read_adapted(name: str) -> Adapted:
     """Find the model that ``hf:DIRECTORY`` names, and determine the behaviour of its layers.
 
     Reads its weights without keeping them.
@@ -62,11 +62,11 @@ def read_adapted(given: str) -> Adapted:
     if find_spec("transformers") is None:
         raise UserError.at(
             "checkpoint",
-            f"{given!r} asks for the package transformers, which is not installed; pip install "
+            f"{name!r} asks for the package transformers, which is not installed; pip install "
             "'unrope[transformers]', or leave out hf: for the architectures that this program "
             "reads itself.",
         )
-    path = Path(given.removeprefix(PREFIX)).expanduser()
+    path = Path(name.removeprefix(PREFIX)).expanduser()
     if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
         raise UserError.at(
             "checkpoint",
@@ -86,7 +86,7 @@ def read_adapted(given: str) -> Adapted:
         _check_own_files(path, values)
         model = _read(path)
     except UserError as error:
-        key = f"checkpoint: {given}"
+        key = f"checkpoint: {name}"
         raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
     by = f"transformers {version('transformers')}"
     return Adapted(path, tokenizer, model.config, model.layout, by, named_bos(values))
@@ -148,10 +148,10 @@ def _read(path: Path) -> Any:
 
     from trainer.interchange.adapted.model import AdaptedModel
 
-    said = transformers.logging
-    level, progress = said.get_verbosity(), said.is_progress_bar_enabled()
-    said.set_verbosity_error()
-    said.disable_progress_bar()
+    log = transformers.logging
+    level, progress = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -167,9 +167,9 @@ def _read(path: Path) -> Any:
     except Exception as error:  # transformers raises nearly every type
         raise UserError.at("", f"transformers cannot compute it: {first_line(error)}") from error
     finally:
-        said.set_verbosity(level)
+        log.set_verbosity(level)
         if progress:
-            said.enable_progress_bar()
+            log.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise UserError.at("", f"tensors that are missing: {', '.join(map(repr, missing[:5]))}.")
     return AdaptedModel(model)

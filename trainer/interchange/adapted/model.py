@@ -123,30 +123,30 @@ class AdaptedModel(LanguageModel):
         ids = torch.arange(TRIED, device=self.device)[None] % vocab_size
         with self._seam.watching(see, plain=True):
             self.hf(ids, use_cache=False)
-        found = self._base(ids, use_cache=True)
+        outputs = self._base(ids, use_cache=True)
         ids[:, -1] = ids[:, 0]
-        before, after = found.last_hidden_state, self._base(ids).last_hidden_state
+        before, after = outputs.last_hidden_state, self._base(ids).last_hidden_state
         if (after - before)[:, :-1].abs().amax() > CAUSAL * before.abs().amax():
             raise UserError.at("", "its tokens see later ones; expected a causal model.")
-        self._outputs = type(found)
+        self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [
             (layer.keys.shape[1::2], layer.values.shape[1::2])
-            for layer in found[cache_name(self._base)].layers
+            for layer in outputs[cache_name(self._base)].layers
         ]
         return calls
 
     def _rotation(self, call: Call) -> Rotation:
         """Determine the rotation of one layer from its behaviour."""
         inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
-        found = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
-        if found is None:
+        rotation = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
+        if rotation is None:
             raise UserError.at(
                 "",
-                f"layer {call.index} rotates queries and keys in a way that is not known, so that "
-                "those before rotation cannot be had.",
+                f"layer {call.index} rotates queries and keys in an unknown way, so that the "
+                "unrotated ones cannot be computed.",
             )
-        return found
+        return rotation
 
     def _apply(self, *args: Any, **options: Any) -> AdaptedModel:
         """Apply ``function`` to all tensors, as torch does to change device or dtype.
@@ -176,14 +176,14 @@ class AdaptedModel(LanguageModel):
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        for new, own, rotation in zip(
+        for new, trained, rotation in zip(
             layout.layers, self.own_layout.layers, self.rotations, strict=True
         ):
             pairs = len(new.groups[0][0].inv_freq)
             if (
                 len(new.groups) > 1
-                or len(new.spectra) != len(own.spectra)
-                or (new.window, new.qk_norm) != (own.window, own.qk_norm)
+                or len(new.spectra) != len(trained.spectra)
+                or (new.window, new.qk_norm) != (trained.window, trained.qk_norm)
                 or any(s.alibi for s in new.spectra)
                 or (pairs and pairs != len(rotation.spectrum.inv_freq))
             ):
@@ -232,8 +232,8 @@ class AdaptedModel(LanguageModel):
                 "follow the length need the decoder of this program.",
             )
         with self._passing(positions, keys, lengths):
-            found = self._base(ids, use_cache=cache is not None, **options)
-        states = found.last_hidden_state
+            outputs = self._base(ids, use_cache=cache is not None, **options)
+        states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
 
     @torch.no_grad()
@@ -245,10 +245,10 @@ class AdaptedModel(LanguageModel):
         rows = states.reshape(1, -1, states.shape[-1])
         self._base.forward = lambda *_, **__: self._outputs(last_hidden_state=rows)
         try:
-            found = self.hf(torch.zeros(1, 1, dtype=torch.long, device=self.device)).logits
+            logits = self.hf(torch.zeros(1, 1, dtype=torch.long, device=self.device)).logits
         finally:
             del self._base.forward
-        return found.view(*states.shape[:-1], -1)
+        return logits.view(*states.shape[:-1], -1)
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
@@ -305,15 +305,15 @@ class AdaptedModel(LanguageModel):
                 self._show(self._observe, call, by_itself=not groups)
             return call.q, call.k
 
-        def tables(index: int, given: Tables) -> Tables:
+        def tables(index: int, original: Tables) -> Tables:
             group, form = groups[index][0], self.rotations[index].form
             # Otherwise the spectrum's frequencies would be taken for length-dependent ones.
             if (index, last, longest) not in self._checked:
-                check_tables(index, given, self.rotations[index], last)
+                check_tables(index, original, self.rotations[index], last)
                 self._checked.add((index, last, longest))
             if group.cos is None or group.sin is None:
-                return no_rotation(given)
-            return tables_like(given, form, group.cos, group.sin)
+                return no_rotation(original)
+            return tables_like(original, form, group.cos, group.sin)
 
         return self._seam.watching(
             see,
@@ -371,8 +371,8 @@ def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) 
     if not rotation.spectrum.rotates:
         return
     table = complex_table(tables)[1][0, -1]
-    at = torch.tensor([position], device=table.device)
-    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
+    positions = torch.tensor([position], device=table.device)
+    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, positions))
     if (table - torch.complex(cos, sin)).abs().amax() > APART:
         raise UserError.at(
             "checkpoint",

@@ -69,17 +69,17 @@ def complex_table(tables: Tables) -> tuple[str, Tensor]:
     return "single", both
 
 
-def tables_like(given: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Tables:
-    """Convert ``[T, pairs]`` or ``[B, 1, T, pairs]`` to a form, with the dtypes of the ``given``
-    tables."""
-    if isinstance(given, Tensor):
-        return torch.complex(*_rows(cos, sin)).to(given.dtype).expand_as(given)
+def tables_like(original: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Tables:
+    """Convert ``[T, pairs]`` or ``[B, 1, T, pairs]`` to a form, with the dtypes of ``original``."""
+    if isinstance(original, Tensor):
+        return torch.complex(*_rows(cos, sin)).to(original.dtype).expand_as(original)
     if form == "halves":
         cos, sin = (x.repeat(*[1] * (x.dim() - 1), 2) for x in (cos, sin))
     elif form == "neighbours":
         cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
     cos, sin = _rows(cos, sin)
-    return cos.to(given[0].dtype).expand_as(given[0]), sin.to(given[1].dtype).expand_as(given[1])
+    first, second = original
+    return cos.to(first.dtype).expand_as(first), sin.to(second.dtype).expand_as(second)
 
 
 def _rows(*tables: Tensor) -> tuple[Tensor, ...]:
@@ -133,13 +133,13 @@ def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
     last."""
     if rotated > size:
         return []
-    found: list[tuple[int, ...] | None] = []
+    orders: list[tuple[int, ...] | None] = []
     for start in dict.fromkeys((0, size - rotated)):
-        own = range(start, start + rotated)
-        rest = [*range(start), *range(start + rotated, size)]
-        found.append(None if start == 0 else (*own, *rest))
-        found.append(tuple(chain(own[::2], own[1::2], rest)))
-    return found
+        rotating = range(start, start + rotated)
+        still = [*range(start), *range(start + rotated, size)]
+        orders.append(None if start == 0 else (*rotating, *still))
+        orders.append(tuple(chain(rotating[::2], rotating[1::2], still)))
+    return orders
 
 
 def in_one_order(rotations: list[Rotation]) -> list[Rotation]:

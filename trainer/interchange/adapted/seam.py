@@ -91,8 +91,8 @@ class Seam:
         if len(self.modules) != depth:
             raise UserError.at(
                 "",
-                f"the attention of {len(self.modules)} of its {depth} layers can be watched "
-                "(transformers' AttentionInterface); expected that of all.",
+                f"{len(self.modules)} of its {depth} layers call attention through transformers' "
+                "AttentionInterface, where it is observed; expected all.",
             )
 
     @contextmanager
@@ -110,7 +110,7 @@ class Seam:
             plain: whether to compute them without rotation, too: each layer then projects twice.
             tables: receives a layer's index and tables; returns replacements.
         """
-        given: Tables | None = None
+        used: Tables | None = None
         seen: tuple[Tensor, Tensor] | None = None
 
         def without_rotation(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Result:
@@ -120,18 +120,18 @@ class Seam:
             return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
 
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
-            nonlocal given, seen
-            given, seen = options.get("position_embeddings"), None
-            if plain and given is not None:
-                changed = {"position_embeddings": no_rotation(given), cache_name(module): None}
+            nonlocal used, seen
+            used, seen = options.get("position_embeddings"), None
+            if plain and used is not None:
+                changed = {"position_embeddings": no_rotation(used), cache_name(module): None}
                 token = _ATTEND.set(lambda *a, **_: without_rotation(*a))
                 try:
                     module.forward(*args, **options | changed)
                 finally:
                     _ATTEND.reset(token)
-            if tables is not None and given is not None:
-                given = tables(index, given)
-                options = options | {"position_embeddings": given}
+            if tables is not None and used is not None:
+                used = tables(index, used)
+                options = options | {"position_embeddings": used}
             return args, options
 
         def attend(
@@ -141,24 +141,16 @@ class Seam:
                 self.modules.index(module),
                 q,
                 k,
-                given,
-                None if not plain else (q, k) if given is None else seen,
+                used,
+                None if not plain else (q, k) if used is None else seen,
                 mask,
                 *(options.get(n) for n in ("scaling", "softcap", "sliding_window", "s_aux")),
             )
             q, k = see(call)
             return self._usually(module)(module, q, k, v, mask, **options)
 
-        hooks = [
-            module.register_forward_pre_hook(partial(before, index), with_kwargs=True)
-            for index, module in enumerate(self.modules)
-        ]
-        try:
-            with self._through(attend):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._hooked(before), self._through(attend):
+            yield
 
     @contextmanager
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
@@ -167,6 +159,12 @@ class Seam:
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
             on_input(index, args[0] if args else options["hidden_states"])
 
+        with self._hooked(before):
+            yield
+
+    @contextmanager
+    def _hooked(self, before: Callable[..., Any]) -> Iterator[None]:
+        """Call ``before`` with each attention layer's index, module and arguments."""
         hooks = [
             module.register_forward_pre_hook(partial(before, index), with_kwargs=True)
             for index, module in enumerate(self.modules)
@@ -206,10 +204,10 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, own: LayerCache) -> None:
+    def __init__(self, cache: LayerCache) -> None:
         super().__init__()
-        self.own = own
-        self.keys, self.values, self.is_initialized = own.keys, own.values, True
+        self.cache = cache
+        self.keys, self.values, self.is_initialized = cache.keys, cache.values, True
 
     def lazy_initialization(self, *states: Tensor) -> None:
         """Do nothing: memory is allocated already."""
@@ -218,17 +216,17 @@ class _Layer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append; return all keys and values so far."""
-        return self.own.append(key_states, value_states)
+        return self.cache.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens so far."""
-        return self.own.length
+        return self.cache.length
 
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         """Return the number of keys after appending ``queries`` tokens, and the index of the first
         key."""
         new = queries.shape[0] if isinstance(queries, Tensor) else queries
-        return self.own.length + new, 0
+        return self.cache.length + new, 0
 
     def get_max_length(self) -> int:
         """Return None: transformers need not know the capacity."""

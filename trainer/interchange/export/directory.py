@@ -186,8 +186,8 @@ def _named(tokens: Mapping[str, Any], directory: Path) -> dict[str, str]:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     words = {index: word for word, index in tokenizer.get_vocab().items()}
     named = {}
-    for key, given in tokens.items():
-        first = next(iter(given), None) if isinstance(given, list) else given
+    for key, ids in tokens.items():
+        first = next(iter(ids), None) if isinstance(ids, list) else ids
         if type(first) is int and first in words:
             named[key.removesuffix("_id")] = words[first]
     return named
@@ -233,8 +233,8 @@ def _gate(
 ) -> float | None:
     if not transformers_is_here():
         log.warning(
-            "transformers is not installed (pip install 'unrope[export]'): what was written was "
-            "not loaded and compared"
+            "transformers is not installed (pip install 'unrope[export]'): the export was not "
+            "loaded and compared"
         )
         return None
     if dtype != "float32":
@@ -244,12 +244,14 @@ def _gate(
     log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
     if model.layout.frequencies_follow_length:
         C = model.layout.training_length
-        log.info("Beyond %d tokens without a cache alone: transformers rotates no key anew", C)
+        log.info(
+            "Compared beyond %d tokens without a cache only: transformers keeps rotated keys", C
+        )
     if not difference <= tolerance:
         raise UserError.at(
             "export",
-            f"logits of what transformers loads differ by {difference:.1e} of the largest, more "
-            f"than tolerance={tolerance:g}; nothing was kept.",
+            f"logits of the export as transformers loads it differ by {difference:.1e} of the "
+            f"largest, more than tolerance={tolerance:g}; nothing was kept.",
         )
     return difference
 
@@ -259,7 +261,7 @@ def _log_plan(plan: Plan) -> None:
     if plan.is_native:
         log.info("Written as %s", plan.architecture)
         return
-    log.info("Written with code of its own, since no architecture of transformers can hold it:")
+    log.info("Written with its own code, because no architecture of transformers represents it:")
     for reason in dict.fromkeys(plan.refusals.values()):
         names = [n.removesuffix("ForCausalLM") for n, r in plan.refusals.items() if r == reason]
         log.info("%s: no place for %s", ", ".join(names), reason)

@@ -73,15 +73,16 @@ def verdicts(values: Values, architecture: str) -> list[Verdict]:
     if architecture not in ARCHITECTURES:
         return _of_own_code(values)
     needs = OLDEST_TRANSFORMERS.get(values["rope_parameters"]["rope_type"], "5.0")
-    found = [Verdict("transformers", True, f"{needs} to {NEWEST_TRANSFORMERS} tried")]
+    answers = [Verdict("transformers", True, f"{needs} to {NEWEST_TRANSFORMERS} tried")]
     for engine, replay in ENGINES.items():
         try:
             rotations = replay(values, architecture)
         except RefusedError as refused:
-            found.append(Verdict(engine, False, str(refused)))
+            answers.append(Verdict(engine, False, str(refused)))
         else:
-            found.append(_compared(engine, rotations, transformers_rotations(values, architecture)))
-    return found
+            intended = transformers_rotations(values, architecture)
+            answers.append(_compared(engine, rotations, intended))
+    return answers
 
 
 def _of_own_code(values: Values) -> list[Verdict]:
@@ -147,8 +148,8 @@ def _llama3(values: Values, original: float) -> Rotation:
 
     def slowed(f: float) -> float:
         turns = original * f / (2 * math.pi)
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        return f * (kept + (1 - kept) / factor)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        return f * (share + (1 - share) / factor)
 
     return Rotation(tuple(map(slowed, _plain(values))))
 

@@ -68,51 +68,52 @@ def largest_difference(
     cached = [not by_batch or len(case) <= model.layout.training_length for case in cases]
     short = random[0][: max(1, model.layout.training_length - DECODED)]
     prompts = [short] if by_batch else [short, random[-1]]
-    request: dict[str, Any] = {
+    length, pads_right = len(random[-1]) + 1, custom or not by_batch
+    request = {
         "custom": custom,
         "text": TEXT,
         "cases": cases,
         "cached": cached,
         "prompts": prompts,
-        "length": len(random[-1]) + 1,
-        "before": custom or not by_batch,
+        "length": length,
+        "before": pads_right,
         "kept": KEPT,
         "decoded": DECODED,
+        "threads": torch.get_num_threads(),
     }
-    tokens = sum(len(case) * (1 + is_cached) for case, is_cached in zip(cases, cached, strict=True))
-    padded = len(prompts) * (request["length"] * (1 + request["before"]) + DECODED - 1)
+    read = [len(case) * (1 + is_cached) for case, is_cached in zip(cases, cached, strict=True)]
+    padded = len(prompts) * (length * (1 + pads_right) + DECODED - 1)
     continued = sum(len(prompt) + DECODED for prompt in prompts)
-    with Progress("Comparing", 2 * tokens + padded + continued, after=PATIENCE) as progress:
-        return _largest(model, directory, request | {"text_ids": text_ids}, progress)
+    with Progress("Comparing", 2 * sum(read) + padded + continued, after=PATIENCE) as progress:
+        done = 0
 
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            progress.advance_to(done)
 
-def _largest(model: Decoder, directory: Path, request: dict[str, Any], progress: Progress) -> float:
-    """Return the largest difference; ``progress`` counts the tokens that both models read."""
-    text_ids, cases, cached = request["text_ids"], request["cases"], request["cached"]
-    prompts, read = request["prompts"], 0
-
-    def count(tokens: int) -> None:
-        nonlocal read
-        read += tokens
-        progress.advance_to(read)
-
-    count(0)
-    answer = _ask(directory, request | {"threads": torch.get_num_threads()}, count)
-    if answer["text_ids"] != text_ids:
-        raise UserError.at("export", "transformers reads text as other tokens than the run did.")
-    if answer["problems"]:
-        raise UserError.at("export", f"transformers finds the weights wrong: {answer['problems']}.")
-    ours = []
-    for case, is_cached in zip(cases, cached, strict=True):
-        ours.append(_logits(model, case, is_cached))
-        count(len(case) * (1 + is_cached))
-    pairs = list(zip(answer["logits"], ours, strict=True))
-    for row, (ids, tokens, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
-        continued = _continued(model, ids, tokens.tolist())
-        count(len(ids) + len(tokens))
-        pairs.append((theirs, continued))
-        if answer["before"] is not None:
-            pairs.append((answer["before"][row], continued[0]))
+        count(0)
+        answer = _ask(directory, request, count)
+        if answer["text_ids"] != text_ids:
+            raise UserError.at(
+                "export", "transformers tokenizes text differently than the run did."
+            )
+        if answer["problems"]:
+            raise UserError.at(
+                "export", f"transformers finds the weights wrong: {answer['problems']}."
+            )
+        pairs = []
+        for theirs, case, is_cached, tokens in zip(
+            answer["logits"], cases, cached, read, strict=True
+        ):
+            pairs.append((theirs, _logits(model, case, is_cached)))
+            count(tokens)
+        for row, (ids, new, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
+            ours = _continued(model, ids, new.tolist())
+            count(len(ids) + len(new))
+            pairs.append((theirs, ours))
+            if answer["before"] is not None:
+                pairs.append((answer["before"][row], ours[0]))
     differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(differences).max())  # NaN if any is
 
@@ -166,8 +167,8 @@ def _ask(directory: Path, request: dict[str, Any], count: Callable[[int], None])
             count,
         )
         if result.returncode:
-            said = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
-            raise UserError.at("export", f"transformers cannot load what was written: {said}")
+            reason = (result.stderr.strip().splitlines() or ["no error message"])[-1]
+            raise UserError.at("export", f"transformers cannot load what was written: {reason}")
         return torch.load(answer, weights_only=True)
 
 

@@ -128,8 +128,11 @@ def _rope_parameters(config: ModelConfig, layout: Layout) -> Parameters | None:
 def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
     read_back = spectrum_from_rope_parameters(rope, config.head_size, layout.training_length)
     changes = tuple(_change(layer, read_back, config.head_size) for layer in layout.layers)
-    identity = HeadChange(tuple(range(config.head_size)), (1.0,) * config.head_size)
-    return () if all(change == identity for change in changes) else changes
+    return () if set(changes) == {_unchanged(config.head_size)} else changes
+
+
+def _unchanged(head_dim: int) -> HeadChange:
+    return HeadChange(tuple(range(head_dim)), (1.0,) * head_dim)
 
 
 def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadChange:
@@ -139,15 +142,15 @@ def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadCha
     """
     spectrum, half = layer.spectra[0], head_dim // 2
     pairs = len(spectrum.inv_freq) if spectrum.rotates else half
-    rest = list(range(2 * pairs, head_dim))
-    middle = len(rest) // 2
-    order = [*range(pairs), *rest[:middle], *range(pairs, 2 * pairs), *rest[middle:]]
-    there = read_back.rotary_scale if spectrum.rotates else 1.0
+    still = list(range(2 * pairs, head_dim))
+    middle = len(still) // 2
+    order = [*range(pairs), *still[:middle], *range(pairs, 2 * pairs), *still[middle:]]
+    theirs = read_back.rotary_scale if spectrum.rotates else 1.0
 
     def factor(channel: int) -> float:
-        here = spectrum.rotary_scale if channel < spectrum.rotary_dim else 1.0
-        found = spectrum.temperature.scale * (here / there) ** 2
-        return 1.0 if math.isclose(found, 1.0, rel_tol=1e-9) else found
+        ours = spectrum.rotary_scale if channel < spectrum.rotary_dim else 1.0
+        scale = spectrum.temperature.scale * (ours / theirs) ** 2
+        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-9) else scale
 
     return HeadChange(tuple(order), tuple(factor(channel) for channel in order))
 
@@ -229,17 +232,11 @@ def exported_names(model: Decoder, plan: Plan) -> list[str]:
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
     """Return one parameter in float32, with query and key channels changed as the plan says."""
     value = model.get_parameter(name).detach()
-    if not _changes_heads(model, plan) or _kind(name) not in (
-        "q_proj",
-        "k_proj",
-        "q_norm",
-        "k_norm",
-    ):
+    if (change := _head_change(model, name, plan)) is None:
         return value
-    order = _order(model, name, plan)
+    order, factors = change
     heads = value.unflatten(0, (-1, len(order)))[:, order]
-    factors = _factors(model, name, plan)
-    return (heads * factors.view(*factors.shape, *[1] * (value.dim() - 1))).flatten(0, 1)
+    return (heads * _align(factors, value)).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -247,54 +244,41 @@ def round_weights(model: Decoder, plan: Plan, dtype: torch.dtype) -> None:
     """Round the decoder's own weights in place, consistently with their exported counterparts."""
     for name in exported_names(model, plan):
         value = model.get_parameter(name)
-        if _kind(name) not in ("q_proj", "q_norm") or not _changes_heads(model, plan):
+        if (change := _head_change(model, name, plan)) is None:
             value.copy_(value.to(dtype))
             continue
-        order = torch.tensor(_order(model, name, plan))
-        factors = _factors(model, name, plan)[:, order.argsort()]
-        factors = factors.view(*factors.shape, *[1] * (value.dim() - 1))
+        order, factors = change
+        factors = _align(factors[:, torch.tensor(order).argsort()], value)
         heads = value.unflatten(0, (-1, len(order)))
         value.copy_(((heads * factors).to(dtype) / factors).flatten(0, 1))
 
 
-def _changes_heads(model: Decoder, plan: Plan) -> bool:
-    """Whether the plan changes the weights of queries and keys."""
-    return bool(plan.changes) or _folds(model, plan)
+def _head_change(model: Decoder, name: str, plan: Plan) -> tuple[list[int], Tensor] | None:
+    """Return the order of a parameter's channels and their factors ``[1 or Hq, head_dim]``.
 
-
-def _folds(model: Decoder, plan: Plan) -> bool:
-    """Whether the query projection absorbs a learned softmax scale."""
-    return plan.is_native and model.config.softmax.learned_scale
-
-
-def _order(model: Decoder, name: str, plan: Plan) -> list[int]:
-    """Return the index of our channel for each exported channel."""
-    size = model.config.head_size
-    return list(plan.changes[_layer(name)].order if plan.changes else range(size))
-
-
-def _factors(model: Decoder, name: str, plan: Plan) -> Tensor:
-    """Return ``[1 or Hq, head_dim]`` factors on the last weight of the queries: their norm's gain,
-    if any."""
-    index = _layer(name)
-    last = "q_norm" if model.layout.layers[index].qk_norm else "q_proj"
-    factors = torch.ones(1, model.config.head_size)
-    if _kind(name) != last:
-        return factors
-    if plan.changes:
-        factors = factors * torch.tensor(plan.changes[index].factors)
-    if _folds(model, plan):
+    The factors go to the last weight of the queries, which is the gain of their norm, if any. They
+    include a learned softmax scale, for which a native architecture has no parameter. Returns None
+    if the parameter is exported unchanged.
+    """
+    kind, size = name.split(".")[-2], model.config.head_size
+    absorbs_scale = plan.is_native and model.config.softmax.learned_scale
+    is_changed = plan.changes or absorbs_scale
+    if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or not is_changed:
+        return None
+    index = int(name.split(".")[1])
+    change = plan.changes[index] if plan.changes else _unchanged(size)
+    if kind != ("q_norm" if model.layout.layers[index].qk_norm else "q_proj"):
+        return list(change.order), torch.ones(1, size)
+    factors = torch.tensor([change.factors])
+    if absorbs_scale:
         scale = model.get_parameter(f"layers.{index}.self_attn.softmax_scale").detach()
         factors = factors * scale[:, None]
-    return factors
+    return list(change.order), factors
 
 
-def _kind(name: str) -> str:
-    return name.split(".")[-2]
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".")[1])
+def _align(factors: Tensor, value: Tensor) -> Tensor:
+    """Append axes to ``[heads, head_dim]`` until it multiplies the heads of a weight or bias."""
+    return factors.view(*factors.shape, *[1] * (value.dim() - 1))
 
 
 def write_weights(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def logits(
-    model: torch.nn.Module, tokens: list[int], cached: bool, kept: int, decoded: int
+    model: torch.nn.Module, tokens: list[int], cached: bool, rows: int, decoded: int
 ) -> Tensor:
     """Compute ``[rows, vocab]``: with a cache, the last tokens one by one, then in one pass; or
     only so."""
@@ -31,7 +31,7 @@ def logits(
         name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
         passed = {name: out[name]}
         parts.append(out.logits)
-    whole = model(ids, use_cache=False, logits_to_keep=kept).logits
+    whole = model(ids, use_cache=False, logits_to_keep=rows).logits
     return torch.cat([*parts, whole], dim=1)[0].float()
 
 
@@ -64,8 +64,8 @@ def before_padding(model: Any, prompts: list[list[int]], length: int) -> Tensor:
     ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
     mask = torch.tensor([[1] * len(p) + [0] * (length - len(p)) for p in prompts])
     last = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    found = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=last).logits
-    return found.diagonal().mT.float()  # each row's logits after its own prompt
+    logits = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=last).logits
+    return logits.diagonal().mT.float()  # each row's logits after its own prompt
 
 
 def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
 def counting(model: Any) -> Any:
     """Return the model, which from now on prints the number of tokens of every forward pass."""
 
-    def count(_: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        ids = given[0] if given else named["input_ids"]
+    def count(_: torch.nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        ids = positional[0] if positional else keywords["input_ids"]
         print(f"tokens read: {ids.numel()}", flush=True)
 
     model.register_forward_pre_hook(count, with_kwargs=True)
@@ -102,7 +102,7 @@ def main(directory: str, question: str, answer: str) -> None:
         directory, dtype=torch.float32, output_loading_info=True, **options
     )
     model, info = loaded
-    problems = {key: sorted(map(str, found)) for key, found in info.items() if found}
+    problems = {key: sorted(map(str, names)) for key, names in info.items() if names}
     torch.save(
         {
             "text_ids": tokenizer(asked["text"])["input_ids"],

@@ -49,8 +49,8 @@ def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: T
         if (stretch := long["stretch"]) is not None:
             begin = long.get("reference") or trained
             s = 1 + long["growth"] * ((length / begin).clamp(min=1) - 1)
-            kept, power = (inv_freq.new_tensor(stretch[key]) for key in ("kept", "power"))
-            slow = slow * (kept + (1 - kept) * s**-power)
+            share_kept, power = (inv_freq.new_tensor(stretch[key]) for key in ("kept", "power"))
+            slow = slow * (share_kept + (1 - share_kept) * s**-power)
             larger = scale + stretch["attention"] * s.log()
         inv_freq = torch.where(length > long["length"], slow, inv_freq)
         scale = torch.where(length > long["length"], larger, scale)
@@ -94,7 +94,7 @@ class Seen:
     cache_position: Tensor | None = None
 
 
-def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, Any]:
+def check_arguments(config: UnropeConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for a server's attention or a static cache.
 
     Raises:
@@ -104,7 +104,7 @@ def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, An
     # None and False ask for nothing.
     unknown = [
         name
-        for name, value in given.items()
+        for name, value in arguments.items()
         if not (name in known or value is None or value is False)
     ]
     if unknown:
@@ -112,7 +112,7 @@ def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, An
             f"the model does not know the argument {', '.join(unknown)}. Ignored, it could make "
             "the model compute something else than you asked for."
         )
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in known}
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
@@ -260,9 +260,9 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
             allowed = allowed & (j > i - self.window)
         if padding is not None:
             # A padded query sees itself: a softmax over nothing is NaN.
-            kept = padding[:, first : first + keys]
-            kept = F.pad(kept, (0, keys - kept.shape[1]), value=False)
-            allowed = allowed & kept[:, None, None] | (i == j)
+            visible = padding[:, first : first + keys]
+            visible = F.pad(visible, (0, keys - visible.shape[1]), value=False)
+            allowed = allowed & visible[:, None, None] | (i == j)
         if segments is not None:  # there is no cache, so that these are the keys too
             allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
         if not any(self.slopes):
@@ -403,8 +403,8 @@ class UnropeModel(UnropePreTrainedModel):
         where = passed.pop(CACHE_POSITION, None)
         seen = Seen(padding, self.segments(position_ids, cache) if packs else None, where)
         trained = (self.config.layout or {})["training_length"]
-        own = zip(self.spectra, self.frequencies(x.device), strict=True)
-        tables = [table(spectrum, f, trained, position_ids) for spectrum, f in own]
+        spectra = zip(self.spectra, self.frequencies(x.device), strict=True)
+        tables = [table(spectrum, f, trained, position_ids) for spectrum, f in spectra]
         states: list[Tensor] = []
         for block in self.layers:
             if output_hidden_states:

@@ -1,19 +1,26 @@
 """Every claim is judged from the numbers: shown, not shown, or not judged."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.report.examples import report, statements
 from trainer.evaluation.outcomes import Outcomes, Result
 from trainer.evaluation.results import PERPLEXITY, Arm, Cell, Drop
-from trainer.evaluation.statistics import estimate, wilson_interval
+from trainer.evaluation.statistics import Estimate, estimate, wilson_interval
 from trainer.report.claims import (
     ROLES,
+    Claim,
     Measured,
     certainly_exceeds,
+    cropping,
+    fall,
     in_words,
     loss_change,
     losses_in_words,
     observe,
+    reach,
+    same_loss,
 )
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
@@ -33,13 +40,13 @@ def judge(claim, roles, **others):
     for role, numbers in roles.items():
         rates, losses = numbers if isinstance(numbers[0], tuple) else (numbers, (4.0,) * 4)
         table += statements(ROLES[role], rates, losses)
-    found = [
+    matching = [
         o
         for o in observe(results(*table), {role: ROLES[role] for role in roles}, **others)
         if claim in o.claim
     ]
-    assert len(found) == 1, [o.claim for o in found]
-    return found[0].shown, found[0].evidence
+    assert len(matching) == 1, [o.claim for o in matching]
+    return matching[0].shown, matching[0].evidence
 
 
 def losses(*values):
@@ -176,7 +183,7 @@ def test_drope_competes_with_its_temperature_where_it_has_one():
     assert "DroPE with a temperature" in evidence
 
 
-def test_extensions_not_measured_at_the_training_length_are_what_they_extend():
+def test_an_extension_not_measured_at_the_training_length_counts_as_its_base():
     roles = {"rope": BAD, "drope": GOOD, "rope_pi": (None, 50, 50, 50)}
     assert judge("DroPE retrieves more than PI", roles)[0] is True
 
@@ -188,7 +195,7 @@ def test_a_fitted_coefficient_is_named():
 
 
 @pytest.mark.parametrize(
-    ("drop", "shown", "said"),
+    ("drop", "shown", "message"),
     [
         (Drop(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
         (Drop(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
@@ -198,30 +205,30 @@ def test_a_fitted_coefficient_is_named():
         (Drop(800, 4.0, 6.0, None), None, "missing"),
     ],
 )
-def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, said):
+def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
     (observation,) = observe((), {}, drop=drop)
     assert observation.shown is shown
-    assert said in observation.evidence
+    assert message in observation.evidence
 
 
 @pytest.mark.parametrize(
-    ("rises", "shown", "said"),
+    ("rises", "shown", "message"),
     [
         ((2.0, 2.0, 2.0, 2.0), True, "98% (95% interval 98% to 98%) of the rise is won back"),
         ((5.0, 2.0, 0.5, 0.5), False, "96% (95% interval 8"),  # by one sequence of four
         ((0.5, -0.4, 0.6, -0.4), None, "does not rise at the drop by more than 1%"),
     ],
 )
-def test_what_recalibration_wins_back_is_sure_over_the_sequences(rises, shown, said):
+def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown, message):
     before = (4.0,) * 4
     after = tuple(4.0 + rise for rise in rises)
     # Of each rise 98%, but where they differ a constant of 0.08.
-    left = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
-    sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in left)}
+    remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
+    sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [sum(sequences[name]) / 4 for name in ("before", "after", "end")]
     (observation,) = observe((), {}, drop=Drop(800, *means, sequences))
     assert observation.shown is shown
-    assert said in observation.evidence
+    assert message in observation.evidence
 
 
 @pytest.mark.parametrize(
@@ -248,15 +255,15 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
 )
 def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown, left_open):
     """Half a percent above RoPE's, where at most one is within the margin."""
-    own = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
+    windows_of_drope = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
     cells = [
         Cell(name, "none", PERPLEXITY, 64, 1.0, last_loss=sum(windows) / 4, by_window=windows)
-        for name, windows in (("RoPE", (4.0,) * 4), ("DroPE", own))
+        for name, windows in (("RoPE", (4.0,) * 4), ("DroPE", windows_of_drope))
     ]
-    found = observe(results(*cells), {"rope": "RoPE", "drope": "DroPE"})
-    (found,) = (o for o in found if "matches RoPE's" in o.claim)
-    assert found.shown is shown
-    assert found.evidence.endswith("leaves it open.") == left_open
+    observation = observe(results(*cells), {"rope": "RoPE", "drope": "DroPE"})
+    (observation,) = (o for o in observation if "matches RoPE's" in o.claim)
+    assert observation.shown is shown
+    assert observation.evidence.endswith("leaves it open.") == left_open
 
 
 @pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
@@ -267,7 +274,7 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     }
     (observation,) = observe((), {}, arms=arms)
     assert observation.shown is shown
-    assert f"NoPE is {slow:.3f}, that of RoPE 4.000" in observation.evidence
+    assert f"logged points: NoPE {slow:.3f}, RoPE 4.000" in observation.evidence
 
 
 def test_claims_about_absent_methods_are_left_out():
@@ -320,46 +327,37 @@ def test_exceeding_is_newcombes_lower_limit_above_0(a, b, exceeds):
     assert certainly_exceeds(result(*a), result(*b), 1) == exceeds
 
 
-def test_exceeding_takes_the_intervals_of_both_sides():
-    def result(rate, trials):
-        hits = round(rate * trials)
-        return Result("m", 64, 1.0, estimate([1.0] * hits + [0.0] * (trials - hits)))
-
-    assert not certainly_exceeds(result(0.6, 50), result(0.5, 50), 1)
-    assert certainly_exceeds(result(0.6, 5000), result(0.5, 5000), 1)
-    assert not certainly_exceeds(result(0.6, 5000), result(0.5, 20), 1)
-    assert not certainly_exceeds(result(0.0, 100), result(0.0, 100), 2)
-
-
-def test_what_is_kept_at_the_longest_length_is_of_that():
+def test_retained_retrieval_is_judged_at_the_longest_length():
     """Not of the length before it, at which half is lost."""
     assert judge("RoPE-ID keeps", {"rope_id": (100, 50, 50, 100)})[0] is True
     assert judge("RoPE-ID keeps", {"rope_id": (100, 100, 100, 50)})[0] is False
 
 
-@pytest.mark.parametrize("kept", [(0,), (2, 3)], ids=["the training length", "longer ones"])
-def test_claims_about_lengths_that_are_missing_are_left_out(kept):
+@pytest.mark.parametrize("places", [(0,), (2, 3)], ids=["the training length", "longer ones"])
+def test_claims_about_lengths_that_are_missing_are_left_out(places):
     """At the training length alone some can be judged; beyond it alone there is nothing to hold
     against it, but for what two methods reach."""
     roles = {role: ROLES[role] for role in ROLES}
-    table = [one for name in roles.values() for one in statements(name, GOOD)]
-    table = [one for one in table if one.length in [(64, 128, 256, 512)[place] for place in kept]]
+    table = [cell for name in roles.values() for cell in statements(name, GOOD)]
+    table = [
+        cell for cell in table if cell.length in [(64, 128, 256, 512)[place] for place in places]
+    ]
     claims = [o.claim for o in observe(results(*table), roles)]
     assert len(claims) == len(set(claims))
     beyond = [claim for claim in claims if "longest" in claim or "beyond" in claim or "4×" in claim]
-    assert (len(beyond), len(claims)) == {(0,): (0, 5), (2, 3): (11, 11)}[kept]
+    assert (len(beyond), len(claims)) == {(0,): (0, 5), (2, 3): (11, 11)}[places]
 
 
-def test_what_was_not_measured_is_not_compared():
-    one, none = Result("m", 64, 1.0, None, 4.0), Result("n", 64, 1.0)
-    for a, b in ((one, none), (none, one)):
+def test_unmeasured_quantities_are_refused_or_not_judged():
+    measured, unmeasured = Result("m", 64, 1.0, None, 4.0), Result("n", 64, 1.0)
+    for a, b in ((measured, unmeasured), (unmeasured, measured)):
         with pytest.raises(ValueError, match="a loss that was not measured"):
             loss_change(a, b)
     with pytest.raises(ValueError, match="'n' has no retrieval at 64 tokens"):
-        in_words(none)
+        in_words(unmeasured)
     with pytest.raises(KeyError):
-        Measured((one,), {"rope": "m"}).cell("rope", 128)
-    assert Measured((one,), {"rope": "m"}).not_learned("rope") == (
+        Measured((measured,), {"rope": "m"}).cell("rope", 128)
+    assert Measured((measured,), {"rope": "m"}).not_learned("rope") == (
         "Not judged: m was not measured at its training length."
     )
     # Windows that are not the same are not paired: the means are compared.
@@ -367,10 +365,96 @@ def test_what_was_not_measured_is_not_compared():
     assert loss_change(some, more).low == loss_change(some, more).high == 0
 
 
-def test_losses_at_two_lengths_are_those_of_one_or_of_two():
+def test_losses_in_words_name_the_lengths_and_models_that_differ():
     near, far = (Result("a", n, n / 64, None, loss, (loss,) * 2) for n, loss in ((64, 4), (128, 5)))
     other = Result("b", 64, 1.0, None, 4.5, (4.5,) * 2)
-    said = "Text loss of a at 128 tokens 5.000, at 64"
-    assert losses_in_words(far, near).startswith(f"{said} 4.000 nats/token, +25.0%")
-    assert losses_in_words(far, other).startswith(f"{said} 4.500 (b) nats/token, +11.1%")
+    message = "Text loss of a at 128 tokens 5.000, at 64"
+    assert losses_in_words(far, near).startswith(f"{message} 4.000 nats/token, +25.0%")
+    assert losses_in_words(far, other).startswith(f"{message} 4.500 (b) nats/token, +11.1%")
     assert losses_in_words(near, other).startswith("Text loss at 64 tokens: a 4.000, b 4.500 nats")
+
+
+CLAIM = Claim("what a paper says", "where")
+MARGIN = 0.05
+
+
+def measured_run(**rates_and_losses):
+    """Of every role the retrieval and the loss at 1, 2 and 4 training lengths of 64 tokens."""
+    cells = [
+        Result(
+            role,
+            64 * factor,
+            factor,
+            None if rate is None else Estimate(rate, rate - 0.02, rate + 0.02),
+            loss,
+        )
+        for role, (rates, losses) in rates_and_losses.items()
+        for factor, rate, loss in zip((1, 2, 4), rates, losses, strict=True)
+    ]
+    return Measured(cells, {role: role for role in rates_and_losses})
+
+
+LOST, KEPT, UNLEARNED = (0.9, 0.6, 0.2), (0.9, 0.9, 0.8), (0.3, 0.2, 0.1)
+FLAT, RISEN = (4.0, 4.0, 4.1), (4.0, 4.1, 6.0)
+FALLEN = (4.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "losses", "shown"),
+    [
+        (LOST, FLAT, True),
+        (LOST, RISEN, False),  # it has lost its text too
+        (KEPT, FLAT, False),  # it has kept its retrieval
+        (KEPT, RISEN, False),
+        (UNLEARNED, FLAT, None),
+        (UNLEARNED, RISEN, None),
+        (LOST, FALLEN, True),  # less loss is no rise
+    ],
+)
+def test_cropping_is_shown_where_retrieval_falls_and_the_loss_does_not_rise(rates, losses, shown):
+    (verdict,) = cropping(measured_run(rope=(rates, losses)), CLAIM, "rope", MARGIN)
+    assert verdict.shown is shown
+    if shown is not None:
+        assert "at 64 tokens, rope" in verdict.evidence
+        assert f"Text loss of rope at 256 tokens {losses[-1]:.3f}, at 64 4.000" in verdict.evidence
+
+
+def test_cropping_is_judged_at_the_longest_length_that_has_both():
+    """At 256 tokens the loss was not measured: at 128 it has kept more than half."""
+    measured = measured_run(rope=(LOST, (4.0, 4.0, None)))
+    (verdict,) = cropping(measured, CLAIM, "rope", MARGIN)
+    assert verdict.shown is False
+    assert "at 128" in verdict.evidence
+    for missing in ((None, 4.0, 4.0), (4.0, None, None)):
+        assert not [*cropping(measured_run(rope=(LOST, missing)), CLAIM, "rope", MARGIN)]
+    assert not [*cropping(measured_run(rope=((None,) * 3, FLAT)), CLAIM, "rope", MARGIN)]
+
+
+@pytest.mark.parametrize(
+    ("near", "shown"),
+    [((0.9, 0.8, 0.8), True), ((0.9, 0.3, 0.8), False), ((0.9, 0.8, 0.3), False)],
+)
+def test_a_claim_of_several_lengths_needs_all_of_them(near, shown):
+    measured = measured_run(far=(near, FLAT), base=((0.9, 0.2, 0.2), FLAT))
+    (verdict,) = reach(measured, CLAIM, ("far", "base"), 2, from_factor=2)
+    assert verdict.shown is shown
+    (last,) = reach(measured, CLAIM, ("far", "base"), 2)  # the longest alone
+    assert last.shown is (near[-1] > 0.4)
+
+
+def test_a_fall_is_from_the_training_length_to_the_longest():
+    for rates, shown in (((0.9, 0.9, 0.2), True), ((0.9, 0.2, 0.9), False)):
+        (verdict,) = fall(measured_run(rope=(rates, FLAT)), CLAIM, "rope")
+        assert verdict.shown is shown
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(3.0, True), (4.1, True), (4.3, False)])
+def test_the_same_loss_is_at_most_a_margin_above_the_others(loss, shown):
+    measured = measured_run(a=(KEPT, (loss, 9, 9)), b=(KEPT, (4.0, 1, 1)))
+    (verdict,) = same_loss(measured, CLAIM, ("a", "b"), MARGIN)
+    assert verdict.shown is shown
+    (verdict,) = same_loss(replace(measured, one_text=False), CLAIM, ("a", "b"), MARGIN)
+    assert verdict.shown is None
+    assert verdict.evidence.startswith(
+        "Not judged: the models trained on different text. Text loss"
+    )

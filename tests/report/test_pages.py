@@ -1,20 +1,26 @@
-"""The renderings of a report: figures with their numbers, and one page that needs nothing else."""
+"""Pages of a report: templates, warnings, and one page that needs nothing else."""
 
 import csv
-import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from subprocess import run
 
-import numpy as np
 import pytest
+from jinja2 import DictLoader, UndefinedError
+from rich.console import Console
 
-from tests.report.examples import DEPTHS, EXPERIMENT, TRAINED, cell, example, report, statements
+from tests.report.examples import EXPERIMENT, TRAINED, cell, example, report, statements
+from trainer.commands import console
+from trainer.common.files import csv_text
 from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import PERPLEXITY, Arm, Drop
-from trainer.report.figures import Depths, is_panelled, write_figures
-from trainer.report.pages import lead, measured, tally, write_renderings
+from trainer.evaluation.results import Arm, Change, Drop, troubles
+from trainer.report import files
+from trainer.report.figures import is_panelled, write_figures
+from trainer.report.files import base64, render
+from trainer.report.pages import lead, measured, tally, write_html, write_renderings
 from trainer.report.tables import tables
 from trainer.report.training_figures import smoothed, training_figure
 
@@ -47,7 +53,7 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def test_everything_is_there_and_nothing_temporary(written):
+def test_all_files_are_written_and_no_temporary_ones_left(written):
     names = {path.name for path in written.iterdir()}
     assert names == {"report.html", "table.md", "table.tex", "table.csv", "figures"}
     assert {path.name for path in (written / "figures").iterdir()} == {
@@ -60,28 +66,6 @@ def test_figures_are_the_same_in_every_repetition(small, written, tmp_path):
     assert {figure.path.stem for figure in drawn} == FIGURES
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (written / "figures" / path.name).read_bytes(), path.name
-
-
-def test_the_numbers_of_a_figure_lie_beside_it(small, written):
-    found = {(c.model, c.method, c.task, c.length): c for c in small.cells}
-    for row in read_csv(written / "figures" / "success_multi_key.csv"):
-        scores = found[row["model"], row["method"], "multi_key", int(row["length"])].scores
-        assert float(row["success"]) == pytest.approx(np.mean(scores))
-    for row in read_csv(written / "figures" / "perplexity_by_position.csv"):
-        own = found[row["model"], row["method"], PERPLEXITY, 8192]
-        index = own.edges.index(int(row["from_position"]))
-        assert float(row["perplexity"]) == pytest.approx(math.exp(own.losses[index]))
-        assert float(row["loss"]) == own.losses[index]
-    for row in read_csv(written / "figures" / "depth_multi_key.csv"):
-        own = found[row["model"], row["method"], "multi_key", int(row["length"])]
-        near = [
-            s for s, d in zip(own.scores, own.depths, strict=True) if 100 * d == int(row["depth"])
-        ]
-        assert float(row["success"]) == pytest.approx(np.mean(near))
-    rows = read_csv(written / "figures" / "perplexity_and_retrieval.csv")
-    assert {(row["model"], row["method"]) for row in rows} == {
-        *(("RoPE", "none"), ("RoPE", "crop"), ("RoPE", "yarn"), ("DroPE", "none")),
-    }
 
 
 def test_an_experiment_has_its_training_curves_and_its_story(tmp_path):
@@ -103,7 +87,7 @@ def test_an_experiment_has_its_training_curves_and_its_story(tmp_path):
         "Of 3 observations of the papers: 1 shown, 1 not shown, 1 not judged.",
         "just before 4.100",
         "100.0 4.000 98.5–100.0",
-        "50% of the training sequences carried such statements, at the training length only",
+        "50% of the training sequences contained such statements, at the training length only",
         "right in 1.0% of trials",
         "✓ shown first claim.",
         "✗ not shown second claim.",
@@ -113,7 +97,7 @@ def test_an_experiment_has_its_training_curves_and_its_story(tmp_path):
         assert words in text, words
 
 
-def test_smoothing_is_a_centred_mean_that_skips_what_is_missing():
+def test_smoothing_is_a_centred_mean_without_missing_values():
     nan = float("nan")
     assert smoothed([1, 2, 3, 4, 5], 3) == [1.5, 2, 3, 4, 4.5]
     assert smoothed([1, nan, 3], 3) == [1, 2, 3]
@@ -136,18 +120,6 @@ def test_the_jump_at_the_drop_is_drawn_as_a_jump():
         near = losses[max(low, i - half) : min(high, i + half + 1)]
         assert value == pytest.approx(sum(near) / len(near))
     assert abs(smooth[1] - 4.05) < 0.05 < abs(losses[1] - 4.0)
-
-
-def test_depths_are_rows_of_their_own_until_there_are_many():
-    few = Depths.of([cell([1.0] * 5, depths=DEPTHS)])
-    assert few.names == ("0", "25", "50", "75", "100")
-    depths = tuple(np.linspace(0, 1, 31).tolist())
-    many = Depths.of([cell([1.0] * 31, depths=depths)])
-    assert many.names[0] == "0–10"
-    assert many.names[-1] == "90–100"
-    # The end of the text belongs to the last tenth; a tenth without trials is not a zero.
-    assert many.means(cell([0.5], depths=(1.0,)))[-1] == 0.5
-    assert math.isnan(many.means(cell([0.5], depths=(1.0,)))[0])
 
 
 def test_many_lines_are_shared_out_among_panels():
@@ -202,9 +174,9 @@ def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
 
 def test_loss_by_position_needs_two_positions(tmp_path):
     text = {"task": "perplexity", "length": 1024, "last_loss": 4.0}
-    one = report(cell((), edges=(0, 1024), losses=(4.0,), **text))
+    single = report(cell((), edges=(0, 1024), losses=(4.0,), **text))
     two = report(cell((), edges=(0, 512, 1024), losses=(4.0, 4.1), **text))
-    assert write_figures(one, tmp_path / "one") == []
+    assert write_figures(single, tmp_path / "one") == []
     (figure,) = write_figures(two, tmp_path / "two")
     assert figure.path.stem == "perplexity_by_position"
     assert "dashed line" not in figure.caption  # nothing lies beyond the training length
@@ -273,7 +245,7 @@ def test_the_lead_is_made_of_the_numbers():
     made = report(cell([0.0] * 10), cell([1.0] * 5 + [0.0] * 5, "DroPE"))
     assert lead(made) == (
         "Trained at 1024 tokens and tested at up to 2048 (2×). Of 2 combinations of model and "
-        "method DroPE reaches most there in Multi-key needles: 50.0% (23.7–76.3); RoPE has 0.0% "
+        "method, DroPE scores highest there in Multi-key needles: 50.0% (23.7–76.3); RoPE has 0.0% "
         "(0.0–27.8)."
     )
     assert lead(report()) == ""
@@ -287,14 +259,110 @@ def test_the_lead_is_made_of_the_numbers():
 
 
 def test_one_is_no_plural():
-    one = report(cell([1.0]), observations=EXPERIMENT["observations"][:1])
-    assert dict(measured(one))["Multi-key needles"].startswith("1 trial at each length")
-    assert tally(one.observations) == "Of 1 observation of the papers: 1 shown."
-    assert tables(one)[0].note == "1 trial a cell."
+    single = report(cell([1.0]), observations=EXPERIMENT["observations"][:1])
+    assert dict(measured(single))["Multi-key needles"].startswith("1 trial at each length")
+    assert tally(single.observations) == "Of 1 observation of the papers: 1 shown."
+    assert tables(single)[0].note == "1 trial a cell."
 
 
-def test_what_was_measured_is_said_in_words(small):
-    words = dict(measured(small))
-    assert words["Models"] == "RoPE, DroPE"
-    assert words["Multi-key needles"].startswith("20 trials at each length")
-    assert words["Lengths in tokens"] == "1024 (1×), 2048 (2×), 4096 (4×), 8192 (8×)"
+def test_changes_of_a_phase_are_in_the_terminal_and_on_the_page(tmp_path, monkeypatch):
+    """Of the run itself the drop has a line of its own."""
+    long = Change(1000, "phase 'long'", 4096, 4.25, 4.5, 3.125)
+    main = Arm("RoPE", "rope", 10, 2000, 64_000, changes=(Change(500, "dropped", 64, 3, 5), long))
+    other = Arm("NoPE", "nope", 10, 2000, 64_000, changes=(replace(long, loss_end=None),))
+    whole = replace(report(arms=(main, other)), drop=Drop(500, 3.0, 5.0))
+    shown = StringIO()
+    monkeypatch.setattr(console, "Console", lambda **_: Console(file=shown, width=200))
+    console.print_report(whole, "runs/x", existing=False)
+    after = "after step 1000: phase 'long'; held-out loss at 4,096 tokens 4.250 before, then 4.500"
+    messages = " ".join(shown.getvalue().split())
+    assert f"RoPE, {after} to 3.125. NoPE, {after} to ?." in messages
+    assert messages.count("just after") == 1
+    write_html(whole, [], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index('id="changes"') :])
+    assert cells[6:12] == [
+        "1\u202f000",
+        "phase &#39;long&#39;",
+        "4\u202f096",
+        "4.250",
+        "4.500",
+        "3.125",
+    ]
+    assert cells[17] == "·"
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({}, []),
+        ({"skipped": 9}, ["RoPE: 9 of 1,000 updates were left out"]),
+        ({"curve": ((990, 2.0), (1000, 2.0))}, []),
+        (
+            {"curve": ((980, 2.0), (990, 2.0))},
+            ["RoPE: its metrics.csv ends at step 990 of 1,000, and with it its curve of the loss"],
+        ),
+        ({"rewinds": 2}, ["RoPE: it diverged and went back to a checkpoint 2 times"]),
+        (
+            {"rewinds": 1, "finite": False},
+            ["RoPE: it diverged and went", "RoPE: the norm of its weights is"],
+        ),
+    ],
+)
+def test_troubles_of_training_are_in_the_terminal_and_on_the_page(
+    fields, messages, tmp_path, monkeypatch
+):
+    arm = Arm("RoPE", "rope", 10, 1000, 64_000, **fields)
+    assert [
+        trouble[: len(start)] for trouble, start in zip(troubles([arm]), messages, strict=True)
+    ] == (messages)
+    shown = StringIO()
+    monkeypatch.setattr(console, "Console", lambda **_: Console(file=shown, width=100))
+    console.print_report(report(arms=(arm,)), "runs/x", existing=False)
+    write_html(report(arms=(arm,)), [], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (
+        shown.getvalue().count("Warning: RoPE: ")
+        == page.count("Warning.</b> RoPE: ")
+        == len(messages)
+    )
+
+
+@pytest.fixture
+def template(monkeypatch):
+    """Set a text as if it were one of the templates."""
+
+    def fill(text, filters=None, **values):
+        monkeypatch.setattr(files, "PackageLoader", lambda _: DictLoader({"a": text}))
+        return render("a", filters or {}, **values)
+
+    return fill
+
+
+def test_values_are_escaped(template):
+    assert template("<p>{{ x }}</p>", x="<b> & c") == "<p>&lt;b&gt; &amp; c</p>"
+
+
+def test_a_missing_value_is_an_error(template):
+    with pytest.raises(UndefinedError, match="'x' is undefined"):
+        template("{{ x }}")
+
+
+def test_lines_of_tags_leave_nothing(template):
+    assert template("a\n  {% if x %}\nb\n  {% endif %}\nc", x=True) == "a\nb\nc"
+
+
+def test_filters_of_all_templates(template):
+    assert template("{{ x | mathml | safe }}", x="a/b").startswith("<math><mfrac>")
+    assert template("{{ x | pretty | safe }}", x={"é": [1]}) == '{\n  "é": [\n    1\n  ]\n}'
+    assert template("{{ x | twice }}", {"twice": lambda x: 2 * x}, x=3) == "6"
+
+
+def test_csv_quotes_separators_and_ends_every_line():
+    rows = [("a,b", 'c"d'), (1, None)]
+    assert csv_text(("x", "y"), rows) == 'x,y\n"a,b","c""d"\n1,\n'
+
+
+def test_a_file_as_an_address(tmp_path):
+    (tmp_path / "a").write_bytes(b"\x00\xff")
+    assert base64(tmp_path / "a") == "AP8="
