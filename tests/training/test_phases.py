@@ -30,8 +30,7 @@ from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training.callbacks.stopping import Stopping
 from trainer.training.callbacks.transitions import effect_batch
-from trainer.workflows.prepare import prepare
-from trainer.workflows.requests import PrepareRequest
+from trainer.workflows.prepare import PrepareRequest, prepare
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {
