@@ -24,7 +24,7 @@ def composed_once():
     composed, known = functools.cache(compose), functools.cache(read)
 
     def compose_once(root, lines, files, problems=()):
-        if files.own is not None:  # which a test may have written
+        if files.user_directory is not None:  # which a test may have written
             return compose(root, lines, files, problems)
         return copy.deepcopy(composed(root, tuple(lines), files))
 

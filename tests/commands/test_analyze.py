@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.small_runs import trained_in
 from trainer.__main__ import main
 from trainer.analysis.capture import capture
 from trainer.analysis.settings import kinds
@@ -18,55 +20,27 @@ from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.section import Indicator
 from trainer.commands.analyze import summary
 from trainer.common.errors import UserError
-from trainer.data.corpus import prepare_corpus
 from trainer.positional.rescaling import ntk_aware
-from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import merged, parse
-from trainer.training.run import train
 from trainer.workflows import analyze as analysis
-from trainer.workflows.analysis_texts import page_texts
-from trainer.workflows.analyze import analyze, use_method
+from trainer.workflows.analyze import page_texts, use_method
 from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 from trainer.workflows.subjects import held_out_corpus
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 
 
-def trained(directory, **changes):
-    """A run of a few steps."""
-    (directory / "text").mkdir()
-    path = directory / "text" / "a.jsonl"
-    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(900))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    values = {
-        "run_dir": str(directory / "run"),
-        "model": {**shape, "num_attention_heads": 2, "num_key_value_heads": 1},
-        "data": {
-            "source": "files",
-            "files": [str(path)],
-            "sequence_length": 32,
-            "cache_dir": str(directory / "cache"),
-        },
-        "tokenizer": {"vocab_size": 300},
-        "trainer": {"max_steps": 4, "batch_size": 4, "threads": 1},
-    }
-    config = parse(RunConfig, merged(values, changes))
-    (directory / "run").mkdir()
-    train(config, prepare_corpus(config.data, config.tokenizer))
-    return directory / "run"
+@pytest.fixture(scope="module")
+def rope(base, tmp_path_factory):
+    changes = {"model": {"qk_norm": {"when": "never"}}, "drop": {"at": None}}
+    directory = tmp_path_factory.mktemp("rope") / "run"
+    trained_in(directory, base, **changes, trainer={"max_steps": 4})
+    return directory
 
 
 @pytest.fixture(scope="module")
-def rope(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("rope"))
-
-
-@pytest.fixture(scope="module")
-def drope(tmp_path_factory):
-    drop = {"at": 2, "effect_sequences": 4, "schedule": {"warmup_steps": 1}}
-    return trained(tmp_path_factory.mktemp("drope"), drop=drop)
+def drope(finished):
+    return Path(finished[0].run_dir)
 
 
 def refused(words, capsys):
@@ -77,12 +51,6 @@ def refused(words, capsys):
     said = capsys.readouterr().err
     assert "Traceback" not in said
     return [line for line in said.splitlines() if line.startswith("error:")]
-
-
-def test_two_analyses_are_refused(rope, capsys):
-    words = [f"checkpoint={rope}", "+analysis=sinks", "analysis=clusters"]
-    said = "error: analysis: expected one, got sinks, clusters."
-    assert refused(words, capsys) == [said]
 
 
 def test_one_analysis_lies_in_the_run_under_its_name(rope, capsys):
@@ -142,8 +110,8 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
 )
 def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
     words = [f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, *word.split()]
-    (found,) = refused(words, capsys)
-    assert said in found
+    (line,) = refused(words, capsys)
+    assert said in line
 
 
 def test_heads_are_shown_with_a_real_question_at_any_depth(rope, tmp_path, capsys):
@@ -186,11 +154,9 @@ def test_a_model_is_analysed_under_a_method_set_for_the_length_of_the_text(rope,
         with model.using(layout):
             capture(model, ids, lambda heads, keys=keys: keys.append(heads.rotated_k))
         record = json.loads((tmp_path / name / "matrix_entropy" / "numbers.json").read_text())
-        found = np.array(record["heads"]["key post_ntk"]["effective rank"])
-        expected = [
-            [effective_rank(of[:, 0].reshape(-1, of.shape[-1]).double().numpy())] for of in keys
-        ]
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        ranks = np.array(record["heads"]["key post_ntk"]["effective rank"])
+        expected = [[effective_rank(rows[:, 0].flatten(0, 1).double().numpy())] for rows in keys]
+        np.testing.assert_allclose(ranks, expected, rtol=1e-4)
 
 
 def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
@@ -206,9 +172,9 @@ def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
     capture(candidate.load("cpu").eval(), text, lambda heads: keys.append(heads.rotated_k))
     record = json.loads((tmp_path / "page" / "matrix_entropy" / "numbers.json").read_text())
     assert record["tokens"] == len(ids) + 1
-    expected = [[effective_rank(of[0, 0].double().numpy())] for of in keys]
-    found = record["heads"]["key post_ntk"]["effective rank"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    expected = [[effective_rank(rows[0, 0].double().numpy())] for rows in keys]
+    ranks = record["heads"]["key post_ntk"]["effective rank"]
+    np.testing.assert_allclose(ranks, expected, rtol=1e-4)
     (said,) = refused([*words, "analysis.length=500"], capsys)
     assert f"analysis.length: {file} has {len(ids)} tokens, too few for a text of 500" in said
     file.write_text("")
@@ -218,30 +184,12 @@ def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
     assert "analysis.file: there is no file 'nowhere.txt'." in said
 
 
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ("dope", "analysis.method: 'dope' needs text or another reading of the model"),
-        ("yarm", "analysis.method: unknown method 'yarm'. Did you mean 'yarn'?"),
-    ],
-)
-def test_a_method_that_is_no_layout_is_refused(rope, method, said, capsys):
-    words = [f"checkpoint={rope}", "+analysis=sinks", f"analysis.method={method}"]
-    (found,) = refused(words, capsys)
-    assert said in found
-
-
-def test_a_rescaling_of_a_model_without_rotation_is_refused(drope, capsys):
-    (found,) = refused([f"checkpoint={drope}", "+analysis=sinks", "analysis.method=pi"], capsys)
-    assert re.search("analysis.method: .* has no rotation, so there is nothing to do for PI", found)
-
-
 def test_a_method_changes_the_layers_that_an_analysis_names(tiny_decoder):
     model = tiny_decoder(windows=[16, None])
     trained = model.layout
-    of = SimpleNamespace(name="swa", layout=trained, computed_by=None)
+    candidate = SimpleNamespace(name="swa", layout=trained, computed_by=None)
     for layers, slowed in ((None, [1]), ([0], [0]), ("all", [0, 1])):
-        use_method(model, of, "pi", 64, layers)
+        use_method(model, candidate, "pi", 64, layers)
         for index, (new, old) in enumerate(zip(model.layout.layers, trained.layers, strict=True)):
             by = 2 if index in slowed else 1
             expected = [f / by for f in old.spectra[0].inv_freq]
@@ -249,16 +197,16 @@ def test_a_method_changes_the_layers_that_an_analysis_names(tiny_decoder):
     with pytest.raises(
         UserError, match=r"^analysis.layers: layer 7 does not exist in a model of 2"
     ):
-        use_method(model, of, "pi", 64, [7])
-    of.layout = trained.of_layers([0, 0])
+        use_method(model, candidate, "pi", 64, [7])
+    candidate.layout = trained.of_layers([0, 0])
     with pytest.raises(UserError, match=r"nothing to do for PI \(analysis.layers=all changes"):
-        use_method(model, of, "pi", 64)
+        use_method(model, candidate, "pi", 64, None)
 
 
 @pytest.mark.parametrize(("judged", "verdict"), [(True, "breaks"), (False, "not judged")])
 def test_an_indicator_that_is_not_judged_says_so(judged, verdict, monkeypatch):
-    one = Indicator("Entropy", (32, 64, 512), (1.0, 1.0, 3.0), 64, "low", "", judged=judged)
-    monkeypatch.setattr(section, "glance", lambda numbers: [one])
+    indicator = Indicator("Entropy", (32, 64, 512), (1.0, 1.0, 3.0), 64, "low", "", judged=judged)
+    monkeypatch.setattr(section, "glance", lambda numbers: [indicator])
     report = SimpleNamespace(name="DroPE", training_length=64, length=512, sections=[])
     _, line, _ = summary(report)
     assert line.endswith(verdict)
@@ -319,32 +267,6 @@ def test_frames_of_frequency_entropy_are_given_on_the_command_line(rope, tmp_pat
     assert (tmp_path / "frequency_entropy" / "frequency_entropy_heads_keys.svg").is_file()
 
 
-def test_texts_begin_with_a_separator_and_hold_no_other(rope, tmp_path, monkeypatch):
-    seen = []
-
-    def stop(studies, target):
-        seen.append(target)
-        raise InterruptedError
-
-    monkeypatch.setattr(analysis, "_run", stop)
-    config = AnalysisConfig("all", length=40, texts=3)
-    with pytest.raises(InterruptedError):
-        analyze(AnalysisRequest(str(rope), output=str(tmp_path), threads=1, analysis=config))
-    ids = seen[0].ids
-    assert ids.shape == (3, 40)
-    assert (ids[:, 0] == ids[0, 0]).all()
-    assert (ids[:, 1:] != ids[0, 0]).all()
-    assert len(torch.unique(ids, dim=0)) == 3
-
-
-def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
-    # The held-out text has room for three of them.
-    config = AnalysisConfig("synthetic")
-    request = AnalysisRequest(str(rope), output=str(tmp_path), threads=1, analysis=config)
-    report, _ = analyze(request)
-    assert (report.length, report.texts) == (256, 3)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -392,20 +314,26 @@ def test_a_mistake_is_one_line(rope, tmp_path, monkeypatch, capsys, words, said)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_the_structure_is_refused_by_name(drope, capsys):
-    [said] = refused([f"checkpoint={drope}", "+analysis=offset_features", *SHORT], capsys)
-    assert "+analysis=offset_features: expected a model with a rotary encoding" in said
-
-
-def test_a_model_without_rotation_has_no_pair_to_show(drope, capsys):
-    [said] = refused([f"checkpoint={drope}", "+analysis=all", "analysis.pairs=[0]"], capsys)
-    assert "analysis.pairs: there is no pair 0; no head of this model rotates" in said
-
-
-def test_too_little_memory_is_said_before_the_model_is_read(rope, monkeypatch, capsys):
-    monkeypatch.setattr(analysis, "free_memory", lambda device: 10_000)
-    [said] = refused([f"checkpoint={rope}", "+analysis=sinks", *SHORT], capsys)
-    assert "2 x 48 tokens need about" in said
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["+analysis=offset_features", *SHORT],
+            r"\+analysis=offset_features: expected a model with a rotary encoding",
+        ),
+        (
+            ["+analysis=all", "analysis.pairs=[0]"],
+            "analysis.pairs: there is no pair 0; no head of this model rotates",
+        ),
+        (
+            ["+analysis=sinks", "analysis.method=pi"],
+            "analysis.method: .* has no rotation, so there is nothing to do for PI",
+        ),
+    ],
+)
+def test_what_needs_a_rotation_is_refused_without_one(drope, words, message, capsys):
+    [line] = refused([f"checkpoint={drope}", *words], capsys)
+    assert re.search(message, line)
 
 
 def test_every_study_can_be_asked_for():

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from tests.commands.malformed import files, runs
 from trainer.commands.hydra.composing import compose_words
 from trainer.common.errors import UserError
-from trainer.data.corpus import prepare_corpus
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoint_files import MANIFEST, damage
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import merged, parse
+from trainer.runs.parsing import parse
 from trainer.runs.saved_state import STATE, read_run_state
-from trainer.training.run import train
 
 NUMBERS = st.one_of(
     st.sampled_from([0, -1, 1, 2, 10**6, 10**12, 2**63, 10**30, 0.5, 1e300]),
@@ -45,8 +43,8 @@ def places_in(plain, path=()):
         yield from places_in(plain[key], (*path, str(key)))
 
 
-def sound_or_said(function):
-    """Its result, or None where it refuses its input in sentences."""
+def result_or_problems(function):
+    """Return its result, or None if it refuses its input with problems of one line each."""
     try:
         return function()
     except UserError as error:
@@ -57,18 +55,13 @@ def sound_or_said(function):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(base, tmp_path_factory):
-    """The checkpoint of a trained run."""
-    directory = tmp_path_factory.mktemp("any") / "run"
-    changes = {"run_dir": str(directory), "trainer": {"checkpoint_every": 12}}
-    config = parse(RunConfig, merged(base, changes))
-    directory.mkdir()
-    return train(config, prepare_corpus(config.data, config.tokenizer)).checkpoint
+def checkpoint(finished):
+    return finished[1].checkpoint
 
 
 @pytest.fixture(scope="module")
-def copied(checkpoint):
-    place = checkpoint.with_name("copy")
+def copied(checkpoint, tmp_path_factory):
+    place = tmp_path_factory.mktemp("any") / "run" / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, place)
     return place
 
@@ -83,12 +76,12 @@ def test_any_value_in_a_description(checkpoint, copied, data):
     runs.vouch_for(copied)
 
     def read():
-        found = read_state(copied)
-        load_decoder(copied, found)
-        read_run_state(copied, found)
+        state = read_state(copied)
+        load_decoder(copied, state)
+        read_run_state(copied, state)
         return find_candidate(str(copied))
 
-    sound_or_said(read)
+    result_or_problems(read)
 
 
 @EXAMPLES
@@ -103,7 +96,7 @@ def test_any_manifest(copied, values):
 def test_any_value_in_a_published_configuration(tmp_path, key, value):
     shutil.rmtree(tmp_path / "published", ignore_errors=True)
     files.model(tmp_path, {key: value}, weights=files.NO_TENSORS)
-    assert sound_or_said(lambda: read_pretrained(str(tmp_path / "published"))) is None
+    assert result_or_problems(lambda: read_pretrained(str(tmp_path / "published"))) is None
 
 
 DEFAULTS = compose_words([]).without_kind("evaluation")[0]
@@ -116,6 +109,6 @@ KEYS = [key for key in places_in(DEFAULTS) if key not in ("plugins", "model.from
 def test_any_value_in_a_configuration(key, value):
     values = copy.deepcopy(DEFAULTS)
     runs.put(values, key, value)
-    config = sound_or_said(lambda: parse(RunConfig, values))
+    config = result_or_problems(lambda: parse(RunConfig, values))
     if config is not None:
-        assert sound_or_said(lambda: parse(RunConfig, asdict(config))) == config
+        assert result_or_problems(lambda: parse(RunConfig, asdict(config))) == config

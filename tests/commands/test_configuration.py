@@ -27,15 +27,6 @@ def problems(*words):
     return tuple(map(str, error.value.problems))
 
 
-def test_smollm_is_sharded_and_copies_are_one_word_away():
-    """DroPE's card says FSDP."""
-    words = ["+experiment=drope_smollm"]
-    names = [
-        compose_words([*words, *more]).values["strategy"]["name"] for more in ([], ["strategy=ddp"])
-    ]
-    assert names == ["fsdp2", "ddp"]
-
-
 @pytest.mark.parametrize("name", FILES.options("experiment"))
 def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

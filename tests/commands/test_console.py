@@ -30,8 +30,9 @@ WHOLE = replace(
     drop=Drop(500, 3.0, 5.0, 3.5),
     notes=("One [of two] was left out.",),
     observations=(
-        Observation("A wins", "a paper", True, "50% against 10%."),
-        Observation("B wins", "a paper", False, "10% against 50%."),
+        Observation("[A] wins", "a [paper]", True, "50% against 10%."),
+        Observation("B wins", "a paper", False, "10% [of all] against 50%."),
+        Observation("C wins", "a paper", None, "Nothing was measured."),
     ),
 )
 
@@ -51,7 +52,7 @@ def terminal(monkeypatch):
 
 def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     shown = terminal(200)
-    console.print_report(WHOLE, "runs/x", existing=True)
+    console.print_report(WHOLE, "runs/[x]", existing=True)
     check_text(
         shown.getvalue(),
         """
@@ -61,12 +62,14 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         to 3.125.
         NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, then 5.000 to ?.
         Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
-        shown: A wins (a paper)
+        shown: [A] wins (a [paper])
         not shown: B wins (a paper)
-            10% against 50%.
+            10% [of all] against 50%.
+        not judged: C wins (a paper)
+            Nothing was measured.
         Note: One [of two] was left out.
         This run was finished before; nothing was trained. overwrite=true starts again.
-        Report: runs/x/report.html
+        Report: runs/[x]/report.html
         """,  # noqa: E501
     )
 

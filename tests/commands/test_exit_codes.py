@@ -12,10 +12,8 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from trainer.commands.console import print_report
 from trainer.commands.exit_codes import exit_codes
 from trainer.common.errors import PreemptedError, Problem, UserError
-from trainer.evaluation.results import Observation, Report
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a")
 ENDS = {
@@ -104,32 +102,6 @@ def test_what_was_said_before_a_mistake_is_still_said_where_it_can_be(monkeypatc
 def test_a_mistake_of_the_program_has_its_traceback():
     with pytest.raises(OSError, match="of its own"), exit_codes():
         raise OSError("of its own")
-
-
-def test_a_claim_that_is_not_shown_says_why(capsys):
-    claims = [
-        Observation("A", "a paper", True, "50% against 10%."),
-        Observation("B", "a paper", False, "10% [of all] against 50%."),
-        Observation("C", "a paper", None, "Nothing was measured."),
-    ]
-    report = Report("a", 64, (), {}, {}, (), {}, {}, observations=tuple(claims))
-    print_report(report, "runs/x", existing=False)
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()[-6:-1]] == [
-        "shown: A (a paper)",
-        "not shown: B (a paper)",
-        "    10% [of all] against 50%.",
-        "not judged: C (a paper)",
-        "    Nothing was measured.",
-    ]
-
-
-def test_names_in_a_report_are_no_markup(capsys):
-    claim = Observation("[ours] beats [/bold]", "a [paper]", True, "")
-    report = Report("a", 64, (), {}, {}, (), {}, {}, observations=(claim,))
-    print_report(report, "runs/[b]", existing=False)
-    said = capsys.readouterr().out
-    assert "shown: [ours] beats [/bold] (a [paper])" in said
-    assert "runs/[b]/report.html" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])

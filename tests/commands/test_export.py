@@ -10,45 +10,24 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.commands import export as command
+from tests.small_runs import trained_in
+from trainer.commands.export import COMMAND
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
-from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
-from trainer.runs.config import RunConfig
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
-from trainer.runs.parsing import parse
-from trainer.training.run import train
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(base, tmp_path_factory):
     """The directory of a run of four steps that drops after two, with a report."""
-    place = tmp_path_factory.mktemp("run")
-    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(300))
-    (place / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    model = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer": "fan_in"}
-    data = {"source": "files", "files": [str(place / "a.jsonl")], "cache_dir": str(place / "cache")}
-    config = parse(
-        RunConfig,
-        {
-            "name": "tiny",
-            "run_dir": str(place / "tiny"),
-            "model": model | {"qk_norm": {"when": "after_drop"}},
-            "data": data | {"sequence_length": 32, "validation": 0.1, "test": 0.1},
-            "tokenizer": {"vocab_size": 300},
-            "schedule": {"warmup_steps": 1},
-            "drop": {"at": 2, "effect_sequences": 4, "schedule": {"warmup_steps": 1}},
-            "trainer": {"max_steps": 4, "batch_size": 4, "threads": 1, "checkpoint_every": 2},
-        },
-    )
-    (place / "tiny").mkdir()
-    train(config, prepare_corpus(config.data, config.tokenizer))
+    place = tmp_path_factory.mktemp("run") / "tiny"
+    steps = {"max_steps": 4, "checkpoint_every": 2}
+    trained_in(place, base, drop={"at": 2}, trainer=steps)
     own = {"method": "none", "length": 64, "factor": 2.0}
     cells = (
         Cell("DroPE", task=STATEMENTS, scores=(1.0, 0.0, 0.0, 0.0), **own),
@@ -56,9 +35,8 @@ def trained(tmp_path_factory):
         Cell("RoPE", task=PERPLEXITY, last_loss=4.5, **own),
     )
     environment = {"corpus": "0123456789abcdef"}
-    report = Report("tiny", 32, cells, {}, {}, (), {}, environment)
-    report.write(place / "tiny" / "report.json")
-    return place / "tiny"
+    Report("tiny", 32, cells, {}, {}, (), {}, environment).write(place / "report.json")
+    return place
 
 
 @torch.no_grad()
@@ -76,7 +54,7 @@ def assert_loads_as(directory, checkpoint, architecture):
 
 def test_a_run_after_its_drop(trained, tmp_path, capsys):
     to = tmp_path / "new" / "out"
-    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={to}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={to}", "threads=1"])
     assert f"from_pretrained('{to}')" in capsys.readouterr().out.replace("\n", "")
     assert_loads_as(to, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
     card = (to / "README.md").read_text()
@@ -99,13 +77,13 @@ def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
     """In the form that engines read, with the weights and the card that it has."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     first, again = tmp_path / "first", tmp_path / "again"
-    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={first}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={first}", "threads=1"])
     path = first / "config.json"
     values = json.loads(path.read_text())
     written = values["rope_parameters"]
     zero = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.0}
     path.write_text(json.dumps(values | {"rope_parameters": zero}))
-    run_command(command.COMMAND, [f"checkpoint={first}", f"to={again}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={first}", f"to={again}", "threads=1"])
     assert json.loads((again / "config.json").read_text())["rope_parameters"] == written
     cards = [(place / "README.md").read_text() for place in (first, again)]
     assert cards[0] == cards[1]
@@ -116,14 +94,14 @@ def test_a_published_model_keeps_its_own_tokens(trained, tmp_path, monkeypatch):
     """It would never stop with the token that begins its texts in the place of the last one."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     published, again = tmp_path / "published", tmp_path / "again"
-    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
     own = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
     path = published / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | own))
     (published / "generation_config.json").write_text(json.dumps(own))
     tokens = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
     (published / "tokenizer_config.json").write_text(json.dumps(tokens))
-    run_command(command.COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
     assert own.items() <= json.loads((again / "config.json").read_text()).items()
     assert json.loads((again / "generation_config.json").read_text()) == own
     written = json.loads((again / "tokenizer_config.json").read_text())
@@ -134,7 +112,7 @@ def test_a_published_model_keeps_its_own_tokens(trained, tmp_path, monkeypatch):
 def test_a_run_before_its_drop(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     before = trained / "checkpoints" / BEFORE_DROP
-    run_command(command.COMMAND, [f"checkpoint={before}", f"to={tmp_path / 'out'}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={before}", f"to={tmp_path / 'out'}", "threads=1"])
     assert_loads_as(tmp_path / "out", before, "LlamaForCausalLM")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| dropped | never |" in card
@@ -153,7 +131,7 @@ def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
 
     monkeypatch.setattr("trainer.workflows.export.export_model", exported)
     words = [f"checkpoint={trained}", f"to={tmp_path / 'out'}", "threads=1"]
-    run_command(command.COMMAND, [*words, "dtype=bfloat16", "tolerance=0.25"])
+    run_command(COMMAND, [*words, "dtype=bfloat16", "tolerance=0.25"])
     assert "they differ by 5.0e-01" in asked.pop("card")
     assert asked == {
         "to": tmp_path / "out", "end": END_OF_TEXT, "tolerance": 0.25, "dtype": "bfloat16",
@@ -182,9 +160,7 @@ def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(
     path = run / "checkpoints" / step if step else find_checkpoint(str(run))
     keep_temperature(path, KEPT | ({} if heads is None else {"heads": heads}))
     to = tmp_path / "out"
-    run_command(
-        command.COMMAND, [f"checkpoint={path}", f"to={to}", "threads=1", "temperature_at=2"]
-    )
+    run_command(COMMAND, [f"checkpoint={path}", f"to={to}", "threads=1", "temperature_at=2"])
     assert json.loads((to / "config.json").read_text())["architectures"] == [architecture]
     assert "is part of it as it is at 64 tokens" in (to / "README.md").read_text()
     own = {"trust_remote_code": True} if architecture.startswith("Unrope") else {}
@@ -211,10 +187,10 @@ def test_a_damaged_file_of_a_published_model_is_named(
 ):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     published, again = tmp_path / "published", tmp_path / "again"
-    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
     (published / name).write_text(content)
     with pytest.raises(UserError, match=f"{name}' is damaged"):
-        run_command(command.COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+        run_command(COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
 
 
@@ -246,9 +222,7 @@ def test_mistake_gives_one_line_and_leaves_nothing(trained, tmp_path, monkeypatc
         (tmp_path / name).write_text(content)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as error:
-        run_command(
-            command.COMMAND, ["threads=1", *(word.replace("RUN", str(trained)) for word in words)]
-        )
+        run_command(COMMAND, ["threads=1", *(word.replace("RUN", str(trained)) for word in words)])
     assert len(error.value.problems) == 1
     assert said in str(error.value)
     assert "\n" not in str(error.value)

@@ -77,12 +77,6 @@ def test_prompts_of_a_configuration_come_before_those_of_the_command_line(say, m
     assert said.out == say("prompt=the", "prompt=a small text").out
 
 
-@pytest.mark.parametrize(("written", "rest"), [(12, ", 2.5 a second"), (2, "")])
-def test_speed_is_that_of_reading_and_of_what_follows_the_first_tokens(written, rest):
-    done = workflow.Continuations(("a", "b"), read=3000, written=written, first=1.5, rest=4.0)
-    assert done.speed() == f"3000 tokens read, 2,000 a second; {written} written{rest}"
-
-
 def test_text_ends_before_a_stop_string(say, model):
     free = continuation(model, "the")
     stop = next(letter for letter in free[3:] if letter.isalnum())
@@ -127,12 +121,6 @@ def test_all_mistakes_are_reported_at_once():
 def test_nothing_to_continue_is_a_mistake():
     with pytest.raises(UserError, match="prompt: give prompt="):
         run_command(command.COMMAND, ["checkpoint=x"])
-
-
-def test_help(capsys):
-    run_command(command.COMMAND, ["--help"])
-    said = capsys.readouterr().out
-    assert all(f"{key}=" in said for key in ("checkpoint", "prompt", "stop", "top_p"))
 
 
 def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tmp_path):

@@ -16,7 +16,7 @@ from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config, parse
 from trainer.training.module import make_decoder
 from trainer.workflows import plan as plans
-from trainer.workflows.plan import Gpu, flops, parameters
+from trainer.workflows.plan import flops, parameters
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
@@ -97,22 +97,6 @@ def test_a_recipe_is_planned_without_its_weights_and_text(capsys, tmp_path, monk
     assert "the weights 'HuggingFaceTB/SmolLM-360M' are not on this machine" in out
     assert "has not been prepared" in out
     assert "does not fit" not in out
-
-
-def test_where_a_step_does_not_fit_the_first_change_that_helps_is_named(capsys, monkeypatch):
-    words = ["model=nano", "model.vocab_size=1024", "data.sequence_length=512"]
-    fits = said(capsys, *words)
-    whole = float(re.search(r"in all ([\d.]+) GiB of", fits)[1])
-    monkeypatch.setitem(plans.GPUS, "h100", Gpu("H100 80GB HBM3", whole / 2 * plans.GIB))
-    out = said(capsys, *words)
-    assert re.search(r"does not fit strategy=single strategy.activation_checkpointing=\w+ ", out)
-
-
-def test_copies_on_several_gpus_are_never_told_to_be_one_device(capsys, monkeypatch):
-    monkeypatch.setitem(plans.GPUS, "h100", Gpu("H100 80GB HBM3", 2e6))
-    words = ["model=nano", "model.vocab_size=1024", "strategy=ddp", "trainer.batch_size=16"]
-    out = said(capsys, *words)
-    assert re.search(r"does not fit (strategy=(ddp|fsdp2) |nor does anything)", out)
 
 
 def test_one_gpu_is_planned_for_where_no_more_are_used(capsys):

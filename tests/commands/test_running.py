@@ -163,11 +163,6 @@ error: name an experiment, or say what a run of your own is:
     assert not list(place.iterdir())
 
 
-def test_one_word_is_enough(done):
-    main(["train", "seed=1"])
-    assert [job.request.run_dir for job in done] == ["runs/run"]
-
-
 @pytest.mark.parametrize("words", [["--version"], ["evaluate", "--version"]])
 def test_version(words, capsys):
     main(words)
@@ -260,17 +255,6 @@ def test_multirun_names_a_launcher_that_is_not_there(done, place):
     assert "Could not find 'hydra/launcher/submitit_slum'" in problem
     assert "\n" not in problem
     assert not list(place.iterdir())
-
-
-def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
-    def fail(request):
-        raise UserError.at("to", f"{request.to!r} is full.")
-
-    monkeypatch.setattr(export, "COMMAND", replace(export.COMMAND, execute=fail))
-    with pytest.raises(SystemExit) as stop:
-        run_command(export.COMMAND, ["--multirun", "checkpoint=x", "to=a,b"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: to: 'a' is full.\n"
 
 
 def test_help_and_requests_need_neither_torch_nor_lightning():
@@ -451,13 +435,22 @@ def test_a_group_with_a_name_of_its_own_keeps_it(done):
     assert done[0].request.name == "ddp_muon"
 
 
-@pytest.mark.parametrize("name", ["evaluate", "export", "analyze"])
-def test_a_word_alone_is_the_checkpoint(done, name, place):
-    words = {"export": ["to=out"], "analyze": ["+analysis=sinks"]}.get(name, [])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("evaluate", []),
+        ("export", ["to=out"]),
+        ("analyze", ["+analysis=sinks"]),
+        ("generate", ["prompt=a b", "stop=[c]"]),
+        ("inspect", ["step=2"]),
+    ],
+)
+def test_a_word_alone_is_the_checkpoint(name, words):
+    requests = []
+    command = replace(MODULES[name].COMMAND, execute=requests.append)
     for path in ("runs/x", "runs/it's [a] (b), c", "hf:x", "a b.gguf"):
-        run_command(MODULES[name].COMMAND, [*words, path])
-        request = getattr(done[-1], "request", done[-1])
-        assert request.checkpoint == path
+        run_command(command, [*words, path])
+        assert getattr(requests[-1], "request", requests[-1]).checkpoint == path
 
 
 def test_an_existing_path_with_an_equals_sign_is_a_path(done, place):
@@ -472,14 +465,6 @@ def test_a_second_word_alone_is_refused(name):
     said = "'runs/b': expected KEY=VALUE, since checkpoint=runs/a is given already."
     assert said in refused(name, "runs/a", "runs/b")
     assert said in refused(name, "checkpoint=runs/a", "runs/b")
-
-
-def test_generation_and_inspection_take_a_word_alone():
-    for name, words in (("generate", ["prompt=a b", "stop=[c]"]), ("inspect", ["step=2"])):
-        found = []
-        command = replace(MODULES[name].COMMAND, execute=found.append)
-        run_command(command, ["runs/x", *words])
-        assert found[0].checkpoint == "runs/x"
 
 
 def test_a_dry_run_is_a_plan():

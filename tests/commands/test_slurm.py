@@ -77,108 +77,58 @@ def test_header_holds_the_settings_and_nothing_that_was_not_set(place):
     assert (place / "slurm_jobs/mine/logs").is_dir()
 
 
-ALL = [
-    *("name=mine", "strategy=ddp", "slurm.gpus_per_node=0", "slurm.nodes=2", "slurm.prepare=2"),
-    *("slurm.cpus_per_task=3", "slurm.mem=9G", "slurm.time=1:00:00", "slurm.partition=p"),
-    *("slurm.account=a", "slurm.qos=q", "slurm.constraint=c", "slurm.exclude=n1"),
-    *("slurm.job_name=other", "slurm.signal_seconds=60", "slurm.max_retries=2"),
-    *("slurm.directory=jobs", "slurm.setup=[module load x]", "slurm.extra=['--nice=5']"),
-    "slurm.prepare_options=['--partition=cpu']",
-]
-SAID = """\
-Each waits for the NUMBER that sbatch prints for the one before; --submit does all.
-Job script: jobs/prepare.sbatch
-Submit it with: sbatch --parsable jobs/prepare.sbatch
-Job script: jobs/finish.sbatch
-Submit it with: sbatch --parsable --dependency=afterany:NUMBER jobs/finish.sbatch
-Job script: jobs/job.sbatch
-Submit it with: sbatch --parsable --dependency=afterok:NUMBER --kill-on-invalid-dep=yes \
-jobs/job.sbatch
-"""
-JOB = """\
-#!/usr/bin/env bash
-#SBATCH --job-name=other
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=3
-#SBATCH --mem=9G
-#SBATCH --time=1:00:00
-#SBATCH --partition=p
-#SBATCH --account=a
-#SBATCH --qos=q
-#SBATCH --constraint=c
-#SBATCH --exclude=n1
-#SBATCH --chdir=PLACE
-#SBATCH --signal=USR1@60
-#SBATCH --open-mode=append
-#SBATCH --output=PLACE/jobs/logs/%x-%j.log
-#SBATCH --requeue
-#SBATCH --nice=5
-
-module load x
-export UNROPE_CACHE=PLACE/cache
-export PYTHONPATH=PLACE/jobs/code/CODE${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot
-export UNROPE_LOGS=PLACE/jobs/logs UNROPE_MAX_RETRIES=2
-set -- name=mine strategy=ddp
-
-"""
-PREPARE = """\
-#!/usr/bin/env bash
-#SBATCH --job-name=other-prepare
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=3
-#SBATCH --time=1:00:00
-#SBATCH --account=a
-#SBATCH --chdir=PLACE
-#SBATCH --signal=B:USR1@60
-#SBATCH --open-mode=append
-#SBATCH --output=PLACE/jobs/logs/%x-%A_%a.log
-#SBATCH --requeue
-#SBATCH --partition=cpu
-#SBATCH --array=1-2
-
-module load x
-export UNROPE_CACHE=PLACE/cache
-export PYTHONPATH=PLACE/jobs/code/CODE${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot
-
-# The time limit is not the end: the job is started again, and goes on behind the last whole shard.
-trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
-"${UNROPE_PYTHON:-python}" -m trainer prepare name=mine strategy=ddp \
-prepare.part="$SLURM_ARRAY_TASK_ID/2" &
-work=$!
-while kill -0 "$work" 2>/dev/null; do wait "$work" || true; done # a trapped signal ends `wait`
-wait "$work"
-"""
-
-
-def test_a_job_with_every_setting_is_this(place, monkeypatch, capsys):
-    monkeypatch.setenv("UNROPE_CACHE", str(place / "cache"))
-    run_command(COMMAND, ALL)
-    assert capsys.readouterr().out == SAID
-    job, prepare, finish = (
-        re.sub("code/[0-9a-f]{12}", "code/CODE", path.read_text().replace(str(place), "PLACE"))
-        for path in (place / "jobs" / f"{n}.sbatch" for n in ("job", "prepare", "finish"))
+def test_jobs_that_prepare_text_have_only_the_settings_that_fit_nodes_without_gpus(place, capsys):
+    shared = "--time=1:00:00", "--account=a"
+    own = "slurm.partition=p", "slurm.qos=q", "slurm.constraint=c", "slurm.exclude=n1"
+    words = [f"slurm.{option[2:]}" for option in shared]
+    words += ["slurm.gpus_per_node=0", "slurm.nodes=2", "strategy=ddp", "slurm.prepare=2", *own]
+    words += ["slurm.cpus_per_task=3", "slurm.mem=9G", "slurm.job_name=other"]
+    words += ["slurm.directory=jobs", "slurm.extra=['--nice=5']"]
+    run_command(COMMAND, [*words, "slurm.prepare_options=['--partition=cpu']"])
+    assert capsys.readouterr().out.splitlines() == [
+        "Each waits for the NUMBER that sbatch prints for the one before; --submit does all.",
+        "Job script: jobs/prepare.sbatch",
+        "Submit it with: sbatch --parsable jobs/prepare.sbatch",
+        "Job script: jobs/finish.sbatch",
+        "Submit it with: sbatch --parsable --dependency=afterany:NUMBER jobs/finish.sbatch",
+        "Job script: jobs/job.sbatch",
+        "Submit it with: sbatch --parsable --dependency=afterok:NUMBER --kill-on-invalid-dep=yes "
+        "jobs/job.sbatch",
+    ]
+    job, *prepare = (
+        {*options(Path(f"jobs/{name}.sbatch").read_text())} for name in ("job", "prepare", "finish")
     )
-    assert job.startswith(JOB)
-    kept = yaml.safe_load((place / "jobs/config.yaml").read_text())
-    assert list(kept)[:2] == ["name", "label"]  # in the order of the configuration
-    assert prepare == PREPARE
-    assert finish == PREPARE.replace("other-prepare", "other-finish").replace(
-        "%x-%A_%a.log", "%x-%j.log"
-    ).replace("#SBATCH --array=1-2\n", "").replace(' prepare.part="$SLURM_ARRAY_TASK_ID/2"', "")
+    common = {*shared, "--cpus-per-task=3", "--ntasks-per-node=1", f"--chdir={place}"}
+    common |= {"--open-mode=append", "--requeue"}
+    logs = f"--output={place}/jobs/logs"
+    assert job == common | {f"--{word[6:]}" for word in own} | {
+        *("--job-name=other", "--nodes=2", "--mem=9G", "--nice=5", "--signal=USR1@120"),
+        f"{logs}/%x-%j.log",
+    }
+    common |= {"--nodes=1", "--partition=cpu", "--signal=B:USR1@120"}
+    assert prepare == [
+        common | {"--job-name=other-prepare", "--array=1-2", f"{logs}/%x-%A_%a.log"},
+        common | {"--job-name=other-finish", f"{logs}/%x-%j.log"},
+    ]
+    saved = yaml.safe_load((place / "jobs/config.yaml").read_text())
+    assert list(saved)[:2] == ["name", "label"]  # in the order of the configuration
 
 
-def test_without_gpus_none_are_asked_for():
-    assert not [o for o in options(script("slurm.gpus_per_node=0")) if o.startswith("--gpu")]
+def test_the_array_that_prepares_can_be_written_alone(place):
+    from trainer.commands.slurm_prepare import COMMAND as ARRAY
+
+    run_command(ARRAY, [ONE, "name=mine", "slurm.prepare=3"])
+    assert "--array=1-3" in options(Path("slurm_jobs/mine/prepare.sbatch").read_text())
 
 
 @pytest.mark.parametrize(("gpus", "cores"), [(0, 8), (1, 8), (8, 64)])
 def test_cores_are_asked_for_by_the_worker_unless_they_are_given(gpus, cores):
     job = "strategy=ddp", f"slurm.gpus_per_node={gpus}"
-    assert f"--cpus-per-task={cores}" in options(script(*job))
+    words = options(script(*job))
+    assert f"--cpus-per-task={cores}" in words
+    assert (
+        (f"--gpus-per-node={gpus}" in words) == any("gpu" in word for word in words) == (gpus > 0)
+    )
     assert "--cpus-per-task=24" in options(script(*job, "slurm.cpus_per_task=24"))
 
 
@@ -201,15 +151,9 @@ def test_body_is_that_of_the_script_by_hand():
     assert script().endswith(by_hand[by_hand.index("# How a run stops") :])
 
 
-def test_a_job_of_the_defaults_says_so():
-    text = script("slurm.gpus_per_node=0", name="run")
-    assert next(line for line in text.splitlines() if line.startswith("set -- ")) == (
-        "set -- name=run"
-    )
-
-
 def test_words_reach_the_program_as_they_were_given():
     words = ["data=files", "data.files=['a b.txt','$HOME.txt']", 'label="it\'s"', "name=mine"]
+    assert "\nset -- name=run\n" in script()
     text = script(*words, "slurm.time=60", name="mine")
     line = next(line for line in text.splitlines() if line.startswith("set -- "))
     show = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
@@ -372,10 +316,7 @@ def test_a_users_own_groups_go_with_the_code(place):
 
 def test_text_is_prepared_by_an_array_that_the_run_waits_for(place, monkeypatch, capsys):
     fake_sbatch(place, monkeypatch, 'echo "$@" >> told; echo 77')
-    of_run = ["slurm.partition=gpu", "slurm.mem=900G", 'slurm.extra=["--gres=gpu:8"]']
-    own = ['slurm.prepare_options=["--partition=cpu"]']
-    words = ["slurm.prepare=5", "slurm.account=a", *of_run, *own, "--submit"]
-    script("name=mine", *words, name="mine")
+    script("name=mine", "slurm.prepare=5", "--submit", name="mine")
     assert Path("told").read_text().splitlines() == [
         "--parsable slurm_jobs/mine/prepare.sbatch",
         "--parsable --dependency=afterany:77 slurm_jobs/mine/finish.sbatch",
@@ -384,14 +325,7 @@ def test_text_is_prepared_by_an_array_that_the_run_waits_for(place, monkeypatch,
     array, finish = (
         Path(f"slurm_jobs/mine/{name}.sbatch").read_text() for name in ("prepare", "finish")
     )
-    wanted = {"--account=a", "--nodes=1", "--partition=cpu", "--signal=B:USR1@120", "--requeue"}
-    for text in (array, finish):
-        found = options(text)
-        assert wanted <= set(found)
-        assert not any(re.search("gpu|900G", word) for word in found)
-    assert "--array=1-5" in options(array)
     assert '-m trainer prepare name=mine prepare.part="$SLURM_ARRAY_TASK_ID/5" &\n' in array
-    assert "--array" not in finish
     assert "-m trainer prepare name=mine &\n" in finish
 
 
@@ -420,13 +354,6 @@ def test_a_job_that_prepares_asks_to_be_started_again_before_its_time_is_up(
     assert Path("ended").read_text().strip().endswith("prepare name=mine prepare.part=1/1")
 
 
-def test_the_array_that_prepares_can_be_written_alone(place):
-    from trainer.commands.slurm_prepare import COMMAND as ARRAY
-
-    run_command(ARRAY, [ONE, "name=mine", "slurm.prepare=3"])
-    assert "--array=1-3" in options(Path("slurm_jobs/mine/prepare.sbatch").read_text())
-
-
 def test_what_the_job_will_need_is_printed_with_it(capsys):
     run_command(COMMAND, ["slurm.nodes=2", "strategy=fsdp2", "slurm.gpu=a100", "model=nano"])
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -443,7 +370,7 @@ def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
             Problem("", "The vocabulary is not known."), Problem("", "Nor is the text.")
         )
 
-    monkeypatch.setattr("trainer.commands.plan.print_plan", refuse)
+    monkeypatch.setattr("trainer.workflows.plan.plan", refuse)
     script("name=mine", name="mine")
     said = capsys.readouterr().out.splitlines()
     assert said[-3:] == [

@@ -28,8 +28,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.stopping import Stopping
-from trainer.workflows.prepare import prepare
-from trainer.workflows.requests import PrepareRequest
+from trainer.workflows.prepare import PrepareRequest, prepare
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {

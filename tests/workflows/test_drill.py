@@ -46,11 +46,11 @@ ALWAYS = {
 
 def flat(values, path=""):
     """Values by their keys, with dots."""
-    found = {}
+    leaves = {}
     for key, value in values.items():
         where = f"{path}.{key}" if path else key
-        found |= flat(value, where) if isinstance(value, dict) and value else {where: value}
-    return found
+        leaves |= flat(value, where) if isinstance(value, dict) and value else {where: value}
+    return leaves
 
 
 def changes(values, tmp_path):
@@ -308,29 +308,6 @@ class Forked:
             kill=lambda: ended("kill"),
             exitcode=code,
         )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "given"),
-    [("single", 1, "single"), ("single", 2, "ddp"), ("fsdp2", 2, "fsdp2"), ("ddp", 1, "ddp")],
-)
-def test_ranks_are_processes_of_one_group(tmp_path, monkeypatch, strategy, ranks, given):
-    config = parse(RunConfig, {"run_dir": str(tmp_path / "x"), "strategy": {"name": strategy}})
-    forked = Forked([0] * ranks)
-    monkeypatch.setattr(drill.multiprocessing, "get_context", lambda kind: forked)
-    drill.start(config, "text", ranks, "fault")
-    assert {target for target, _ in forked.made} == {drill._process}
-    configs, texts, numbers, worlds, ports, faults, logs = zip(
-        *(args for _, args in forked.made), strict=True
-    )
-    assert [one.strategy.name for one in configs] == [given] * ranks
-    assert numbers == tuple(range(ranks))
-    assert ({*texts}, {*worlds}, {*faults}) == ({"text"}, {ranks}, {"fault"})
-    assert {*logs} == {tmp_path / "x.log"}
-    assert len({*ports}) == 1
-    hows = [(how, options) for _, how, options in forked.ended]
-    ends = [("start", {}), ("join", {"timeout": 120}), ("kill", {})]
-    assert hows == [end for end in ends for _ in range(ranks)]
 
 
 def test_a_rank_that_hangs_or_ends_otherwise_is_told_of(tmp_path, monkeypatch):

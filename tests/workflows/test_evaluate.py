@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.report.examples import report as reported
+from tests.small_runs import trained_in
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
@@ -34,7 +35,7 @@ from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.memory import evaluation_memory
 from trainer.runs.models import distinct, find_candidate
 from trainer.runs.parsing import parse
-from trainer.workflows import evaluate, measuring
+from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
 from trainer.workflows.requests import EvaluationRequest
 
@@ -109,18 +110,10 @@ CONFIG = EvaluationConfig(
 
 
 @pytest.fixture(scope="module")
-def runs(base, tmp_path_factory):
+def runs(finished, tmp_path_factory):
     """A run that drops its encoding, with its checkpoint before the drop."""
-    from trainer.data.corpus import prepare_corpus
-    from trainer.runs.config import RunConfig
-    from trainer.runs.parsing import parse
-    from trainer.training.run import train
-
     directory = tmp_path_factory.mktemp("runs") / "tiny"
-    directory.mkdir()
-    config = parse(RunConfig, {**base, "run_dir": str(directory)})
-    train(config, prepare_corpus(config.data, config.tokenizer))
-    return directory
+    return shutil.copytree(finished[0].run_dir, directory)
 
 
 def request(runs, output, **changes):
@@ -160,7 +153,7 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
 def test_statements_are_left_out_of_a_model_that_saw_none_unless_they_were_asked_for(
     runs, tmp_path, monkeypatch, share, why
 ):
-    monkeypatch.setattr(measuring.Text, "training_share", share)
+    monkeypatch.setattr(evaluate.Text, "training_share", share)
     asked = request(runs, tmp_path, methods=["none"])
     with pytest.raises(UserError, match=f"evaluation.tasks: leave out 'statements': .* {why}"):
         evaluate_lengths(asked, asks_for_statements=True)
@@ -335,11 +328,6 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
     assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
 
-def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp_path):
-    with pytest.raises(UserError, match=r"compare: 'none' is neither a run directory"):
-        evaluate_lengths(replace(request(runs, tmp_path), compare=["none"]))
-
-
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
     found = find_candidate(str(runs))
@@ -472,11 +460,6 @@ def test_models_whose_directories_have_one_name_are_told_apart_by_their_paths(ru
         distinct([first, other, replace(first, name=names[1], path=Path("third"))])
 
 
-def test_requests_name_what_is_missing():
-    (problem,) = map(str, EvaluationRequest(evaluation=CONFIG).problems())
-    assert problem.startswith("checkpoint: give checkpoint=runs/NAME")
-
-
 def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     changes = {"methods": None, "lengths": [1], "tasks": ["perplexity"]}
     alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
@@ -533,19 +516,11 @@ def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, m
 
 
 def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):
-    from trainer.data.corpus import prepare_corpus
-    from trainer.runs.config import RunConfig
-    from trainer.runs.parsing import parse
-    from trainer.training.run import train
-
     phases = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 24}}
-    values = {**base, "run_dir": str(tmp_path / "run"), "phases": phases, "drop": {}}
-    values["model"] = {**base["model"], "qk_norm": {"when": "never"}}
-    Path(values["run_dir"]).mkdir()
-    config = parse(RunConfig, values)
-    train(config, prepare_corpus(config.data, config.tokenizer))
+    changes = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    trained_in(tmp_path / "run", base, phases=phases, **changes)
     checkpoints = tmp_path / "run" / "checkpoints"
-    found = {p.name: find_candidate(str(p)) for p in checkpoints.iterdir()}
-    lengths = {name: one.layout.training_length for name, one in found.items()}
+    models = {path.name: find_candidate(str(path)) for path in checkpoints.iterdir()}
+    lengths = {name: model.layout.training_length for name, model in models.items()}
     assert (lengths["step-000002"], lengths["step-000004"]) == (32, 24)
-    assert found["step-000004"].load().layout.training_length == 24
+    assert models["step-000004"].load().layout.training_length == 24

@@ -33,16 +33,7 @@ from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import label_problems, process_problems, run_experiment
 from trainer.workflows.experiment_report import _median_rate
-from trainer.workflows.remarks import (
-    say_epochs,
-    say_idle_rescalings,
-    say_idle_settings,
-    say_long_warmups,
-    say_other_budgets,
-    say_short_sequences,
-    say_small_vocabularies,
-    say_unreached_encodings,
-)
+from trainer.workflows.remarks import say_epochs, say_idle_settings, say_unusual_settings
 from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.training_text import open_corpus
 
@@ -109,39 +100,50 @@ def test_a_control_trains_in_the_processes_of_its_run(run, control, said):
     assert all(problem.startswith(f"controls.odd.{said}") for problem in found)
 
 
-def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):
-    config = read_config(["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"])
-    say_long_warmups({"main": read_config([]), "odd": config})
-    (said,) = caplog.messages
-    assert said.startswith("schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase")
+def warnings(caplog, *arms):
+    """The warnings about arms, given by the words of their command lines."""
+    caplog.clear()
+    configs = [read_config(words) for words in arms]
+    say_unusual_settings(dict(zip(("main", "odd"), configs, strict=False)))
+    return caplog.messages
 
 
-def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
-    config = read_config(["positional=irope"])
-    say_unreached_encodings({"main": read_config([]), "odd": config})
-    assert caplog.messages == [
-        "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope; "
-        "model.num_hidden_layers=4 has all of its encodings"
-    ]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"],
+            "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase",
+        ),
+        (
+            ["positional=irope"],
+            "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope; "
+            "model.num_hidden_layers=4 has all of its encodings",
+        ),
+    ],
+)
+def test_settings_of_any_arm_that_have_no_effect_are_named(caplog, words, message):
+    budget = [word for word in words if word.startswith("trainer")]
+    run = [*budget, "schedule.warmup_steps=30"]
+    (warned,) = warnings(caplog, run, words)
+    assert warned.startswith(message)
 
 
 def test_a_phase_that_rescales_what_does_not_rotate_is_named(caplog):
     """A comparison of encodings has one list of phases for all."""
     phases = ["+phases.a.steps=1", "+phases.b={steps: 1, rescale: {factor: 2.0}}"]
     phases += ["+phases.c={steps: 1, drop: {}}", "+phases.d={steps: 1, rescale: {factor: 2.0}}"]
-    said = "phases.{}.rescale: nothing of {} rotates by then, so that nothing is rescaled"
+    phases += ["schedule.warmup_steps=1"]
+    message = "phases.{}.rescale: nothing of DroPE rotates by then, so that nothing is rescaled"
     for encoding, idle in (("rope", "d"), ("alibi", "bd"), ("half_rope", "d")):
-        caplog.clear()
-        config = read_config([f"positional={encoding}", *phases])
-        say_idle_rescalings({"main": read_config([]), "odd": config})
-        assert caplog.messages == [said.format(name, "DroPE") for name in idle]
-    say_idle_rescalings({"main": read_config([])})
-    assert len(caplog.messages) == 1
+        found = warnings(caplog, [f"positional={encoding}", *phases])
+        assert found == [message.format(name) for name in idle]
 
 
 def test_a_phase_that_rescales_no_layer_names_the_key_that_does(caplog):
     """RNoPE-SWA rotates in its windows alone, which see no further in longer sequences."""
     words = ["positional.windows=[32,null]", "model.num_hidden_layers=4", "+phases.a.steps=1"]
+    words += ["schedule.warmup_steps=1"]
     longer = "+phases.b={{steps: 1, sequence_length: 128, rescale: {{{}}}}}"
     for layers, choice, idle in (
         ("[rope,nope]", "", True),
@@ -149,11 +151,9 @@ def test_a_phase_that_rescales_no_layer_names_the_key_that_does(caplog):
         ("[rope,nope]", "layers: [1, -1]", True),
         ("[rope,rope]", "", False),
     ):
-        caplog.clear()
-        config = read_config([*words, f"positional.layers={layers}", longer.format(choice)])
-        say_idle_rescalings({"main": config})
-        assert len(caplog.messages) == idle
-        for message in caplog.messages:
+        messages = warnings(caplog, [*words, f"positional.layers={layers}", longer.format(choice)])
+        assert len(messages) == idle
+        for message in messages:
             assert message.startswith("phases.b.rescale: no layer of rope + nope that is rescaled")
             assert "phases.b.rescale.layers=all rescales every layer" in message
 
@@ -162,7 +162,7 @@ def test_a_control_of_another_budget_is_named(caplog):
     words = ["+experiment=drope_demo", "+controls.nope.trainer.max_steps=300"]
     config = read_config(words)
     controls = {name: control_config(plain(config), name) for name in config.controls}
-    say_other_budgets({"main": config} | controls)
+    say_unusual_settings({"main": config} | controls)
     assert caplog.messages == [
         "controls.nope: NoPE from scratch trains on 614,400 tokens, and DroPE on 2,621,440"
     ]
@@ -479,9 +479,9 @@ def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, 
 )
 def test_a_small_vocabulary_under_a_large_model_is_said_once(words, told, caplog):
     config = read_config([*words, "+controls.again.seed=7"])
-    say_small_vocabularies(arms_of(config))
+    say_unusual_settings(arms_of(config))
     assert len(caplog.messages) == told
-    assert all("1,024 tokens are few for RoPE with 106," in said for said in caplog.messages)
+    assert all("1,024 tokens are few for RoPE with 106," in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(("length", "told"), [(128, True), (129, False)])
@@ -490,19 +490,16 @@ def test_weights_that_go_on_with_much_shorter_sequences_are_named(
 ):
     start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
     monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
-    say_short_sequences({"main": read_config([f"data.sequence_length={length}"])})
-    assert len(caplog.messages) == told
-    assert all("data.sequence_length=2048 keeps" in said for said in caplog.messages)
+    messages = warnings(caplog, [f"data.sequence_length={length}"])
+    assert len(messages) == told
+    assert all("data.sequence_length=2048 keeps" in message for message in messages)
 
 
 def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
     base, tmp_path, monkeypatch
 ):
     opened, told = [], []
-    names = ["set_environment", "set_threads", "open_gpus", "say_epochs"]
-    names += ["say_small_vocabularies", "say_short_sequences"]
-    names += ["say_other_budgets", "say_long_warmups", "say_idle_rescalings"]
-    names += ["say_unreached_encodings"]
+    names = ["set_environment", "set_threads", "open_gpus", "say_epochs", "say_unusual_settings"]
     for name in names:
         monkeypatch.setattr(experiment, name, lambda *_, name=name: told.append(name))
 

@@ -26,7 +26,7 @@ from trainer.evaluation.method_config import (
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store
-from trainer.workflows.fit_text import Prompts, _of_task, choice_texts, fit_text
+from trainer.workflows.fit_text import Prompts, _task_prompts, choice_texts, fit_text
 
 BOS = 0
 PROMPTS = Prompts()
@@ -74,7 +74,7 @@ def test_prompts_are_spread_over_all_that_a_task_has(haystack):
     assert len(prompts) == 6
     for texts, chosen in ((1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (9, [0, 1, 2, 3, 4, 5])):
         shortest = min(len(prompts[i]) for i in chosen)
-        found = _of_task(task, 600, texts, bos=1).tolist()
+        found = _task_prompts(task, 600, texts, bos=1).tolist()
         assert found == [[BOS, *prompts[i][len(prompts[i]) - shortest + 1 :]] for i in chosen]
 
 

@@ -57,7 +57,10 @@ def test_keys_and_values_have_to_fit_before_weights_are_read(
     ],
 )
 def test_the_first_tokens_belong_to_reading(texts, written, said):
-    assert Continuations(texts, read=30, written=written, first=0.5, rest=4.0).speed() == said
+    assert (
+        Continuations(texts, read=30, written=written, read_seconds=0.5, write_seconds=4.0).speed()
+        == said
+    )
 
 
 def test_reading_ends_with_the_first_token_of_every_prompt(tiny_decoder, monkeypatch):
@@ -80,7 +83,9 @@ def test_reading_ends_with_the_first_token_of_every_prompt(tiny_decoder, monkeyp
     )
     monkeypatch.setattr(generate, "TextStream", Stream)
     found = generate.write(tiny_decoder(), fake, 9, request, print)
-    assert found == Continuations(("AC", "BD"), read=5, written=4, first=4.0, rest=2.0)
+    assert found == Continuations(
+        ("AC", "BD"), read=5, written=4, read_seconds=4.0, write_seconds=2.0
+    )
 
 
 class Stream:

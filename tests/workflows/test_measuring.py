@@ -10,8 +10,8 @@ from tests.report.examples import report
 from trainer.data.config import DataConfig
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Cell
-from trainer.workflows import measuring
-from trainer.workflows.measuring import with_observations
+from trainer.workflows import evaluate
+from trainer.workflows.evaluate import with_observations
 
 
 def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(monkeypatch):
@@ -21,7 +21,7 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
         asked.update(rows=rows, names={result.name for result in results}, **more)
         return ("seen",)
 
-    monkeypatch.setattr(measuring, "observe", observe)
+    monkeypatch.setattr(evaluate, "observe", observe)
     measured = [
         ("first", "none"), ("first", "yarn"), ("first", "crop"), ("second", "none"),
         ("third", "none"), ("again", "none"), ("again", "yarn"),
@@ -57,7 +57,7 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
 def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
     """None: published weights, whose text nobody knows."""
     asked = {}
-    monkeypatch.setattr(measuring, "observe", lambda *_, **more: asked.update(more) or ())
+    monkeypatch.setattr(evaluate, "observe", lambda *_, **more: asked.update(more) or ())
     told = report(Cell("a", "none", STATEMENTS, 64, 1.0, scores=(1.0,)), training_length=64)
     texts = DataConfig(), other
     candidates = [

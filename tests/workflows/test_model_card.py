@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.report.described import check_text
 from tests.report.examples import report
 from trainer.common.files import write_atomically
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
@@ -18,8 +18,8 @@ from trainer.model.config import SoftmaxConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.workflows import model_card as card_module
-from trainer.workflows.model_card import _padding, describe, model_card, renewed_card
+from trainer.workflows import export
+from trainer.workflows.export import _padding, describe, model_card, renewed_card
 
 NOPE, ALIBI = Spectrum(), Spectrum(alibi=True)
 ROPE = Spectrum((1.0, 0.001))
@@ -98,66 +98,37 @@ def test_a_model_that_transformers_has(card, tiny_decoder):
         ("RoPE", "yarn", 64, 0.5, 3.5), ("RoPE-ID", "none", 64, 1, 3.0),
     )  # fmt: skip
     versions = {"unrope": "1.2", "torch": "2.9"}
-    check_text(
-        card(RunConfig(), model, *rows, difference=1.26e-7, versions=versions),
-        f"""
-        ---
-        library_name: transformers
-        pipeline_tag: text-generation
-        ---
-
-        # tiny
-
-        | | |
-        | --- | --- |
-        | parameters | {sum(p.numel() for p in model.parameters()):,} |
-        | positional encoding | layers 0 to 1: rotation of 8 channels, wavelengths 6.3 to 6,283 tokens |
-        | dropped | never |
-        | steps | 4 |
-        | tokens | 51,200 |
-        | training length | 32 tokens |
-        | program | unrope 1.2, torch 2.9 |
-        | hash of the text | 0123456789abcdef |
-
-        ## Evaluation
-
-        | method | length | retrieval | loss | effective |
-        | --- | --- | --- | --- | --- |
-        | RoPE | 32 | 0.750 | 3.250 | 32 |
-        | RoPE | 64 | 0.250 |  | 32 |
-        | RoPE + YaRN | 64 | 0.500 | 3.500 |  |
-
-        Retrieval: share of needles found; loss: nats per token on the last tokens of held-out windows. `+`: context extension at no cost. Effective: the longest length, in tokens, up to which the score is at least 85% of its value at the training length (≥: at every length measured; none: at the training length the score is at chance).
-
-        ## Loading
-
-        ```python
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained("PATH")
-        model = AutoModelForCausalLM.from_pretrained("PATH")
-        prompt = tokenizer("The", return_tensors="pt")
-        print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
-        ```
-
-        The model is a `LlamaForCausalLM` and needs no code of its own. Its logits were compared with those of the run: they differ by 1.3e-07 of the largest at most, in float32. Every sequence of the training began with the end-of-text token; the tokenizer puts it before a prompt.
-
-        ## Engines
-
-        | engine | computes this model | note |
-        | --- | --- | --- |
-        | transformers | yes | 5.0 to 5.24 tried |
-        | vLLM | yes |  |
-        | SGLang | yes |  |
-        | llama.cpp | yes |  |
-
-        transformers was run where logits were compared; the other rows follow from the engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. `max_position_embeddings` is the training length, from which vLLM takes its longest prompt; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond.
-
-        ## Licence
-
-        To be chosen by whoever publishes the weights.
-        """,  # noqa: E501
-    )
+    text = card(RunConfig(), model, *rows, difference=1.26e-7, versions=versions)
+    assert text.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        *("# tiny", "## Evaluation", "## Loading", "## Engines", "## Licence"),
+    ]
+    lines = text.splitlines()
+    tables = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \w", line)]
+    assert tables[: tables.index(["method", "length", "retrieval", "loss", "effective"])] == [
+        ["parameters", f"{sum(p.numel() for p in model.parameters()):,}"],
+        [
+            "positional encoding",
+            "layers 0 to 1: rotation of 8 channels, wavelengths 6.3 to 6,283 tokens",
+        ],
+        ["dropped", "never"],
+        ["steps", "4"],
+        ["tokens", "51,200"],
+        ["training length", "32 tokens"],
+        ["program", "unrope 1.2, torch 2.9"],
+        ["hash of the text", "0123456789abcdef"],
+    ]
+    for line in (
+        "| RoPE | 32 | 0.750 | 3.250 | 32 |",
+        "| RoPE | 64 | 0.250 |  | 32 |",
+        "| RoPE + YaRN | 64 | 0.500 | 3.500 |  |",
+        'model = AutoModelForCausalLM.from_pretrained("PATH")',
+        "| llama.cpp | yes |  |",
+    ):
+        assert f"\n{line}\n" in text
+    assert "| RoPE-ID |" not in text
+    assert "The model is a `LlamaForCausalLM` and needs no code of its own. Its logits were" in text
+    assert "they differ by 1.3e-07 of the largest at most, in float32." in text
 
 
 def test_a_model_with_its_own_code_that_dropped_its_encoding(card, tiny_decoder, caplog):
@@ -248,13 +219,13 @@ def test_a_fitted_temperature_is_said_to_be_no_part_of_an_export(
 ):
     model = tiny_decoder()
     fitted = {"coefficient": 0.25, "per": "sequence", "lengths": [64], "text": "0", "tokens": 9}
-    read = card_module.with_fitted_temperature
+    read = export.with_fitted_temperature
 
     def with_a_file(layout, path, stored_length):
         write_atomically(path / "temperature.json", json.dumps(fitted))
         return read(layout, path, stored_length)
 
-    monkeypatch.setattr(card_module, "with_fitted_temperature", with_a_file)
+    monkeypatch.setattr(export, "with_fitted_temperature", with_a_file)
     text = card(RunConfig(), model)
     assert "(logits times 1 + 0.25 ln(n / 32) beyond) is no part of it" in text
     assert "is not exported" in caplog.text

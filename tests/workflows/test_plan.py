@@ -11,8 +11,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import plan as plans
-from trainer.workflows.plan import GIB, plan
-from trainer.workflows.requests import PlanRequest
+from trainer.workflows.plan import GIB, PlanRequest, plan
 
 MODEL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}  # fmt: skip

@@ -26,9 +26,9 @@ from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.monitors import Probe, measurements
 from trainer.training.callbacks.transitions import effect_batch
-from trainer.workflows import measuring
-from trainer.workflows.analysis_texts import choice_texts, page_texts
-from trainer.workflows.measuring import Text, measure_models
+from trainer.workflows import evaluate
+from trainer.workflows.analyze import choice_texts, page_texts
+from trainer.workflows.evaluate import Text, measure_models
 from trainer.workflows.requests import AnalysisConfig
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
@@ -39,13 +39,13 @@ SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9,
 def documents_of(split):
     """Documents of one size, with hashes that belong to the split."""
     low, high, count = SHARES[split]
-    found, number = [], 0
-    while len(found) < count:
+    documents, number = [], 0
+    while len(documents) < count:
         text = f"{WORDS[split]} {number:06d}. ".ljust(40, "-")
         if low <= document_hash(text) / 2**64 < high:
-            found.append(text)
+            documents.append(text)
         number += 1
-    return found
+    return documents
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def seen(corpus):
 
     def look(rows):
         texts = rows if isinstance(rows[0], str) else corpus.tokenizer.decode_batch(rows)
-        found = " ".join(texts)
-        return {split for split, words in WORDS.items() if any(w in found for w in words.split())}
+        text = " ".join(texts)
+        return {split for split, words in WORDS.items() if any(w in text for w in words.split())}
 
     return look
 
@@ -117,7 +117,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring, "plan_cells", plan)
+    monkeypatch.setattr(evaluate, "plan_cells", plan)
     evaluation = EvaluationConfig(
         lengths=[20, 40],
         methods=["none", "temperature", "dope"],
@@ -147,17 +147,6 @@ def test_analyses_look_at_test_text(corpus, seen):
     ids = page_texts(corpus, config, candidate)
     assert seen(ids.numpy()) == {"test"}
     assert choice_texts(corpus, config, candidate, ids) is None
-
-
-@pytest.mark.parametrize(("own", "named", "first"), [(5, 7, 5), (None, 7, 7), (None, None, 0)])
-def test_texts_begin_as_the_tokenizer_or_else_the_published_configuration_has_it(
-    corpus, own, named, first
-):
-    layout = SimpleNamespace(training_length=32)
-    candidate = SimpleNamespace(layout=layout, bos_token=own, named_bos=named)
-    ids = page_texts(corpus, replace(AnalysisConfig(), length=64, texts=4), candidate)
-    assert corpus.end_of_text == 0
-    assert ids[:, 0].tolist() == [first] * 4
 
 
 def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, seen):

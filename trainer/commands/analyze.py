@@ -1,5 +1,5 @@
-"""``python -m trainer analyze PATH +analysis=NAME ...``: what does its attention look
-like, within the training length and beyond?"""
+"""``python -m trainer analyze PATH +analysis=NAME ...``: the attention of a model, within the
+training length and beyond."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(composed: Composed) -> Named[AnalysisRequest]:
 
     request = parse(AnalysisRequest, composed.values, composed.problems)
     option, kind = composed.choices["analysis"], request.analysis.kind
-    # An own option names its page; one of the program's with another kind is that kind's page.
+    # A user's option names its page. An option of the program with another kind does not.
     return Named(kind if option in kinds() else option, request)
 
 
@@ -57,23 +57,23 @@ def summary(report: GeometryReport) -> list[str]:
 
     C, length = report.training_length, report.length
     indicators = glance([section.numbers for section in report.sections])
-    width = max((len(one.name) for one in indicators), default=0)
-    said = sum(len(section.findings) for section in report.sections)
+    width = max((len(indicator.name) for indicator in indicators), default=0)
+    count = sum(len(section.findings) for section in report.sections)
     titles = ", ".join(section.title for section in report.sections)
     return [
         f"{report.name}, from {C:,} (trained) to {length:,} tokens:"
         if length > C
         else f"{report.name} at {length:,} tokens:",
         *(
-            f"  {one.name:{width}}  {one.shown(one.within):>7}"
+            f"  {indicator.name:{width}}  {indicator.shown(indicator.within):>7}"
             + (
-                f" → {one.shown(one.beyond):7} {one.verdict or 'not judged'}"
-                if one.goes_beyond
+                f" → {indicator.shown(indicator.beyond):7} {indicator.verdict or 'not judged'}"
+                if indicator.goes_beyond
                 else ""
             )
-            for one in indicators
+            for indicator in indicators
         ),
-        f"{counted(said, 'finding')} about: {titles}.",
+        f"{counted(count, 'finding')} about: {titles}.",
     ]
 
 

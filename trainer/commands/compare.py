@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 
 
 def read(composed: Composed) -> CompareRequest:
-    """Return the checked request, with the directories given alone after those of ``runs=``."""
+    """Return the checked request; words without a key come after the directories of ``runs=``."""
     from trainer.runs.parsing import parse
     from trainer.workflows.requests import CompareRequest
 
-    values = dict(composed.values)
-    if isinstance(values["runs"], list):
-        values["runs"] = [*values["runs"], *composed.verbatim]
-    return parse(CompareRequest, values, composed.problems)
+    return parse(CompareRequest, composed.with_verbatim("runs"), composed.problems)
 
 
 def execute(request: CompareRequest) -> None:

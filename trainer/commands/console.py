@@ -20,11 +20,11 @@ WIDTH = 100
 
 
 def set_up_console(quiet: bool = False) -> None:
-    """Show the program's own log, without the noise of the libraries below it.
+    """Show the program's log without the logs of its libraries.
 
-    ``quiet``: errors only, for all processes of a run but the first.
+    ``quiet``: show errors only, as for all processes of a run except the first.
     """
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a dozen lines of tries
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
         if not console.is_terminal:
@@ -47,7 +47,7 @@ def report_console() -> Console:
 
 
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
-    """Print the tables, the observations in words, and the place of the rest."""
+    """Print the tables, the observations in words, and the path of the page."""
     out = report_console()
     if report.cells:
         out.print(terminal_tables(report, out.width))
@@ -72,8 +72,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         out.print(Text(f"Warning: {trouble}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
-        said = f"{marks[observation.shown]}: {escape(observation.claim)}"
-        out.print(f"{said} [dim]({escape(observation.source)})[/]")
+        verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"
+        out.print(f"{verdict} [dim]({escape(observation.source)})[/]")
         if not observation.shown:
             out.print(Padding(Text(observation.evidence, style="dim"), (0, 0, 0, 4)))
     for note in report.notes:
@@ -85,7 +85,7 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
 
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-"""Pictures of characters that a terminal would obey."""
+"""Visible characters in place of control characters."""
 
 
 def show(text: str, end: str = "\n") -> None:

@@ -35,12 +35,13 @@ def execute(config: RunConfig) -> None:
         for number, outcome in enumerate(drill(config, Path(directory)), 1):
             failed += bool(outcome.difference)
             same = "identical" if outcome.fault.ranks is None else "equal to rounding"
-            said = outcome.difference or same
-            out.print(f"{number:2} of {len(FAULTS)}  {outcome.fault.name}: {said}", highlight=False)
+            result = outcome.difference or same
+            line = f"{number:2} of {len(FAULTS)}  {outcome.fault.name}: {result}"
+            out.print(line, highlight=False)
             table.add_row(
                 outcome.fault.name,
                 str(outcome.fault.step),
-                f"[{'red' if outcome.difference else 'green'}]{said}[/]",
+                f"[{'red' if outcome.difference else 'green'}]{result}[/]",
                 f"{outcome.seconds:.1f}",
             )
     out.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command, Named
@@ -12,7 +12,19 @@ from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from trainer.commands.hydra.composing import Composed
+    from trainer.evaluation.benchmarks import Score, Scored
+    from trainer.evaluation.statistics import Comparison
+    from trainer.workflows.requests import BenchmarkRequest
+
+LENGTHS = "lengths"
+KINDS = (LENGTHS, "multiple_choice", "harness")
+OF_A_RUN = (LENGTHS,)
+"""Kinds that a run can end with."""
+COLUMNS = 4
+"""Models with methods that fit into the terminal side by side."""
 
 
 def read(composed: Composed) -> Named[Any]:
@@ -50,14 +62,67 @@ def execute(named: Named[Any]) -> None:
             if (outcome := evaluate_lengths(named.request, named.name, asked)) is not None:
                 print_report(outcome[0], str(outcome[1]), existing=False)
         else:
-            from trainer.commands.benchmarks import show
+            show_benchmarks(named.request, named.name)
 
-            show(named.request, named.name)
+
+def show_benchmarks(request: BenchmarkRequest, name: str) -> None:
+    """Score the models with every method, print tables and write JSON."""
+    from rich.console import Console
+
+    from trainer.commands.console import WIDTH
+    from trainer.workflows.benchmarks import run_benchmarks
+
+    results, path = run_benchmarks(request, name)
+    out = Console(width=WIDTH, highlight=False)
+    for begin in range(0, len(results.scored), COLUMNS):
+        out.print(benchmark_table(results.scored[begin : begin + COLUMNS], results.scored))
+    if len(results.scored) > 1:
+        out.print(
+            "↑ and ↓: other than the model as is, or than the first model, on the same questions, "
+            "p < 0.05 by the sign test."
+        )
+    for note in results.notes:
+        out.print(f"Note: {note}", markup=False)
+    out.print(f"Numbers: {path}", markup=False)
+
+
+def benchmark_table(columns: Sequence[Scored], scored: Sequence[Scored]) -> Table:
+    """Return a table with a row for every metric of every task and a column for each of
+    ``columns``, compared with their counterparts among ``scored``."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from trainer.evaluation.benchmarks import comparisons
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("task", "metric"):
+        table.add_column(head, overflow="fold")
+    table.add_column("questions", justify="right")
+    for column in columns:
+        table.add_column(escape(column.name), justify="right", overflow="fold")
+    previous = ""
+    rows = zip(*(column.scores for column in columns), strict=True)
+    changes = zip(*(comparisons(column, scored) for column in columns), strict=True)
+    for row, changed in zip(rows, changes, strict=True):
+        score = row[0]
+        if previous not in ("", score.task):
+            table.add_section()
+        task = score.task if score.task != previous else ""
+        previous = score.task
+        cells = map(_cell, row, changed)
+        table.add_row(escape(task), escape(score.metric), str(score.questions), *cells)
+    return table
+
+
+def _cell(score: Score, change: Comparison | None) -> str:
+    error = f" ± {score.standard_error:.3f}" if score.standard_error is not None else ""
+    mark = f" {change.mark}" if change is not None and change.mark else ""
+    return f"{score.value:.3f}{error}{mark}"
 
 
 def asks_for_statements(words: Iterable[str]) -> bool:
-    """Whether the words of a command line name the task ``statements``, which not every model
-    knows."""
+    """Whether the words of a command line name the task ``statements``."""
     pairs = (word.lstrip("+").partition("=") for word in words)
     return any(key == "evaluation.tasks" and "statements" in value for key, _, value in pairs)
 
@@ -75,18 +140,12 @@ hub, both with any methods, which evaluation.factor sets for a length.
 COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",), subject="checkpoint")
 
 
-LENGTHS = "lengths"
-KINDS = (LENGTHS, "multiple_choice", "harness")
-OF_A_RUN = (LENGTHS,)
-"""Kinds that a run can end with."""
-
-
 def both_lengths(composed: Composed) -> list[Problem]:
     """Return the problem of ``evaluation.lengths`` beside ``evaluation.tokens``."""
     evaluation = composed.values.get("evaluation")
     if not isinstance(evaluation, dict) or evaluation.get("tokens") is None:
         return []
-    if "evaluation.lengths" not in composed.given:
+    if "evaluation.lengths" not in composed.named_keys:
         return []
     tokens = evaluation["tokens"]
     return [

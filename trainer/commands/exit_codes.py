@@ -12,20 +12,18 @@ from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.processes import say_mistake, tell_torchrun
 
 MISTAKE = 2
-"""Of what the user can mend."""
-
+"""The user can mend it."""
 CLOSED_PIPE = 141
-"""What a shell says of a program whose reader has gone: 128 and the number of SIGPIPE."""
-
+"""128 and the number of SIGPIPE, as in a shell: the reader of the output has gone."""
 STOPPED = 143
-"""Likewise of SIGTERM."""
+"""128 and the number of SIGTERM."""
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with 2 for a mistake of the user's or what a disk does, 130 when interrupted, 85 when
-    stopped to be continued, 143 when stopped with nothing kept, 141 when nobody reads any more."""
-    for stream in (sys.stdout, sys.stderr):  # of terminals that lack a character
+    """Exit with 2 for a user's mistake or a disk's error, 130 when interrupted, 85 when stopped to
+    be resumed, 143 when stopped with nothing kept, 141 when the reader of the output has gone."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a character
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
@@ -40,9 +38,9 @@ def exit_codes() -> Iterator[None]:
         if not error.is_transient:
             say_mistake()
         sys.exit(MISTAKE)
-    except OSError as error:  # of a disk that is full, a place that may not be read, and their like
+    except OSError as error:  # a full disk, a forbidden directory
         if error.strerror is None or isinstance(error, ConnectionError | TimeoutError):
-            raise  # of ranks that lost each other, whose traceback is wanted
+            raise  # ranks that lost each other: the traceback helps
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         _say(f"error: {where}{error.strerror}.")
         _discard(sys.stdout)
@@ -58,8 +56,8 @@ def exit_codes() -> Iterator[None]:
 
 @contextmanager
 def leaving_ranks() -> Iterator[None]:
-    """End the process at once where an error has left its process group standing: an ordinary end
-    waits for threads that may wait for other ranks."""
+    """End the process immediately if an error leaves its process group open: at an ordinary exit
+    threads may wait for other ranks forever."""
     try:
         yield
     except BaseException as error:
@@ -81,8 +79,7 @@ def _say(*lines: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what a stream still holds go nowhere: Python would try to write it at the end, and fail
-    aloud."""
+    """Drop the buffered output of a stream: Python would fail to write it at exit, and say so."""
     try:
         stream.flush()
     except OSError:

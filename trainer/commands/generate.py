@@ -13,19 +13,14 @@ if TYPE_CHECKING:
 
 
 def read(composed: Composed) -> GenerationRequest:
-    """Return the checked request, with the prompts of the command line after the configured
-    ones."""
+    """Return the checked request; prompts of the command line come after the configured ones."""
     from trainer.runs.parsing import parse
     from trainer.workflows.requests import GenerationRequest
 
-    given = composed.values
-    values = dict(given)
-    if isinstance(given["prompts"], list):
-        values["prompts"] = [*given["prompts"], *composed.verbatim]
-    if isinstance(given["stop"], list):
-        values["stop"] = [
-            text.replace("\\n", "\n") if isinstance(text, str) else text for text in given["stop"]
-        ]
+    values = composed.with_verbatim("prompts")
+    if isinstance(stop := values["stop"], list):
+        stop = [text.replace("\\n", "\n") if isinstance(text, str) else text for text in stop]
+        values = {**values, "stop": stop}
     return parse(GenerationRequest, values, composed.problems)
 
 

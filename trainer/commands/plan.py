@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -11,13 +11,12 @@ from pydantic import Field
 from trainer.commands.hydra.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.fields import Positive, configuration
-from trainer.workflows.requests import PlanRequest
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
-    from trainer.workflows.plan import Section
+    from trainer.workflows.plan import PlanRequest, Section
 
 
 @configuration
@@ -38,23 +37,16 @@ class PlanKeys:
         return [problem.under("slurm") for problem in self.slurm.problems()]
 
 
-OWN = ("gpu", "mfu", "exact", "slurm")
-
-
 def read(composed: Composed) -> PlanRequest:
     """Return the checked request. Published weights may be missing if the model's shape is
     given."""
-    from trainer.common.validation import validated
     from trainer.interchange.hub import MissingWeights
     from trainer.runs.arms import arms_of
     from trainer.runs.starting_weights import FROM_RUN
-    from trainer.workflows.experiment import experiment_problems
 
-    own, problems = validated(PlanKeys, {key: composed.values[key] for key in OWN})
-    problems += own.problems()
-    values = {key: value for key, value in composed.values.items() if key not in OWN}
+    keys, problems, composed = composed.split(PlanKeys)
+    problems += keys.problems()
     missing: tuple[Problem, ...] = ()
-    composed = replace(composed, values=values)
     try:
         config = read_run(composed, problems)
     except UserError as error:
@@ -66,38 +58,36 @@ def read(composed: Composed) -> PlanRequest:
         if not weights or len(weights) < len(error.problems):
             raise
         config, missing = read_run(composed, problems, weights=False), weights
-    on_a_node = own.slurm.on(config).workers_a_node
-    ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
-    if config.strategy.name == "single" and own.slurm.nodes > 1:
+    # After the run's values are checked: these import torch.
+    from trainer.workflows.experiment import experiment_problems
+    from trainer.workflows.plan import PlanRequest
+
+    on_a_node = keys.slurm.for_run(config).workers_a_node
+    ranks = 1 if config.strategy.name == "single" else keys.slurm.nodes * on_a_node
+    if config.strategy.name == "single" and keys.slurm.nodes > 1:
         problems.append(
             Problem(
                 "strategy",
-                f"'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
+                f"'single' uses one GPU, but slurm.nodes is {keys.slurm.nodes}; choose "
                 "strategy=ddp, fsdp2 or hsdp.",
             )
         )
     problems += experiment_problems(arms_of(config, weights=not missing), ranks, on_a_node)
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
-    return PlanRequest(config, ranks, min(on_a_node, ranks), own.gpu, own.mfu, own.exact, missing)
+    raise_all(problems)
+    gpus = config, ranks, min(on_a_node, ranks)
+    return PlanRequest(*gpus, keys.gpu, keys.mfu, keys.exact, missing)
 
 
 def execute(request: PlanRequest) -> None:
-    """Print it."""
-    from trainer.commands.console import set_up_console
-
-    set_up_console(quiet=True)
-    print_plan(request)
-
-
-def print_plan(request: PlanRequest) -> None:
-    """Print the sections as they are known.
+    """Print the sections of the plan as they are known.
 
     Raises:
         UserError: the vocabulary cannot be known yet.
     """
+    from trainer.commands.console import set_up_console
     from trainer.workflows.plan import plan
 
+    set_up_console(quiet=True)
     print_sections(plan(request))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from trainer.commands.hydra.command import Command
@@ -11,13 +11,11 @@ from trainer.commands.train import read_run
 from trainer.common.errors import Problem
 from trainer.common.fields import configuration
 from trainer.common.processes import stopping_at_once
-from trainer.workflows.requests import PrepareConfig, PrepareRequest
+from trainer.workflows.requests import PrepareConfig
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
-
-OWN = ("prepare", "verify")
-"""Keys of this command; the others are a run's."""
+    from trainer.workflows.prepare import PrepareRequest
 
 
 @configuration
@@ -32,15 +30,14 @@ class PrepareKeys:
 
 def read(composed: Composed) -> PrepareRequest:
     """Return the checked request."""
-    from trainer.common.validation import validated
-
-    values = {key: value for key, value in composed.values.items() if key not in OWN}
-    own, problems = validated(PrepareKeys, {key: composed.values[key] for key in OWN})
-    problems += own.prepare.problems()
-    if own.verify and own.prepare.part != PrepareConfig.part:
+    keys, problems, composed = composed.split(PrepareKeys)
+    problems += keys.prepare.problems()
+    if keys.verify and keys.prepare.part != PrepareConfig.part:
         problems.append(Problem("prepare.part", "verify=true reads the whole text; leave it out."))
-    config = read_run(replace(composed, values=values), problems)
-    return PrepareRequest(config, own.prepare, own.verify)
+    config = read_run(composed, problems)
+    from trainer.workflows.prepare import PrepareRequest
+
+    return PrepareRequest(config, keys.prepare, keys.verify)
 
 
 def execute(request: PrepareRequest) -> None:

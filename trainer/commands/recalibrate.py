@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command
 from trainer.commands.train import read as read_train
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, raise_all
 from trainer.common.fields import OptionalText, Positive, configuration
 from trainer.common.words import override_value
 
@@ -36,7 +36,6 @@ class RecalibrateKeys:
 
 
 ROOT = "recalibrate"
-OWN = ("minutes", "text", "to")
 MODEL_KEYS = ("model.from_pretrained", "model.from_run")
 
 
@@ -51,93 +50,86 @@ def read(composed: Composed) -> Recalibration:
     asked, recipe, words = completed(composed)
     from trainer.commands.hydra.composing import compose_words
 
-    whole = compose_words(words, ROOT, composed.files)
-    values = {key: value for key, value in whole.values.items() if key not in OWN}
-    evaluates = values["evaluation"]["enabled"]
-    values["evaluation"] = {**values["evaluation"], "enabled": False}
-    config = read_train(replace(whole, values=values)).request
-    if evaluates and (problems := config.evaluation.problems()):
-        raise UserError(*problems)
-    to = Path(whole.values["to"] or Path(config.run_dir, "export"))
-    alone = [word for word in words if word.partition("=")[0] not in OWN]
-    alone = ["data=files", "drop=pretrained", "evaluation.enabled=false", *alone]
-    alone = [
-        word for word in alone if word in words or word.partition("=")[0] not in composed.given
-    ]
+    keys, _, run = compose_words(words, ROOT, composed.files).split(RecalibrateKeys)
+    evaluation = run.values["evaluation"]
+    evaluates = evaluation["enabled"]
+    values = {**run.values, "evaluation": {**evaluation, "enabled": False}}
+    config = read_train(replace(run, values=values)).request
+    if evaluates:
+        raise_all(config.evaluation.problems())
+    to = Path(keys.to or Path(config.run_dir, "export"))
+    # The command line of the run alone: without this command's keys, with its defaults.
+    own_keys = [field.name for field in fields(RecalibrateKeys)]
+    defaults = ["data=files", "drop=pretrained", "evaluation.enabled=false"]
+    alone = [word for word in defaults if word.partition("=")[0] not in composed.named_keys]
+    alone += [word for word in words if word.partition("=")[0] not in own_keys]
     return Recalibration(asked, config, recipe, evaluates, to, tuple(alone))
 
 
 def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
-    """Return the request, its recipe, and the words of a run that they stand for: the chosen ones,
-    then the user's.
+    """Return the request, its recipe, and the words of the run: the chosen ones, then the user's.
 
     Raises:
         UserError: with every problem of the words, of packages, of the model or of the minutes.
     """
-    from trainer.common.validation import validated
-
-    values = composed.values
-    own, problems = validated(RecalibrateKeys, {key: values[key] for key in OWN})
-    given_keys = composed.given
-    problems = [*composed.problems, *problems, *_word_problems(composed, own)]
-    raise_all(problems)
+    keys, problems, _ = composed.split(RecalibrateKeys)
+    raise_all([*composed.problems, *problems, *_word_problems(composed, keys)])
     from trainer.commands.console import set_up_console
     from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of
 
     (model,) = composed.verbatim
-    listed = [own.text] if isinstance(own.text, str) else own.text or []
-    asked = Asked(model, own.minutes, tuple(listed))
+    listed = [keys.text] if isinstance(keys.text, str) else keys.text or []
+    asked = Asked(model, keys.minutes, tuple(listed))
     raise_all(asked_problems(asked))
     stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name.removesuffix(".gguf")).lstrip("-.+")
     words: dict[str, Any] = {"name": f"{stem}-drope", f"model.{source_of(model)}": model}
     if asked.text:
         words["data.files"] = list(asked.text)
-    words = {key: value for key, value in words.items() if key not in given_keys}
+    user_keys, values = composed.named_keys, composed.values
+    words = {key: value for key, value in words.items() if key not in user_keys}
     run_dir = values["run_dir"]
-    if not {"name", "run_dir"} & {*given_keys}:
+    if not {"name", "run_dir"} & {*user_keys}:
         run_dir = f"runs/{words['name']}"
-    given = {key: _value(values, key) for key in given_keys if _value(values, key) is not None}
+    user_values = {key: _value(values, key) for key in user_keys}
+    user_values = {key: value for key, value in user_values.items() if value is not None}
     set_up_console()
-    recipe = recipe_for(asked, Path(run_dir), given, overwrite=values["overwrite"] is True)
-    words |= {one.key: one.value for one in recipe.choices if one.key not in given_keys}
-    return (
-        asked,
-        recipe,
-        [*(f"{key}={override_value(value)}" for key, value in words.items()), *composed.words],
-    )
+    recipe = recipe_for(asked, Path(run_dir), user_values, overwrite=values["overwrite"] is True)
+    words |= {choice.key: choice.value for choice in recipe.choices if choice.key not in user_keys}
+    chosen = [f"{key}={override_value(value)}" for key, value in words.items()]
+    return asked, recipe, [*chosen, *composed.words]
 
 
-def _word_problems(composed: Composed, own: RecalibrateKeys) -> list[Problem]:
+def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
     """Check the words before the model is read."""
-    found = []
+    problems = []
     if len(composed.verbatim) != 1:
-        given = " and ".join(map(repr, composed.verbatim)) or "none"
-        found.append(
+        models = " and ".join(map(repr, composed.verbatim)) or "none"
+        problems.append(
             Problem(
                 "MODEL",
-                f"expected one directory, .gguf file, run or hub id, got {given}: python -m "
+                f"expected one directory, .gguf file, run or hub id, got {models}: python -m "
                 "trainer recalibrate MODEL text=FILES minutes=20.",
             )
         )
-    found += [
+    problems += [
         Problem(key, "MODEL names the weights; leave it out.")
         for key in MODEL_KEYS
-        if key in composed.given
+        if key in composed.named_keys
     ]
     data = composed.values.get("data")
     files = data.get("files") if isinstance(data, dict) else None
     needs_text = composed.choices.get("data") == "files" and not files
-    if own.text and not needs_text:
-        found.append(Problem("text", "the text is given by data already; leave one out."))
-    if needs_text and not own.text and "text" not in [p.key for p in composed.problems]:
-        found.append(
+    if keys.text and not needs_text:
+        problems.append(Problem("text", "the text is given by data already; leave one out."))
+    if needs_text and not keys.text and "text" not in [p.key for p in composed.problems]:
+        problems.append(
             Problem(
                 "text",
                 "give the text to recalibrate on, text=FILE or 'text=[texts/*.jsonl]'; "
                 "data=stdlib_docs takes the text that comes with Python.",
             )
         )
-    return found
+    return problems
 
 
 def _value(values: Any, key: str) -> Any:
@@ -157,8 +149,7 @@ def execute(request: Recalibration) -> None:
     from trainer.commands.console import print_report
     from trainer.commands.plan import print_sections
     from trainer.workflows import recalibrate
-    from trainer.workflows.plan import plan
-    from trainer.workflows.requests import PlanRequest
+    from trainer.workflows.plan import PlanRequest, plan
 
     print_sections([recalibrate.section(request)])
     print(f"The run alone: python -m trainer {shlex.join(request.words)}\n")

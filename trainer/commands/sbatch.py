@@ -1,5 +1,5 @@
-"""A SLURM job: its settings, the script that sbatch takes, and a copy of the code, which stays as
-it is until the job starts."""
+"""A SLURM job: its settings, the script for sbatch, and a copy of the code, so that later edits do
+not change a waiting job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
 
 CORES_A_WORKER = 8
-"""Of a node with a worker for each GPU, by default: one computes, the others read and write."""
+"""Cores of each worker by default: one computes, the others read and write."""
 
 
 @configuration
@@ -81,8 +81,8 @@ class SlurmConfig:
         """Processes of a node, once ``gpus_per_node`` is known."""
         return max(self.gpus_per_node or 0, 1)
 
-    def on(self, config: RunConfig) -> SlurmConfig:
-        """Return the settings with as many GPUs as fit the run, if none were asked for."""
+    def for_run(self, config: RunConfig) -> SlurmConfig:
+        """Return the settings with as many GPUs as fit the run, if their number is not set."""
         if self.gpus_per_node is not None:
             return self
         from trainer.runs.arms import gpus_that_fit
@@ -91,34 +91,36 @@ class SlurmConfig:
 
     def problems(self) -> list[Problem]:
         """Return the problems between keys."""
-        found = []
+        problems = []
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
-            found.append(
+            problems.append(
                 Problem("time", f"expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
             )
         mem = str(self.mem or 0)
         if mem.isprintable() and not re.fullmatch(r"\d+[KMGTkmgt]?", mem):
-            found.append(
+            problems.append(
                 Problem("mem", f"expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
             )
-        found += [
+        problems += [
             Problem(key, f"expected one line, got {value!r}.")
-            for key, given in asdict(self).items()
+            for key, setting in asdict(self).items()
             if key != "setup"
-            for value in (given if isinstance(given, list) else [given])
+            for value in (setting if isinstance(setting, list) else [setting])
             if isinstance(value, str) and not value.isprintable()
         ]
-        found += [
+        problems += [
             Problem(key, f"expected options such as --reservation=name, got {option!r}.")
             for key, options in (("extra", self.extra), ("prepare_options", self.prepare_options))
             for option in options
             if not option.startswith("-")
         ]
-        return found
+        return problems
 
     def header(self, name: str, output: Path, signal: str | None = None) -> list[str]:
-        """Return the ``#SBATCH`` lines of a run called ``name``; ``output`` is its log, and
-        ``signal`` replaces the signal for the steps of a run."""
+        """Return the ``#SBATCH`` lines of a run called ``name``.
+
+        ``output``: its log. ``signal``: replaces the signal to the steps of a run.
+        """
         options = {
             "job-name": self.job_name or name,
             "nodes": self.nodes,
@@ -137,15 +139,15 @@ class SlurmConfig:
             "open-mode": "append",
             "output": output,
         }
-        given = [shlex.quote(f"--{key}={v}") for key, v in options.items() if v is not None]
-        return [f"#SBATCH {option}" for option in (*given, "--requeue", *self.extra)]
+        words = [shlex.quote(f"--{key}={v}") for key, v in options.items() if v is not None]
+        return [f"#SBATCH {option}" for option in (*words, "--requeue", *self.extra)]
 
 
 def prepare_scripts(
     config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path
 ) -> dict[str, str]:
-    """Return two scripts for CPUs by their names: ``prepare.sbatch``, an array whose jobs each
-    prepare a part of a run's text, and ``finish.sbatch``, which completes it."""
+    """Return two scripts for CPUs: ``prepare.sbatch``, an array whose jobs each prepare a part of a
+    run's text, and ``finish.sbatch``, which completes it."""
     parts = max(config.prepare, 1)
     # Options for a node with GPUs do not fit nodes without.
     alone = replace(
@@ -185,7 +187,7 @@ wait "$work"
 
 
 def _environment(config: SlurmConfig, code: Path) -> list[str]:
-    """Lines that choose the Python of a job, and the snapshot of the code."""
+    """Return lines that choose the Python of a job, and the snapshot of the code."""
     cache = os.environ.get("UNROPE_CACHE")
     known = [f"export UNROPE_CACHE={shlex.quote(str(Path(cache).absolute()))}"] if cache else []
     python = [] if config.setup else [f"export UNROPE_PYTHON={shlex.quote(sys.executable)}"]
@@ -199,10 +201,9 @@ def _environment(config: SlurmConfig, code: Path) -> list[str]:
 
 
 def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path) -> str:
-    """Return the script of a job that trains with ``words`` from the snapshot ``code``: the body of
-    ``slurm/train.sbatch`` after a header and settings.
+    """Return the script of a job that trains with ``words`` from the snapshot ``code``.
 
-    Its body is that of ``slurm/train.sbatch``, behind a header and environment of its own.
+    The body of ``slurm/train.sbatch`` follows a header and settings.
     """
     train = (slurm_directory() / "train.sbatch").read_text(encoding="utf-8")
     body = train.rpartition("#SBATCH")[2].partition("\n")[2]
@@ -221,21 +222,21 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def slurm_directory() -> Path:
-    """``slurm/``: inside the package where it is installed, beside it in a checkout."""
+    """Return ``slurm/``: inside the installed package, or beside it in a checkout."""
     inside = PACKAGE / "slurm"
     return inside if inside.is_dir() else PACKAGE.parent / "slurm"
 
 
-def snapshot(directory: Path, own: Path | None = None) -> Path:
+def snapshot(directory: Path, user_directory: Path | None = None) -> Path:
     """Copy the package, with ``conf/`` and ``slurm/`` inside it, to ``directory/<digest>``.
 
-    ``own``: a user's directory of configurations, whose options become ones of ``conf/``.
+    The copy is named by its content and never changes: a waiting job keeps its code, and jobs with
+    the same code share one copy. ``user_directory``: configurations to add to ``conf/``.
 
-    The place is named by its content and never changes: a job that waits keeps its code, and jobs
-    with the same code share one copy. Returns the place, to be put on ``PYTHONPATH``. Raises
-    ``OSError`` as the file system does.
+    Returns:
+        The path of the copy, for ``PYTHONPATH``.
     """
-    files = dict(sorted(_files(own).items()))
+    files = dict(sorted(_files(user_directory).items()))
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -251,14 +252,15 @@ def snapshot(directory: Path, own: Path | None = None) -> Path:
     return place
 
 
-def _files(own: Path | None) -> dict[str, bytes]:
+def _files(user_directory: Path | None) -> dict[str, bytes]:
     """Return every file of the package by its path in the snapshot."""
     roots = [
         ("trainer", PACKAGE, "*"),
         ("trainer/conf", config_directory(), "*"),
         ("trainer/slurm", slurm_directory(), "*"),
-        *([("trainer/conf", own, "*/*.yaml")] if own is not None else []),
     ]
+    if user_directory is not None:
+        roots.append(("trainer/conf", user_directory, "*/*.yaml"))
     return {
         f"{place}/{path.relative_to(root).as_posix()}": path.read_bytes()
         for place, root, pattern in roots

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ SUBMIT = "--submit"
 
 @configuration
 class Slurm:
-    """The group ``slurm``, under its name."""
+    """Keys of this command; the others are a run's."""
 
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What the job asks the cluster for."""
@@ -36,78 +36,77 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job: ``config`` of the run that ``words`` stand for, ``files`` those it was
-    composed of, and whether the job is to be submitted."""
+    """A checked job."""
 
     settings: SlurmConfig
     config: RunConfig
     words: tuple[str, ...]
+    """The overrides of the run."""
     files: ConfigFiles
+    """Configuration files that the run was composed of."""
     submit: bool
 
 
 def read(composed: Composed, trains: bool = True) -> Job:
     """Return the checked job; ``trains``: whether it trains the run."""
-    from trainer.common.validation import validated
-    from trainer.runs.arms import arm_problems, arms_of
-    from trainer.runs.directory import plain
-    from trainer.workflows.experiment import experiment_problems
+    keys, problems, run = composed.split(Slurm)
+    problems += [problem.under("slurm") for problem in keys.slurm.problems()]
+    if trains:
+        problems += [*_misfits(run.values), *_idle_workers(keys.slurm, run.values)]
+    config = read_run(run, problems)
+    settings = keys.slurm.for_run(config)
+    if trains:
+        from trainer.runs.arms import arm_problems, arms_of
+        from trainer.runs.directory import plain
+        from trainer.workflows.experiment import experiment_problems
 
-    values = {key: value for key, value in composed.values.items() if key != "slurm"}
-    group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
-    problems = [*found, *(problem.under("slurm") for problem in group.slurm.problems())]
-    if trains:
-        problems += [*_misfits(values), *_idle_workers(group.slurm, values)]
-    config = read_run(replace(composed, values=values), problems)
-    settings = group.slurm.on(config)
-    if trains:
         arms = arms_of(config)
         misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
         raise_all([*misfits, *experiment_problems(arms, *_workers(settings))])
     words = tuple(word for word in composed.words if not _is_setting(word))
-    words = words or (f"name={config.name}",)  # without any the job would ask for one
+    words = words or (f"name={config.name}",)  # a job without words trains nothing
     return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
 
 
 def execute(job: Job) -> None:
-    """Write the job, with those that prepare its text where that is asked for, say what it will
-    need, and submit all or say how."""
+    """Write the job and the jobs that prepare its text, print what it needs, and submit them or
+    print how to."""
     script = write_job(job)
     if job.settings.gpus_per_node:
         _say_plan(job)
     before = PREPARING if job.settings.prepare else {}
-    # Training waits for text that is whole; where it cannot be, it is cancelled.
+    # Training starts when the text is whole, and is cancelled if the preparation fails.
     options = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"] if before else []
     submit_all(job, script.parent, {**before, script.name: options})
 
 
 def _say_plan(job: Job) -> None:
-    from trainer.commands.plan import print_plan
-    from trainer.workflows.requests import PlanRequest
+    from trainer.commands.plan import print_sections
+    from trainer.workflows.plan import PlanRequest, plan
 
     ranks, on_a_node = _workers(job.settings)
     try:
-        print_plan(PlanRequest(job.config, ranks, on_a_node, job.settings.gpu, MFU))
+        print_sections(plan(PlanRequest(job.config, ranks, on_a_node, job.settings.gpu, MFU)))
     except UserError as error:
         print("No plan:", *error.problems)
 
 
 MFU = 0.4
-"""Share of the peak that hours are told at; `trainer plan mfu=` has others."""
+"""Share of the peak for the printed hours; `trainer plan mfu=` takes others."""
 
 LAST = "LAST"
-"""In an option of sbatch: the number of the job that was submitted before."""
+"""Placeholder in an option of sbatch for the number of the job submitted before."""
 PREPARING = {
     "prepare.sbatch": [],
-    # Whatever became of the array, one job completes the text, or fails.
+    # Even if jobs of the array fail, one job completes the text, or fails.
     "finish.sbatch": [f"--dependency=afterany:{LAST}"],
 }
-"""Scripts that prepare text, in their order, and their options."""
+"""Scripts that prepare text, in order of submission, with options of sbatch."""
 
 
 def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None:
-    """Submit scripts one after the other, where that is asked for, or say how."""
-    last = "NUMBER"  # that sbatch prints
+    """Submit scripts one after the other if the user asked for it; otherwise print how to."""
+    last = "NUMBER"  # stands for what sbatch prints
     if len(scripts) > 1 and not job.submit:
         print("Each waits for the NUMBER that sbatch prints for the one before; --submit does all.")
     for name, options in scripts.items():
@@ -134,22 +133,23 @@ def _is_setting(word: str) -> bool:
 
 def _misfits(values: dict[str, Any]) -> list[Problem]:
     """Return problems of a run that only arise when it is a job."""
-    found = []
+    problems = []
     if values["overwrite"]:
-        found.append(Problem("overwrite", "true would start again whenever the job is requeued."))
+        message = "true would start again whenever the job is requeued."
+        problems.append(Problem("overwrite", message))
     callbacks = values["callbacks"] if isinstance(values["callbacks"], dict) else {}
-    for name, given in callbacks.items():
-        target = given.get("_target_", "") if isinstance(given, dict) else ""
+    for name, callback in callbacks.items():
+        target = callback.get("_target_", "") if isinstance(callback, dict) else ""
         module = str(target).partition(".")[0]
-        if module and not module.startswith("unrope_plugin_") and not _found_by_a_job(module):
-            found.append(
+        if module and not module.startswith("unrope_plugin_") and not _is_visible_to_jobs(module):
+            problems.append(
                 Problem(
                     f"callbacks.{name}",
                     f"a job does not look for {module!r} in the directory it was submitted from; "
                     "put that directory on PYTHONPATH and submit again.",
                 )
             )
-    return found
+    return problems
 
 
 def _idle_workers(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
@@ -166,17 +166,17 @@ def _idle_workers(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem
     ]
 
 
-def _found_by_a_job(module: str) -> bool:
-    """Whether a module is found without the current directory, where a job's Python does not look
-    unless ``PYTHONPATH`` names it."""
+def _is_visible_to_jobs(module: str) -> bool:
+    """Whether a module is found without the current directory, which a job's Python searches only
+    if ``PYTHONPATH`` names it."""
     named = {Path(p).resolve() for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
-    here = Path.cwd().resolve()
-    paths = [p for p in sys.path if p and (Path(p).resolve() != here or here in named)]
+    current = Path.cwd().resolve()
+    paths = [p for p in sys.path if p and (Path(p).resolve() != current or current in named)]
     return PathFinder.find_spec(module, paths) is not None
 
 
 def write_job(job: Job) -> Path:
-    """Write ``job.sbatch``, ``config.yaml``, ``code/`` and ``logs/``; returns the script's path.
+    """Write ``job.sbatch``, ``config.yaml``, ``code/`` and ``logs/``; return the script's path.
 
     Raises:
         UserError: the directory cannot be written.
@@ -190,8 +190,8 @@ def write_job(job: Job) -> Path:
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
     check_writable(str(directory), "slurm.directory")
     place = directory.resolve()
-    code = snapshot(place / "code", job.files.own)
-    (place / "logs").mkdir(exist_ok=True)  # SLURM does not make it, and the job would fail
+    code = snapshot(place / "code", job.files.user_directory)
+    (place / "logs").mkdir(exist_ok=True)  # without it SLURM fails the job
     text = yaml.safe_dump(plain(config), sort_keys=False)
     write_atomically(place / "config.yaml", text)
     written = (settings, config.name, job.words, code, place / "logs")
@@ -218,7 +218,7 @@ def submit(command: list[str]) -> str:
         ) from error
     if result.returncode:
         raise UserError.at("slurm", f"sbatch refused the job: {' '.join(result.stderr.split())}")
-    return result.stdout.strip().partition(";")[0]  # "number;cluster" where there are several
+    return result.stdout.strip().partition(";")[0]  # "number;cluster" with several clusters
 
 
 HELP = """

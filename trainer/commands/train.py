@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 CPU_TOKENS = 10**9
-"""More than this no CPU trains a published model on."""
+"""Tokens up to which training a published model on a CPU is realistic."""
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
@@ -54,23 +54,21 @@ def read(composed: Composed) -> Named[RunConfig]:
         missing = [p for p in error.problems if isinstance(p, MissingWeights) and p.is_published]
         if not missing:
             raise
-        problems = (*error.problems, *_elsewhere(composed))
-    data = composed.values["data"]
-    if found := [*problems, *unprepared(data)]:
-        raise UserError(*found)
+        problems = (*error.problems, *_alternatives(composed))
+    raise_all([*problems, *unprepared(composed.values["data"])])
     assert config is not None
     if not Path(config.run_dir, "report.json").is_file():
         raise_all(missing_files(config.data))
     return Named(config.name, config, composed.words)
 
 
-def _elsewhere(composed: Composed) -> list[Problem]:
-    """Return what else a run needs whose weights are missing, and experiments that show the same
-    without them."""
+def _alternatives(composed: Composed) -> list[Problem]:
+    """Return what a run without its published weights needs as well, and experiments that show the
+    same without these weights."""
     import torch
 
     tokens = composed.values["trainer"]["max_tokens"]
-    found = [
+    problems = [
         Problem(
             "experiment",
             "on any machine +experiment=drope_smollm2_135m_local drops the encoding of published "
@@ -79,17 +77,18 @@ def _elsewhere(composed: Composed) -> list[Problem]:
         )
     ]
     if isinstance(tokens, int) and tokens > CPU_TOKENS and not torch.cuda.is_available():
-        found.insert(
-            0, Problem("trainer.max_tokens", f"{tokens:,} tokens take GPUs, and torch sees none.")
-        )
-    return found
+        message = f"{tokens:,} tokens take GPUs, and torch sees none."
+        problems.insert(0, Problem("trainer.max_tokens", message))
+    return problems
 
 
 def read_run(
-    composed: Composed, found: Sequence[Problem] = (), *, weights: bool = True
+    composed: Composed, known: Sequence[Problem] = (), *, weights: bool = True
 ) -> RunConfig:
-    """Return the checked configuration of a run; ``found`` are problems already known. Without
-    ``weights``, a published model has the shape that the configuration gives.
+    """Return the checked configuration of a run.
+
+    ``known``: problems to report too. ``weights``: False if a published model's shape is taken from
+    the configuration, because its weights are missing.
 
     Raises:
         UserError: with all problems of keys, types and values together.
@@ -102,7 +101,7 @@ def read_run(
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
     problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed)]
-    problems += [*_two_budgets(composed), *_unheard(composed), *found, *both_lengths(composed)]
+    problems += [*_two_budgets(composed), *_unheard(composed), *known, *both_lengths(composed)]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -113,7 +112,7 @@ def read_run(
     except UserError as error:
         if not any(isinstance(problem, MissingWeights) for problem in error.problems):
             raise
-        # A plan takes the shape from the command line then.
+        # A plan then takes the shape from the command line.
         raise UserError(*(p for p in error.problems if p not in of_weights)) from error
 
 
@@ -124,7 +123,7 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
     model = composed.values.get("model")
     if not isinstance(model, dict) or model.get(source) is None:
         return []
-    return ignored_keys(composed.given, source)
+    return ignored_keys(composed.named_keys, source)
 
 
 def _dropped_all_the_same(composed: Composed) -> list[Problem]:
@@ -133,7 +132,7 @@ def _dropped_all_the_same(composed: Composed) -> list[Problem]:
     if "drop=never" not in composed.words or not isinstance(drop, dict) or not drop.get("enabled"):
         return []
     controls = (composed.values.get("controls") or {}).values()
-    branches = any(isinstance(own, dict) and own.get("branch") == "drop" for own in controls)
+    branches = any(isinstance(c, dict) and c.get("branch") == "drop" for c in controls)
     without = ", and leave out the controls that begin at the drop (controls=null)"
     return [
         Problem(
@@ -142,7 +141,7 @@ def _dropped_all_the_same(composed: Composed) -> list[Problem]:
             f"drop.enabled=false{without if branches else ''}.",
         )
         for key in ("at", "at_tokens")
-        if drop.get(key) is not None and f"drop.{key}" not in composed.given
+        if drop.get(key) is not None and f"drop.{key}" not in composed.named_keys
     ]
 
 
@@ -150,9 +149,9 @@ def _two_budgets(composed: Composed) -> list[Problem]:
     """Return the problem of ``trainer.max_steps`` beside ``trainer.max_tokens``, which decides."""
     trainer = composed.values.get("trainer")
     tokens = trainer.get("max_tokens") if isinstance(trainer, dict) else None
-    if "trainer.max_steps" not in composed.given or tokens is None:
+    if "trainer.max_steps" not in composed.named_keys or tokens is None:
         return []
-    if "trainer.max_tokens" in composed.given:
+    if "trainer.max_tokens" in composed.named_keys:
         return [Problem("trainer.max_steps", "give steps or trainer.max_tokens, not both.")]
     return [
         Problem(
@@ -164,7 +163,7 @@ def _two_budgets(composed: Composed) -> list[Problem]:
 
 
 def _unheard(composed: Composed) -> list[Problem]:
-    """Return the problem of asking for ``statements`` that the training text does not carry."""
+    """Return the problem of the task ``statements`` without statements in the training text."""
     data, evaluation = composed.values.get("data"), composed.values.get("evaluation")
     if not asks_for_statements(composed.words) or not isinstance(data, dict):
         return []
@@ -198,7 +197,7 @@ def execute(named: Named[RunConfig]) -> None:
 
 
 def compare(place: Path) -> None:
-    """Put the runs of a sweep beside each other."""
+    """Compare the runs of a sweep."""
     from trainer.commands.compare import show
     from trainer.workflows.compare import compare_runs
     from trainer.workflows.requests import CompareRequest

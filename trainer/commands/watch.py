@@ -22,18 +22,15 @@ BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a braille character, by row and column."""
 NAME, VALUE, AXIS = 20, 8, 6
-"""Widths of what stands beside the curves, in columns of a terminal."""
+"""Columns of the name, the last value and the axis beside a curve."""
 
 
 def read(composed: Composed) -> WatchRequest:
-    """Return the checked request, with the directories given alone after those of ``runs=``."""
+    """Return the checked request; words without a key come after the directories of ``runs=``."""
     from trainer.runs.parsing import parse
     from trainer.workflows.requests import WatchRequest
 
-    values = dict(composed.values)
-    if isinstance(values["runs"], list):
-        values["runs"] = [*values["runs"], *composed.verbatim]
-    return parse(WatchRequest, values, composed.problems)
+    return parse(WatchRequest, composed.with_verbatim("runs"), composed.problems)
 
 
 def execute(request: WatchRequest) -> None:
@@ -44,19 +41,19 @@ def execute(request: WatchRequest) -> None:
     from trainer.workflows.watch import watch
 
     out = report_console()
-    found = watch(request.runs)
+    runs = watch(request.runs)
     if request.once or not out.is_terminal:
-        out.print(view(found, out.width))
+        out.print(view(runs, out.width))
         return
     with suppress(KeyboardInterrupt), Live(console=out, auto_refresh=False) as live:
         while True:
             began = time.perf_counter()
-            live.update(view(found, out.width), refresh=True)
-            if all(run.is_finished or run.failed for run in found):
+            live.update(view(runs, out.width), refresh=True)
+            if all(run.is_finished or run.failed for run in runs):
                 break
             # Long files take long to read: do not compete with the run for the processor.
             time.sleep(max(request.every, 10 * (time.perf_counter() - began)))
-            found = watch(request.runs)
+            runs = watch(request.runs)
 
 
 def view(runs: Sequence[WatchedRun], width: int) -> RenderableType:
@@ -65,12 +62,12 @@ def view(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     from rich.text import Text
 
     if len(runs) != 1:
-        return Group(_table_of_runs(runs), *(Text(said) for run in runs for said in _problems(run)))
+        return Group(_table_of_runs(runs), *(Text(line) for run in runs for line in _problems(run)))
     (run,) = runs
     parts: list[RenderableType] = [Text(_safe(f"{run.place}: {_state(run)}"), style="bold")]
-    parts += [Text(said, style="bold red") for said in _problems(run)]
+    parts += [Text(line, style="bold red") for line in _problems(run)]
     if run.current is not None and run.current.phases:
-        parts += [Text(_safe(said)) for said in _course(run, run.current)]
+        parts += [Text(_safe(line)) for line in _course(run, run.current)]
         parts.append(_curves(run.current, width))
     if len(run.arms) > 1:
         parts.append(_table_of_arms(run.arms))
@@ -104,20 +101,20 @@ def _state(run: WatchedRun) -> str:
 
 def _problems(run: WatchedRun) -> list[str]:
     failed = [f"{run.place.name}: {run.failed}"] if run.failed else []
-    return [_safe(said) for said in (*failed, *(arm.problem for arm in run.arms)) if said]
+    return [_safe(line) for line in (*failed, *(arm.problem for arm in run.arms)) if line]
 
 
 def _course(run: WatchedRun, arm: WatchedArm) -> list[str]:
     """Return where an arm is, how fast, and what its drop did, as lines of text."""
-    said = [arm.name, f"step {arm.step:,} of {arm.steps:,} ({arm.step / arm.steps:.0%})"]
+    parts = [arm.name, f"step {arm.step:,} of {arm.steps:,} ({arm.step / arm.steps:.0%})"]
     if len(arm.phases) > 1:
         number = arm.phases.index(arm.phase) + 1
-        said.append(f"phase {arm.phase.name} ({number} of {len(arm.phases)})")
+        parts.append(f"phase {arm.phase.name} ({number} of {len(arm.phases)})")
     if (rate := arm.last("tokens_per_second")) is not None:
-        said.append(f"{rate:,.0f} tokens/s")
+        parts.append(f"{rate:,.0f} tokens/s")
     if not run.is_finished and run.seconds_left:
-        said.append(f"{duration(run.seconds_left)} left to train")
-    lines = [", ".join(said)]
+        parts.append(f"{duration(run.seconds_left)} left to train")
+    lines = [", ".join(parts)]
     if (drop := _drop(arm)) is not None:
         lines.append(drop)
     return lines
@@ -126,15 +123,15 @@ def _course(run: WatchedRun, arm: WatchedArm) -> list[str]:
 def _drop(arm: WatchedArm) -> str | None:
     from trainer.workflows.watch import recovery
 
-    if (found := recovery(arm)) is None:
+    if (drop := recovery(arm)) is None:
         return None
-    losses = [found.before, found.after, *([] if found.end is None else [found.end])]
-    said = f"Drop: held-out loss {' → '.join(f'{loss:.3f}' for loss in losses)} nats per token, "
-    if found.costs_nothing:
-        return f"{said}no rise to win back"
-    if found.share is None:
-        return f"{said}the share won back shows at the end of recalibration"
-    return f"{said}{_share(found.share, found.is_final)} of the rise won back"
+    losses = [drop.before, drop.after, *([] if drop.end is None else [drop.end])]
+    text = f"Drop: held-out loss {' → '.join(f'{loss:.3f}' for loss in losses)} nats per token, "
+    if drop.costs_nothing:
+        return f"{text}no rise to win back"
+    if drop.share is None:
+        return f"{text}the share won back shows at the end of recalibration"
+    return f"{text}{_share(drop.share, drop.is_final)} of the rise won back"
 
 
 def _share(share: float, is_final: bool) -> str:
@@ -172,12 +169,14 @@ def curve(line: Line, steps: int, marks: Sequence[int], width: int) -> list[str]
 
     columns, height = 2 * width, 4 * line.rows
     low, high = line.limits
-    at, values = (np.array(part, dtype=float) for part in zip(*line.points, strict=True))
+    steps_of_points, values = (
+        np.array(part, dtype=float) for part in zip(*line.points, strict=True)
+    )
 
     def column_of(step: np.ndarray) -> np.ndarray:
         return np.minimum(step / max(steps, 1) * columns, columns - 1).astype(int)
 
-    used, place = np.unique(column_of(at), return_inverse=True)
+    used, place = np.unique(column_of(steps_of_points), return_inverse=True)
     means = np.bincount(place, values) / np.bincount(place)
     xs = np.arange(used[0], used[-1] + 1)
     held = means[np.searchsorted(used, xs, side="right") - 1]

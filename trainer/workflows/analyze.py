@@ -8,23 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.analysis.capture import Heads
+from trainer.analysis.capture import Heads, NeedlePrompt
 from trainer.analysis.drop import DropStudy
 from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
-from trainer.common.errors import Problem, UserError, renaming
+from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.common.words import counted
+from trainer.data.corpus import Corpus
+from trainer.data.order import Integers
+from trainer.data.shards import TokenStream
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.methods import recipe
+from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
@@ -37,7 +44,6 @@ from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
-from trainer.workflows.analysis_texts import choice_texts, needle_prompt, page_texts
 from trainer.workflows.requests import LAYERS_KEY, AnalysisConfig, AnalysisRequest
 from trainer.workflows.subjects import held_out_corpus
 
@@ -64,29 +70,27 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])
-    if problems := _chosen_problems(config, candidate):
-        raise UserError(*problems)
+    raise_all(_chosen_problems(config, candidate))
     corpus = held_out_corpus(request.text, candidate)
     ids = page_texts(corpus, config, candidate)
-    if problems := _length_problems(config, ids.shape[1]):
-        raise UserError(*problems)
+    raise_all(_length_problems(config, ids.shape[1]))
     choice = choice_texts(corpus, config, candidate, ids)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
 
     notes: list[str] = []
 
-    def target(of: Candidate) -> Target:
-        model = of.load(device).to(DTYPES[config.dtype]).eval()
+    def target_of(subject: Candidate) -> Target:
+        model = subject.load(device).to(DTYPES[config.dtype]).eval()
         if config.method is not None:
-            notes.append(use_method(model, of, config.method, ids.shape[1], config.layers))
+            notes.append(use_method(model, subject, config.method, ids.shape[1], config.layers))
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
-        depth, asks = config.needle.depth, config.needle.kind == "question"
-        prompt = needle_prompt(of.tokenizer, read, length, config.seed, depth)
+        needle = config.seed, config.needle.depth
+        prompt = needle_prompt(subject.tokenizer, read, length, *needle)
         question = None
-        if asks and kind in (ALL, "matrix_entropy"):
-            question = needle_prompt(of.tokenizer, read[:1], read.shape[1], config.seed, depth)
+        if config.needle.kind == "question" and kind in (ALL, "matrix_entropy"):
+            question = needle_prompt(subject.tokenizer, read[:1], read.shape[1], *needle)
             if question is None:
                 raise UserError.at(
                     "analysis.needle.kind",
@@ -94,7 +98,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
                     "larger analysis.length, or copy.",
                 )
         return Target(
-            *(of.name, model, read, chosen, config.seed, prompt),
+            *(subject.name, model, read, chosen, config.seed, prompt),
             pairs=tuple(config.pairs),
             frames=config.frequency_entropy,
             prefixes=tuple(config.prefixes),
@@ -104,13 +108,13 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
             question=question,
         )
 
-    first = target(candidate)
+    first = target_of(candidate)
     studies, left_out = _studies(first, kind)
     texts, length = ids.shape
     log.info("%s: %s of %s tokens", candidate.name, counted(texts, "text"), f"{length:,}")
     sections = _run(studies, first) if studies else []
     if other is not None:
-        second = target(other)
+        second = target_of(other)
         if kind in (ALL, DROP):
             sections.append(_drop(second, first, candidate).run())
         if kind in (ALL, OFFSETS) and first.rotates and second.rotates:
@@ -131,7 +135,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
 
 def use_method(
-    model: LanguageModel, of: Candidate, name: str, length: int, layers: LayerChoice = None
+    model: LanguageModel, candidate: Candidate, name: str, length: int, layers: LayerChoice
 ) -> str:
     """Set the layout that a method has for texts of ``length`` tokens; return a sentence about it.
 
@@ -140,26 +144,25 @@ def use_method(
     Raises:
         UserError: the method changes nothing in ``layers`` of this model.
     """
-    if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
-        raise UserError(*problems)
+    layout = candidate.layout
+    raise_all(layer_problems(LAYERS_KEY, layers, len(layout.layers)))
     config = EvaluationConfig(methods=[name], layers=layers)
-    native = of.computed_by is None
-    made = recipe(name, of.layout, config, native=native, layers_key=LAYERS_KEY)
+    is_ours = candidate.computed_by is None
+    made = recipe(name, layout, config, native=is_ours, layers_key=LAYERS_KEY)
     if isinstance(made, tuple):
         why, titles = made
-        raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
+        raise UserError.at("analysis.method", f"{candidate.name} {why.format(titles)}.")
     # Such a method reads no text and stores no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
-    C = of.layout.training_length
+    C = layout.training_length
     model.layout = made.make(unread).layout_at(max(1.0, length / C))
-    return f"{of.name} is read with {made.title}, set for {length:,} tokens of {C:,} in training."
+    tokens = f"{length:,} tokens of {C:,} in training"
+    return f"{candidate.name} is read with {made.title}, set for {tokens}."
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
-    """Return the model to compare with, if any.
-
-    It is ``compare``, or for a drop the run's checkpoint from before it.
-    """
+    """Return the model to compare with, if any: ``compare``, or the run's checkpoint from before
+    its drop."""
     if request.compare is None:
         return _before_drop(candidate, kind) if kind in (ALL, DROP) else None
     if kind not in COMPARING:
@@ -181,9 +184,9 @@ def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candida
 
 
 def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
-    own = candidate.path.parent / BEFORE_DROP
-    if candidate.run is not None and own.is_dir() and own != candidate.path:
-        return find_candidate(str(own))
+    before = candidate.path.parent / BEFORE_DROP
+    if candidate.run is not None and before.is_dir() and before != candidate.path:
+        return find_candidate(str(before))
     if kind == ALL:
         return None
     raise UserError.at(
@@ -196,7 +199,7 @@ def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
 def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[Problem]:
     model = candidate.config
     layers, heads = model.num_hidden_layers, model.num_attention_heads
-    found = [
+    problems = [
         Problem(
             "analysis.chosen",
             f"{pair} is not in this model; expected layers 0 to {layers - 1} and heads 0 to "
@@ -207,18 +210,18 @@ def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[Probl
     ]
     pairs = max(len(spectrum.inv_freq) for spectrum in candidate.layout.spectra)
     known = f"expected 0 to {pairs - 1}" if pairs else "no head of this model rotates"
-    found += [
+    problems += [
         Problem("analysis.pairs", f"there is no pair {pair}; {known}.")
         for pair in config.pairs
         if not 0 <= pair < pairs
     ]
-    return found
+    return problems
 
 
 def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
     """Check the lengths of shorter texts against that of the page."""
     longest = config.attenuation.choice_length
-    found = [
+    problems = [
         Problem(
             "analysis.prefixes",
             f"expected fewer tokens than the text of {length:,} has, got {n:,}.",
@@ -228,7 +231,7 @@ def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
     ]
     frame, gates = config.frequency_entropy.frame, config.attenuation.gates
     if longest is not None and longest < frame <= length and "spectrum" in " ".join(gates):
-        found.append(
+        problems.append(
             Problem(
                 "analysis.attenuation.choice_length",
                 f"expected at least {frame:,} tokens, a frame of SpectrumFE, whose thresholds are "
@@ -236,22 +239,18 @@ def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
             )
         )
     if config.attenuation.choice == "page" and longest is not None and longest > length:
-        found.append(
+        problems.append(
             Problem(
                 "analysis.attenuation.choice_length",
                 f"expected at most {length:,}, the tokens of the page's text, got {longest:,}; or "
                 "analysis.attenuation.choice=validation.",
             )
         )
-    return found
+    return problems
 
 
 def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:
-    """Check that the memory suffices.
-
-    Raises:
-        UserError: the analysis needs more memory than is free.
-    """
+    """Raise a ``UserError`` if the analysis needs more memory than is free."""
     needed, free = needed_memory(config, ids.numel(), models), free_memory(device)
     if needed > free:
         raise UserError.at(
@@ -325,3 +324,135 @@ def _encoding(target: Target) -> str:
         return "No rotation, a bias by distance (ALiBi)." if bias else "No positional encoding."
     counts = " or ".join(map(str, pairs))
     return f"{counts} of {half} channel pairs of a head rotate."
+
+
+FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
+"""Length of a text in training lengths, tokens of all texts together, and number of texts, each by
+default and at most."""
+MOST_TOKENS = 2**24
+"""Tokens of the held-out text from which the texts are taken, at most."""
+PROMPTS = 4
+"""Number of texts into which a needle is inserted."""
+
+
+def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
+    """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
+
+    The texts are evenly spread over the test split. A configured file is read instead, whole unless
+    a length is given.
+
+    Raises:
+        UserError: there is too little text, or the file cannot be read.
+    """
+    C = candidate.layout.training_length
+    if config.file is None:
+        tokens, source = _running_text(corpus, corpus.test), "the held-out text"
+        wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
+    else:
+        tokens, source = _file_text(config.file, candidate), config.file
+        wanted = config.length or len(tokens) + 1
+    length = wanted if config.length else min(wanted, len(tokens) + 1)
+    if length - 1 > len(tokens):
+        raise UserError.at(
+            "analysis.length",
+            f"{source} has {len(tokens):,} tokens, too few for a text of {length:,} behind its "
+            f"beginning-of-text token; at most {len(tokens) + 1:,}, or give more text.",
+        )
+    fitting = max(1, len(tokens) // max(1, length - 1))
+    texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
+    if texts > fitting:
+        raise UserError.at(
+            "analysis.texts",
+            f"{texts} texts of {length:,} tokens do not fit the {len(tokens):,} tokens of "
+            f"{source}; at most {fitting}.",
+        )
+    return _spread(tokens, texts, length, corpus, candidate)
+
+
+def choice_texts(
+    corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
+) -> Tensor | None:
+    """Return as many validation texts as the page has, for choosing the pairs to attenuate.
+
+    Returns:
+        None if the pairs are chosen on the page's texts.
+
+    Raises:
+        UserError: there is too little text.
+    """
+    settings = config.attenuation
+    if settings.choice == "page":
+        return None
+    tokens = _running_text(corpus, corpus.validation)
+    length = settings.choice_length or page.shape[1]
+    if length - 1 > len(tokens):
+        raise UserError.at(
+            "analysis.attenuation.choice_length",
+            f"the validation text has {len(tokens):,} tokens, too few for a text of {length:,}; "
+            f"at most {len(tokens) + 1:,}, or give more text.",
+        )
+    return _spread(tokens, len(page), length, corpus, candidate)
+
+
+def _file_text(path: str, candidate: Candidate) -> Integers:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError.at("analysis.file", f"there is no file {path!r}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError.at("analysis.file", f"{path} cannot be read as text: {error}.") from error
+    tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    if not len(tokens):
+        raise UserError.at("analysis.file", f"{path} is empty; expected a text.")
+    return tokens
+
+
+def _running_text(corpus: Corpus, stream: TokenStream) -> Integers:
+    """Return the tokens without separators of documents, each of which could be a sink."""
+    read = stream.windows(np.zeros(1, np.int64), min(len(stream), MOST_TOKENS))[0]
+    return read[read != corpus.end_of_text]
+
+
+def _spread(
+    tokens: Integers, texts: int, length: int, corpus: Corpus, candidate: Candidate
+) -> Tensor:
+    starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
+    known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
+    bos = next(token for token in known if token is not None)
+    rows = np.full((texts, length), bos, dtype=np.int64)
+    rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
+    return torch.from_numpy(rows)
+
+
+def needle_prompt(
+    tokenizer: Tokenizer, ids: Tensor, length: int, seed: int, depth: float
+) -> NeedlePrompt | None:
+    """Insert a statement into the first texts, in the words of DroPE's App. C.2, and the question
+    for it at their end.
+
+    Args:
+        tokenizer: the model's.
+        ids: ``[B, T]`` texts, each after a beginning-of-text token.
+        length: tokens of a prompt, at most T.
+        seed: seed of the statement.
+        depth: position of the statement, 0 for the beginning of the text and 1 for its end.
+
+    Returns:
+        None if the text would be less than four times as long as statement and question.
+    """
+    haystack = Haystack(tokenizer, (), ())
+    quiz = one_of_many(1, "", np.random.default_rng(seed))
+    needle = haystack.encode(f" {quiz.needles[0]}")
+    question = haystack.encode(f"\n\n{quiz.question}")
+    text = length - len(needle) - len(question)
+    if text < 4 * (len(needle) + len(question)) or length > ids.shape[1]:
+        return None
+    place = 1 + round(depth * (text - 1))
+    rows = ids[:PROMPTS, :text]
+
+    def inserted(tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=ids.device).expand(len(rows), -1)
+
+    parts = [rows[:, :place], inserted(needle), rows[:, place:], inserted(question)]
+    span = slice(place, place + len(needle))
+    return NeedlePrompt(torch.cat(parts, dim=1), span, len(question))

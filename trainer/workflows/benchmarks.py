@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.data.config import DataConfig
@@ -42,9 +42,9 @@ from trainer.workflows.subjects import applicable, held_out_corpus, multiplying,
 log = logging.getLogger(__name__)
 
 NOT_ASKED = {
-    "models": "results; their weights are a key of their own",
+    "models": "results; the weights are a key of their own",
     "notes": "results",
-    "versions": "they change no more than rounding",
+    "versions": "they change rounding alone",
 }
 """Keys of a record in which two of the same benchmarks may differ, with the reason."""
 NOT_GIVEN = {"training_length": "records of earlier versions lack it"}
@@ -64,21 +64,23 @@ class Benchmarks:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return JSON values by model and method; ``change`` is of paired questions."""
-        found = []
-        for one in self.scored:
+        rows = []
+        for row in self.scored:
             numbers = [
                 score.to_dict() | ({} if change is None else {"change": asdict(change)})
-                for score, change in zip(one.scores, comparisons(one, self.scored), strict=True)
+                for score, change in zip(row.scores, comparisons(row, self.scored), strict=True)
             ]
-            found.append(
-                {"name": one.model, "method": one.method, "path": one.path, "scores": numbers}
+            rows.append(
+                {"name": row.model, "method": row.method, "path": row.path, "scores": numbers}
             )
-        return found
+        return rows
 
 
 def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Path]:
-    """Score every model with every method; write the results as ``name`` and return them with the
-    path.
+    """Score every model with every method, and write the results as ``name``.
+
+    Returns:
+        The results and the path of their file.
 
     Raises:
         UserError: a checkpoint, the data or the text that methods choose on cannot be read, no
@@ -92,18 +94,18 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     raise_all(_task_problems(config))
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
-    others = [find_candidate(given, "compare") for given in request.compare]
+    others = [find_candidate(path, "compare") for path in request.compare]
     length = config.training_length
-    candidates = distinct([one.with_training_length(length) for one in [first, *others]])
+    candidates = distinct([c.with_training_length(length) for c in [first, *others]])
     output = Path(request.output or first.home / "evaluation")
     check_writable(str(output), "output")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     recipes, idle = applicable(subjects, config)
-    # before reading weights, which takes long for large models
+    # Before the weights are read, which takes long for large models.
     texts = [_fit_text(request.text, c, config, recipes[c.name]) for c in candidates]
-    found = Benchmarks(notes=idle)
+    results = Benchmarks(notes=idle)
     for candidate, subject, text in zip(candidates, subjects, texts, strict=True):
         model = subject.load().eval()
         for recipe in recipes[subject.name]:
@@ -115,22 +117,22 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
                 scores = _scores(model, candidate, method, config)
             checkpoint = str(candidate.path)
             scored = Scored(candidate.name, recipe.key, recipe.title, checkpoint, scores)
-            found.scored.append(scored)
-            found.notes += _notes(candidate, recipe, fitting, config)
-        del model  # before reading the next one
+            results.scored.append(scored)
+            results.notes += _notes(candidate, recipe, fitting, config)
+        del model  # frees memory for the next one
     record = {
         "kind": name,
         "config": all_fields(asdict(config), {} if length else NOT_GIVEN),
         "text": None if request.text is None else asdict(request.text),
-        "weights": {one.name: fingerprint(one.fingerprint) for one in candidates},
+        "weights": {c.name: fingerprint(c.fingerprint) for c in candidates},
         "versions": versions(),
-        "models": found.to_dicts(),
-        "notes": found.notes,
+        "models": results.to_dicts(),
+        "notes": results.notes,
     }
     record = json.loads(json.dumps(record, allow_nan=False))  # tuples become lists
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
-    return found, path
+    return results, path
 
 
 def _task_problems(config: BenchmarkConfig) -> list[Problem]:
@@ -149,40 +151,30 @@ def _fit_text(
     config: BenchmarkConfig,
     recipes: Sequence[Recipe],
 ) -> FitText:
-    """Return what a model's methods choose on, in its own tokens; reads nothing if none chooses."""
+    """Return the text that a model's methods choose on; read nothing if no method chooses."""
     if not any(recipe.fits(config.factor) for recipe in recipes):
         return FitText({}, 0, "")
     corpus = held_out_corpus(source, candidate)
     C = candidate.layout.training_length
     length = round(config.factor * C)
-    try:
-        return fit_text(
-            corpus,
-            candidate.bos_token,
-            config,
-            recipes,
-            [length],
-            candidate.layout.training_length,
-        )
-    except UserError as error:
-        keys = {"evaluation.lengths": "evaluation.factor"}
-        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
+    with renaming(**{"evaluation.lengths": "evaluation.factor"}):
+        return fit_text(corpus, candidate.bos_token, config, recipes, [length], C)
 
 
 def _notes(
     candidate: Candidate, recipe: Recipe, fitting: Fitting, config: BenchmarkConfig
 ) -> Iterator[str]:
-    """Yield notes on a method: its settings, what it read, and what it chose."""
+    """Yield notes about the length that a method is set for, its text and its choices."""
     if recipe.key == AS_IS:
         return
     C = candidate.layout.training_length
     length = round(config.factor * C)
-    said = f"set for {length:,} tokens, {config.factor:g} times the training length"
+    setting = f"set for {length:,} tokens, {config.factor:g} times the training length"
     on_validation = CHOICE not in recipe.settings or fitting.text.choice is None
     if recipe.fits(config.factor) and length in fitting.text.windows and on_validation:
         count = len(fitting.text.windows[length])
-        said += f"; it chooses on validation text, {count} windows of that length at most"
-    for note in (said, *fitting.notes):
+        setting += f"; it chooses on validation text, {count} windows of that length at most"
+    for note in (setting, *fitting.notes):
         yield f"{candidate.name}, {recipe.title}: {note}"
 
 

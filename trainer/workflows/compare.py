@@ -25,12 +25,12 @@ PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
 NOT_OF_TRIALS = {
     "methods": "every method is asked the same trials",
-    "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
-    "its windows to the longest, and how many tokens count to the shortest",
-    "tokens": "lengths by another unit",
-    "training_length": "the unit of lengths; what trials owe to it is in the key",
-    "dtype": "the precision it stands for is a key of its own",
-    "prefill_chunk": "how much is read at once changes rounding alone",
+    "lengths": "lengths are paired one by one; the longest decides where windows end and the "
+    "shortest how many tokens count, and both are in the key",
+    "tokens": "lengths in another unit",
+    "training_length": "the unit of lengths",
+    "dtype": "the precision that it stands for is in the key",
+    "prefill_chunk": "it changes rounding alone",
 }
 """Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
@@ -44,13 +44,13 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     Raises:
         UserError: a directory holds no run, or its contents are damaged.
     """
-    places = [Path(given) for given in request.runs]
+    places = [Path(path) for path in request.runs]
     if request.output:
         check_writable(request.output, "output")
     if len(places) == 1 and (places[0] / RECORD).is_file():
         place, sweep = places[0], compared(places[0])
     else:
-        named = [run for given in places for run in _runs_of(given)]
+        named = [run for path in places for run in _runs_of(path)]
         if len(named) == 1:
             controls = saved_run(places[0]).controls
             named += [Swept(str(places[0] / "controls" / name)) for name in controls]
@@ -76,11 +76,8 @@ def compared(place: Path) -> Sweep:
 def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
     configs = [_config(Path(run.run_dir)) for run in runs]
     settings = _settings(runs, configs)
-    found = [
-        _read(run, config, own, place)
-        for run, config, own in zip(runs, configs, settings, strict=True)
-    ]
-    return Sweep(place.resolve().name, tuple(found))
+    rows = [_read(*row, place) for row in zip(runs, configs, settings, strict=True)]
+    return Sweep(place.resolve().name, tuple(rows))
 
 
 def _runs_of(place: Path) -> list[Swept]:
@@ -106,20 +103,21 @@ def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> lis
     if all(run.settings for run in runs):
         return [run.settings for run in runs]
     values = [plain(config) if config else {} for config in configs]
-    known = [one for one in values if one]
+    first, *others = [config for config in values if config] or [{}]
     keys = dict.fromkeys(
-        key for one in known[1:] for key, *_ in differences(known[0], one, NOT_COMPARED)
+        key for other in others for key, *_ in differences(first, other, NOT_COMPARED)
     )
-    return [{k: _said(_at(one, k)) for k in keys} if one else {} for one in values]
+    return [{k: _text(_value(config, k)) for k in keys} if config else {} for config in values]
 
 
-def _at(values: Any, key: str) -> Any:
+def _value(values: Any, key: str) -> Any:
+    """Return the value of a dotted key, or None."""
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -135,8 +133,8 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
     report = _report(place) if failed is None else None
     state, problem = FINISHED, failed or ""
     if report is None:
-        at = f"step {last.get('step', 0):,} of {config.trainer.max_steps:,}"
-        state = at if failed is None else f"failed, {at}"
+        progress = f"step {last.get('step', 0):,} of {config.trainer.max_steps:,}"
+        state = progress if failed is None else f"failed, {progress}"
     elif not math.isfinite(last.get("parameter_norm", 0.0)):
         problem = "its weights are no numbers any more: it diverged, and its figures say nothing"
     arm = next((arm for arm in report.arms if arm.name == called), None) if report else None
@@ -174,13 +172,13 @@ def _report(place: Path) -> Report | None:
 
 
 def _measured_on(report: Report) -> str:
-    """Return what results depend on beside the model: text, precision and settings."""
+    """Return the text, precision and settings on which results depend, as text to compare."""
     settings = report.config.get("evaluation", {})
     lengths = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
     tokens = settings.get("tokens") or lengths
     key = {
         "corpus": report.environment.get("corpus"),
-        # Reports of earlier versions lack it; they computed in their dtype.
+        # Reports of earlier versions, which computed in their dtype, do not name the precision.
         "precision": report.environment.get("precision", settings.get("dtype")),
         "settings": all_fields(settings, NOT_OF_TRIALS),
         "longest": max(tokens, default=None),

@@ -39,43 +39,44 @@ from trainer.training.callbacks import saving
 from trainer.training.run import train
 
 STEPS, DROP, EVERY, LENGTH, BATCH = 24, 12, 4, 128, 8
-"""Steps of the copy, the one it drops at, those between checkpoints, tokens of a sequence and
+"""Steps of the copy, step of its drop, steps between checkpoints, tokens of a sequence and
 sequences of a step."""
 LONGER = 4
-"""Most times that the sequences of a phase get longer."""
+"""Largest factor by which a phase lengthens the sequences."""
 ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
 """Relative tolerance of losses when the number of ranks changes."""
 
 OF_A_JOB = ("TORCHELASTIC_USE_AGENT_STORE", "UNROPE_REQUEUE_FILE", "SLURM_JOB_END_TIME")
-"""Variables of torchrun and a SLURM job that a drill's processes must not see: they would meet
-elsewhere, ask for a requeue of the job, or stop before its end."""
+"""Variables of torchrun and a SLURM job that a drill's processes must not see: with them they would
+use the job's store, ask for its requeue, or stop before its end."""
 
 Change = TypeVar("Change", bound=ChangeConfig)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault after ``step`` updates of a run.
-
-    ``signal``: sent to all its processes. ``while_saving``: injected when the tensors of that
-    step's checkpoint are written, but nothing else of it. ``corrupt``: damages a file of the newest
-    checkpoint afterwards. ``ranks``: processes before and after; None for no change.
-    """
+    """A fault after ``step`` updates of a run."""
 
     name: str
     step: int
     signal: signal.Signals = signal.SIGKILL
+    """Signal to all processes of the run."""
     while_saving: bool = False
+    """Whether the run is killed once the tensors of the step's checkpoint are written, before the
+    rest."""
     corrupt: Callable[[Path], object] | None = None
+    """Damages a file of the newest checkpoint afterwards."""
     ranks: tuple[int, int] | None = None
+    """Processes before and after the fault; None for no change."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a fault: ``difference`` from the run without faults, empty if there is none."""
+    """The result of a fault."""
 
     fault: Fault
     difference: str
+    """The first difference from the run without faults, or ""."""
     seconds: float
 
 
@@ -165,10 +166,10 @@ def start(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = Path(f"{config.run_dir}.log")
+    log_path = Path(f"{config.run_dir}.log")
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=_process, args=(config, corpus, rank, ranks, port, fault, said))
+        context.Process(target=_process, args=(config, corpus, rank, ranks, port, fault, log_path))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -179,7 +180,7 @@ def start(
     for process in processes:
         process.kill()
     if codes != [expected] * ranks:
-        last = said.read_text().strip().splitlines()[-1:]
+        last = log_path.read_text().strip().splitlines()[-1:]
         raise DrillError(f"exit codes {codes}, expected {expected}; {' '.join(last)}")
 
 
@@ -190,7 +191,7 @@ def _process(
     ranks: int,
     port: int,
     fault: Fault | None,
-    said: Path,
+    log_path: Path,
 ) -> None:
     for name in OF_A_JOB:
         os.environ.pop(name, None)
@@ -205,7 +206,7 @@ def _process(
             "MASTER_PORT": str(port),
         }
     code = 1
-    with said.open("a", buffering=1) as file:
+    with log_path.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
@@ -364,9 +365,9 @@ def first_difference(whole: RunConfig, broken: RunConfig, exactly: bool) -> str:
     if steps[0] != steps[1]:
         return f"rows of steps {steps[1]} instead of {steps[0]}"
     tolerance = 0.0 if exactly else ROUNDING[whole.trainer.precision]
-    for expected, found in zip(*rows, strict=True):
+    for expected, actual in zip(*rows, strict=True):
         for key in expected if exactly else ("loss", "learning_rate", "tokens", "phase"):
-            a, b = expected[key], found.get(key, math.nan)
+            a, b = expected[key], actual.get(key, math.nan)
             if a != b and not abs(a - b) <= tolerance * abs(a):
                 return f"{key} at step {expected['step']}: {b} instead of {a}"
     return _first_different_tensor(whole, broken) if exactly else ""

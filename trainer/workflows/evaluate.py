@@ -1,40 +1,59 @@
-"""Evaluation of checkpoints and published models, without their runs."""
+"""Evaluation of finished models: cells measured by the engine, and a report made of them."""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, raise_all, renaming
 from trainer.common.processes import say_run_directory
-from trainer.evaluation.results import Report
-from trainer.evaluation.store import all_fields, fingerprint
+from trainer.data.corpus import Corpus
+from trainer.data.tokenizer import same_tokens
+from trainer.evaluation.config import QUICK, EvaluationConfig
+from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.outcomes import AS_IS, Outcomes
+from trainer.evaluation.passes import precision_of, prefill_chunk
+from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
+from trainer.evaluation.store import Share, Store, all_fields, fingerprint
+from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.report.claims import ROLES, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.descriptions import reference_first
+from trainer.runs.descriptions import describe_task, environment, reference_first, without_home
 from trainer.runs.directory import check_writable, free_place
-from trainer.runs.models import find_candidate
-from trainer.runs.origin import origin
+from trainer.runs.fitted_temperature import keep_temperature
+from trainer.runs.memory import evaluation_problems
+from trainer.runs.models import Candidate, distinct, find_candidate
+from trainer.runs.origin import command, origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.measuring import Text, checked, measure_models, with_observations
+from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.requests import EvaluationRequest
-from trainer.workflows.subjects import held_out_corpus
+from trainer.workflows.subjects import (
+    applicable,
+    held_out_corpus,
+    multiplied_in,
+    multiplying,
+    subject_of,
+)
 
 log = logging.getLogger(__name__)
 
 
 DEFAULT = "default"
 """The option of the group that a run ends with."""
-_RESULT = "a result, of what the key holds"
 NOT_ASKED = {
     "name": "a heading",
-    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), _RESULT),
-    **dict.fromkeys(("arms", "drop", "reach", "milestones"), "of training, which is not reported"),
-    "environment": "versions and devices change no more than rounding; text and models are taken",
-    "made": "when and by which command; of what is taken",
+    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), "results"),
+    **dict.fromkeys(("arms", "drop", "reach", "milestones"), "about training; not reported"),
+    "environment": "versions and devices change rounding alone; text and models count",
+    "made": "date and command; the models it names count",
 }
 """Fields of a report in which two evaluations of the same may differ, with the reason."""
 
@@ -51,7 +70,8 @@ def evaluate_lengths(
     Args:
         request: models, methods, tasks and lengths.
         name: name of the evaluation and of its directory in the run.
-        asks_for_statements: whether the user named that task, so that leaving it out is no answer.
+        asks_for_statements: whether the user named that task; otherwise it is left out for models
+            that cannot know it.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -63,17 +83,16 @@ def evaluate_lengths(
     if request.output:
         check_writable(request.output, "output")
     first = find_candidate(str(request.checkpoint))
-    others = [find_candidate(given, "compare") for given in request.compare]
+    others = [find_candidate(path, "compare") for path in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     check_writable(str(output), "output")
     if not share.index:
         say_run_directory(output)
     length = request.evaluation.training_length
-    first, *others = (one.with_training_length(length) for one in [first, *others])
+    first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = checked([first, *others])
-    if problems := request.evaluation.problems(first.layout.training_length):
-        raise UserError(*problems)
+    raise_all(request.evaluation.problems(first.layout.training_length))
     text = Text(held_out_corpus(request.text, first), first)
     if asks_for_statements and not text.training_share:
         why = text.held_out.without_statements
@@ -106,12 +125,187 @@ def _is_same(report: Report, directory: Path) -> bool:
         return True
     try:
         older = Report.read(directory / "report.json")
-    except UserError:  # of an earlier version, or no report at all
+    except UserError:  # damaged, or of an earlier version
         return False
     return _asked(older) == _asked(report)
 
 
 def _asked(report: Report) -> dict[str, Any]:
     """Return all that an evaluation was asked for."""
-    taken = {key: report.environment.get(key) for key in ("corpus", "models")}
-    return {**all_fields(report, NOT_ASKED), **taken, "of": report.made.get("Of")}
+    inputs = {key: report.environment.get(key) for key in ("corpus", "models")}
+    return {**all_fields(report, NOT_ASKED), **inputs, "of": report.made.get("Of")}
+
+
+STATED = {
+    "tokens": "the lengths are given as multiples",
+    "training_length": "a field of the report itself",
+}
+"""Settings of an evaluation that its report states elsewhere, with the place."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out text in the tokens of the ``first`` model: for perplexity, fits and haystacks."""
+
+    corpus: Corpus
+    first: Candidate
+
+    @property
+    def training_share(self) -> float | None:
+        """Share of the first model's training sequences with statements; None if it was trained
+        elsewhere."""
+        return None if self.first.run is None else self.first.run.data.needles.share
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The test split, for tasks."""
+        corpus = self.corpus
+        return HeldOut(corpus, corpus.test, self.first.bos_token, self.training_share)
+
+
+def measure_models(
+    name: str,
+    candidates: Sequence[Candidate],
+    config: EvaluationConfig,
+    text: Text,
+    cells: Path,
+    accelerator: str = "auto",
+    share: Share = Share(),  # noqa: B008
+    tf32: bool = True,
+) -> Report:
+    """Measure every method on every model; return a report without anything about training.
+
+    Cells that are stored in ``cells``, by an interrupted evaluation or for another table, are not
+    measured again. A temperature fitted for a run as trained is stored with its checkpoint.
+
+    Args:
+        name: name of the report.
+        candidates: in the order of tables, see :func:`checked`; with the training length that
+            ``config`` gives, if any.
+        config: methods, tasks and lengths.
+        text: text in the first candidate's tokens.
+        cells: directory of finished cells.
+        accelerator: cpu, or a GPU if there is one.
+        share: share of this process if there are several; the report of the first one is complete.
+        tf32: whether a GPU multiplies float32 matrices in TF32.
+
+    Raises:
+        UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
+            the memory, or no method applies to any model.
+    """
+    device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    dtype = precision_of(config.dtype, device)
+    chunk = prefill_chunk(config.prefill_chunk, device)
+    subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
+    C = subjects[0].layout.training_length
+    lengths, lengths_key = config.in_tokens(C), config.lengths_key
+    config = replace(config.in_multiples(C), dtype=dtype)
+    shapes = {subject.name: subject.config for subject in subjects}
+    with renaming(**{"evaluation.lengths": lengths_key}):
+        recipes, notes = applicable(subjects, config)
+        raise_all(evaluation_problems(shapes, max(lengths), config, device, share.processes))
+        tasks, not_run = make_tasks(text.held_out, config, lengths, C)
+        check_prompts(tasks, lengths)
+        used = [recipe for applied in recipes.values() for recipe in applied]
+        prompts = Prompts(config.needles, config.many_shot)
+        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
+    plans = plan_cells(subjects, recipes, tasks, lengths, fit)
+    can_shorten = config.shortened() != replace(config, quick=True)
+    shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""
+    with multiplying(device, tf32):
+        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share, shorter)
+    if share.index:
+        return unmeasured(name, C, text.corpus)
+    # A single coefficient was given by the user, and says nothing of the model.
+    fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
+    for candidate in (c for c in candidates if c.run is not None):
+        for temperatures in (*fitted, measured.per_head):
+            if candidate.name in temperatures:
+                _keep(candidate, temperatures[candidate.name])
+    asked = all_fields(asdict(config), STATED)
+    report = Report(
+        name=name,
+        training_length=C,
+        cells=tuple(measured.cells),
+        methods={r.key: r.title for key in config.names for r in used if r.key == key},
+        tasks={task.key: task.title for task in tasks},
+        notes=(
+            *notes,
+            *not_run,
+            *([f"A quick evaluation: {QUICK}."] * config.quick),
+            *measured.notes,
+        ),
+        config={"evaluation": without_home(json.loads(json.dumps(asked)))},
+        environment={
+            **environment(text.corpus),
+            "precision": multiplied_in(dtype, device, tf32),
+        },
+        task=describe_task(text.training_share or 0.0, config.needles.needles)
+        if any(task.key == STATEMENTS for task in tasks)
+        else {},
+    )
+    titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
+    coefficients = {titles[m]: c["coefficient"] for m, c in measured.temperature.items()}
+    return replace(report, temperature=coefficients)
+
+
+def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
+    """Return a report without cells."""
+    return Report(name, training_length, (), {}, {}, (), {}, environment(corpus))
+
+
+def with_observations(
+    report: Report,
+    candidates: Sequence[Candidate],
+    drop: Drop | None = None,
+    arms: Mapping[str, Arm] | None = None,
+) -> Report:
+    """Return the report with the papers' observations judged; ``arms``: by names of models."""
+    outcomes = Outcomes(report)
+    rows: dict[str, str] = {}
+    trained: dict[str, Arm] = {}
+    for candidate in candidates:
+        role, name = candidate.role or "", candidate.name
+        for method in outcomes.methods:
+            key = role if method == AS_IS else f"{role}_{method}"
+            if key in ROLES and (name, method) in outcomes.rows:
+                rows.setdefault(key, outcomes.name((name, method)))
+        if role in ROLES and arms:
+            trained.setdefault(role, arms[name])
+    texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
+    observations = observe(
+        outcomes.results(),
+        rows,
+        drop=drop,
+        arms=trained,
+        temperature=report.temperature,
+        one_text=all(text == texts[0] for text in texts),
+    )
+    return replace(report, observations=observations)
+
+
+def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Check that the models fit together; return them under distinct names."""
+    first = candidates[0]
+    for candidate in candidates:
+        if not same_tokens(candidate.tokenizer, first.tokenizer):
+            raise UserError.at(
+                "compare", f"{candidate.reference!r} has another tokenizer than the first."
+            )
+        if candidate.layout.training_length != first.layout.training_length:
+            raise UserError.at(
+                "compare",
+                f"{candidate.reference!r} has a training length of {candidate.layout.training_length} "
+                f"tokens, the first one of {first.layout.training_length}; "
+                "evaluation.training_length=N counts the lengths of all models from one.",
+            )
+    return distinct(candidates)
+
+
+def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
+    if (older := keep_temperature(candidate.path, fitted)) is None:
+        log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+    else:
+        log.info(
+            "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
+        )

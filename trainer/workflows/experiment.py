@@ -53,15 +53,7 @@ from trainer.training.loggers import kept_dashboards, log_table, logger_problems
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
-from trainer.workflows.remarks import (
-    say_epochs,
-    say_idle_rescalings,
-    say_long_warmups,
-    say_other_budgets,
-    say_short_sequences,
-    say_small_vocabularies,
-    say_unreached_encodings,
-)
+from trainer.workflows.remarks import say_epochs, say_unusual_settings
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
@@ -100,20 +92,14 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
         elsewhere = problems_elsewhere(configs, ranks)
-        found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
-        if isinstance(found, Report):
-            return (found, True) if ranks.is_rank_zero else None
-        # Rank 0 has found the text; the others open it there.
-        corpus = open_everywhere(config, found, *opened)
+        opening = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
+        if isinstance(opening, Report):
+            return (opening, True) if ranks.is_rank_zero else None
+        corpus = open_everywhere(config, opening, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
-            say_small_vocabularies(configs)
-            say_short_sequences(configs)
-            say_other_budgets(configs)
-            say_long_warmups(configs)
-            say_idle_rescalings(configs)
-            say_unreached_encodings(configs)
+            say_unusual_settings(configs)
         with heeding_signals():
             runs = {
                 name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
@@ -141,7 +127,8 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
 def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
     """Return this rank's part of the evaluation; all ranks call this together.
 
-    None if the rank cannot see the checkpoints, as on nodes without a shared disk.
+    Returns:
+        None if the rank cannot see the checkpoints, as on nodes without a shared disk.
 
     Raises:
         UserError: a checkpoint that was just written is damaged.
@@ -171,29 +158,25 @@ def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callba
 
 
 def _raise_together(problems: list[Problem]) -> None:
-    """Raise on all ranks what is wrong on any.
-
-    Raises:
-        UserError: with the problems of all ranks.
-    """
-    raise_all(problem for of_rank in all_gather(problems) for problem in of_rank)
+    """Raise a ``UserError`` on all ranks if there are problems on any."""
+    raise_all(problem for on_rank in all_gather(problems) for problem in on_rank)
 
 
 def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
-    """Return what is wrong with an experiment as far as that is known without its text.
+    """Return the problems of an experiment that show without its text.
 
     This is the one list of checks before a run: of each arm, of each phase of an arm, and of all
     arms together.
     """
-    found = machine_problems(configs, ranks.world_size)
-    found += experiment_problems(configs, ranks.world_size, ranks.local_size)
-    with collecting(found):
+    problems = machine_problems(configs, ranks.world_size)
+    problems += experiment_problems(configs, ranks.world_size, ranks.local_size)
+    with collecting(problems):
         check_writable(configs["main"].run_dir)
-    return found
+    return problems
 
 
 def machine_problems(configs: dict[str, RunConfig], processes: int) -> list[Problem]:
-    """Return what an experiment needs and this process's GPU, packages or memory do not offer."""
+    """Return what an experiment misses in this process's GPU, packages or memory."""
     return arm_problems(
         configs,
         of_run=[device_problems, logger_problems, benchmark_problems],
@@ -202,29 +185,30 @@ def machine_problems(configs: dict[str, RunConfig], processes: int) -> list[Prob
 
 
 def problems_elsewhere(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
-    """Return the problems of machines that the first rank does not see, one per node and key.
+    """Return the problems of other ranks' machines, one per node and key; all ranks call this
+    together.
 
-    GPUs and packages of a job's nodes may differ, and a smaller GPU would end the run in its first
-    step, or in the evaluation after its last one. All ranks call this together.
+    GPUs and packages of nodes may differ: a smaller GPU would end the run in its first step, or in
+    the evaluation after its last one.
     """
     mine: list[Problem] = []
     if not ranks.is_rank_zero:
         with collecting(mine):
             mine += machine_problems(configs, ranks.world_size)
-    found: dict[tuple[str, str], Problem] = {}
+    by_node_and_key: dict[tuple[str, str], Problem] = {}
     gathered = all_gather((os.uname().nodename, ranks.local_size, mine))
     for node, _, problems in gathered:
         for problem in _on_node(problems, node):
-            found.setdefault((node, problem.key), problem)
+            by_node_and_key.setdefault((node, problem.key), problem)
     sizes = sorted({size for _, size, _ in gathered})
     strategies = [arm.strategy for arm in configs.values()]
-    by_node = any(one.name == "hsdp" and one.shard_size is None for one in strategies)
+    shards_nodes = any(s.name == "hsdp" and s.shard_size is None for s in strategies)
     unequal = Problem(
         "strategy.shard_size",
         f"by default the number of ranks on a node, but nodes have {' or '.join(map(str, sizes))}; "
         "give a number that divides all of them.",
     )
-    return [*found.values(), *([unequal] if by_node and len(sizes) > 1 else [])]
+    return [*by_node_and_key.values(), *([unequal] if shards_nodes and len(sizes) > 1 else [])]
 
 
 def _on_node(problems: Iterable[Problem], node: str) -> list[Problem]:
@@ -234,27 +218,27 @@ def _on_node(problems: Iterable[Problem], node: str) -> list[Problem]:
 def experiment_problems(
     configs: dict[str, RunConfig], processes: int, on_a_node: int
 ) -> list[Problem]:
-    """Return what is wrong with an experiment on any machine, also one that only submits it."""
-    found = arm_problems(
+    """Return the problems of an experiment that any machine sees, also one that only submits it."""
+    problems = arm_problems(
         configs,
         of_run=[vocabulary_problems],
         of_phase=[lambda phase: spread_problems(phase, processes, on_a_node)],
     )
     for check in (label_problems, length_problems, text_problems, process_problems):
-        found += check(configs)
-    return found
+        problems += check(configs)
+    return problems
 
 
 def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Problem]:
     """Return the problems of an experiment that show once its text is known."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for arm in configs.values():
-        with collecting(found):
+        with collecting(problems):
             check_monitored_text(arm, corpus)
     for check in (check_vocabularies, check_evaluated_text):
-        with collecting(found):
+        with collecting(problems):
             check(configs, corpus)
-    return found
+    return problems
 
 
 def _open(
@@ -302,10 +286,10 @@ def _open(
 
 @contextmanager
 def naming_longer_runs(config: RunConfig) -> Iterator[None]:
-    """Where a run is refused because it should be longer, add what trains on from its end.
+    """Add to the refusal of a longer run the command that trains on from its end.
 
-    A schedule is laid out over the steps of its run, and so is a drop at a share of them: more
-    steps from the start are another run. Its weights begin a new one.
+    The schedule and a drop at a share of the steps are laid out over all steps: more steps from the
+    start are another run. The weights can begin a new run.
     """
     try:
         yield
@@ -316,14 +300,14 @@ def naming_longer_runs(config: RunConfig) -> Iterator[None]:
         saved = saved_run(Path(config.run_dir))
         if config.trainer.max_steps <= saved.trainer.max_steps:
             raise
-        raise UserError(*error.problems, Problem("", _way_on(config, saved))) from error
+        raise UserError(*error.problems, Problem("", _continuation(config, saved))) from error
 
 
 BUDGETS = ("trainer.max_steps", "trainer.max_tokens")
 
 
-def _way_on(config: RunConfig, saved: RunConfig) -> str:
-    """Return what to do with a run that was to have fewer steps than it should have now."""
+def _continuation(config: RunConfig, saved: RunConfig) -> str:
+    """Return how to train on from a run that was ``saved`` with fewer steps."""
     steps, checkpoints = saved.trainer.max_steps, Path(config.run_dir) / "checkpoints"
     done = [step_of(path) for path in regular_checkpoints(checkpoints)]
     if steps not in done:
@@ -340,7 +324,7 @@ def _way_on(config: RunConfig, saved: RunConfig) -> str:
 
 
 OF_WEIGHTS = ("model", "positional", "tokenizer", "drop", "controls", "phases")
-"""Groups that a run which begins with another's weights takes from it, or leaves out."""
+"""Groups that a run with another run's weights takes from that run, or leaves out."""
 
 
 def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> list[str]:
@@ -351,7 +335,7 @@ def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> li
     """
     replaced = {"name", "run_dir", "label", "overwrite", "seed", *BUDGETS}
     keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in argv]
-    kept = [
+    words = [
         word
         for word, key in zip(argv[1:], keys[1:], strict=True)
         if key not in replaced and key.split(".")[0] not in OF_WEIGHTS
@@ -363,7 +347,7 @@ def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> li
         budget = f"trainer.max_steps={config.trainer.max_steps - saved.trainer.max_steps}"
     left_out = [f"{key}=null" for key in ("controls", "phases") if getattr(config, key)]
     return [
-        *("python", "-m", "trainer", *kept, f"name={config.name}_longer"),
+        *("python", "-m", "trainer", *words, f"name={config.name}_longer"),
         *(f"model.from_run={config.run_dir}", budget, f"seed={config.seed + 1}"),
         *(["drop.enabled=false"] if config.drop_step is not None else []),
         *left_out,
@@ -382,9 +366,9 @@ def _finished_report(path: Path) -> Report:
 
 
 def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:
-    """Open the corpus on every rank where rank 0 found it; a node may lack its files.
+    """Open the corpus on every rank at the places where rank 0 found it; a node may lack its files.
 
-    ``opened``: the corpus as opened by rank 0.
+    ``opened``: the corpus, on rank 0.
 
     Raises:
         UserError: on all ranks, with the problems of any.
@@ -425,26 +409,26 @@ def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
 
 def process_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Check that all runs can train in the same processes, one after the other."""
-    run, found = configs["main"], []
+    run, problems = configs["main"], []
     for name, arm in configs.items():
         if (arm.strategy.name == "single") != (run.strategy.name == "single"):
-            found.append(
+            problems.append(
                 Problem(
                     f"controls.{name}.strategy",
                     f"{arm.strategy.name!r}, but the processes of the run are started for "
                     f"{run.strategy.name!r}; leave it out, or train it as a run of its own.",
                 )
             )
-        found += [
+        problems += [
             Problem(
                 f"controls.{name}.trainer.{key}",
-                f"{own!r}, but a control trains in the processes of its run, which has {shared!r}; "
-                "leave it out.",
+                f"{value!r}, but a control trains in the processes of its run, which has "
+                f"{shared!r}; leave it out.",
             )
             for key in ("accelerator", "threads")
-            if (own := getattr(arm.trainer, key)) != (shared := getattr(run.trainer, key))
+            if (value := getattr(arm.trainer, key)) != (shared := getattr(run.trainer, key))
         ]
-    return found
+    return problems
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:

@@ -22,7 +22,7 @@ from trainer.runs.origin import origin
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun
-from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
+from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +108,14 @@ def make_report(
 
 
 def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
-    """Return what is known of a run before its evaluation."""
+    """Return what its training shows of a run, without an evaluation."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     last = rows[-1] if rows else {}
     encoding = encodings(config)
     changes = tuple(
         Change(
             phase.start,
-            effect.what or describe(phase),  # which earlier versions did not keep
+            effect.what or describe(phase),  # earlier versions stored no description
             phase.config.data.sequence_length,
             *(effect.loss_before, effect.loss_after, effect.loss_end),
         )
@@ -139,13 +139,13 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
 
 
 def _reach(candidate: Candidate) -> tuple[Reach, ...]:
-    """What was measured of lengths while it trained."""
+    """Return the monitored lengths."""
     return tuple(Reach.from_dict(reach) for reach in candidate.state.get("lengths", ()))
 
 
 def _milestones(candidate: Candidate) -> tuple[Milestone, ...]:
-    """What it scored while it trained."""
-    return tuple(Milestone.from_dict(one) for one in candidate.state.get("benchmarks", ()))
+    """Return the monitored benchmarks."""
+    return tuple(Milestone.from_dict(scores) for scores in candidate.state.get("benchmarks", ()))
 
 
 def _median_rate(run_dir: Path) -> float | None:

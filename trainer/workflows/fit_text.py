@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText
@@ -30,7 +30,7 @@ KEY = "evaluation.choice"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Settings of the tasks whose prompts are read, with a different seed from the evaluation."""
+    """Settings of the tasks whose prompts are read; the seeds differ from the evaluation's."""
 
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
@@ -62,17 +62,17 @@ def fit_text(
         UserError: as for :func:`choice_texts`, or the text is too short.
     """
     settings, C = config.choice, training_length
-    fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
-    every = {*lengths, *(round(s * C) for one in recipes for s in one.also_at)}
-    at = sorted(every) if settings.length is None else [round(settings.length * C)]
-    chooses = any(CHOICE in one.settings for one in recipes)
+    fitted = {round(s * C) for n in lengths for recipe in recipes for s in recipe.fits(n / C)}
+    every = {*lengths, *(round(s * C) for recipe in recipes for s in recipe.also_at)}
+    choice_lengths = sorted(every) if settings.length is None else [round(settings.length * C)]
+    chooses = any(CHOICE in recipe.settings for recipe in recipes)
 
     def haystack() -> Haystack:
         documents = corpus.documents(corpus.validation, HAYSTACK)
         return Haystack(corpus.tokenizer, documents, () if bos_token is None else (bos_token,))
 
     longrope = config.longrope
-    searched = any("longrope" in one.key.split("+") for one in recipes)
+    searched = any("longrope" in recipe.key.split("+") for recipe in recipes)
     by_needles = searched and longrope.search == "needles" and longrope.factors is None
     straw = haystack() if by_needles else None
     keys = dict.fromkeys(fitted, f"{KEY}.length")
@@ -89,10 +89,10 @@ def fit_text(
         corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
-            for n in sorted({*every, *at})
+            for n in sorted({*every, *choice_lengths})
             if straw is not None and n > C
         },
-        choice_texts(settings, prompts or Prompts(), haystack, at if chooses else ()),
+        choice_texts(settings, prompts or Prompts(), haystack, choice_lengths if chooses else ()),
     )
 
 
@@ -102,14 +102,14 @@ def choice_texts(
     haystack: Callable[[], Haystack],
     lengths: Sequence[int],
 ) -> dict[int, Integers] | None:
-    """Return ``[texts, tokens]`` for every length; None: validation text, as for fits.
+    """Return ``[texts, tokens]`` for every length, or None to choose on validation text.
 
     Args:
-        settings: which texts.
+        settings: source, number and length of the texts.
         prompts: settings of tasks.
         haystack: makes the haystack of validation text, with the model's tokenizer.
-        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier if
-            no further example fits.
+        lengths: tokens of a text. A prompt is shorter: it leaves room for its answer, and ends
+            where no further example fits.
 
     Raises:
         UserError: a file cannot be read, or a length does not fit the file or the task.
@@ -118,10 +118,10 @@ def choice_texts(
         return None
     straw = haystack()
     if settings.file is not None:
-        rows = _prompts_of if settings.file.endswith(".jsonl") else _windows_of
+        rows = _file_prompts if settings.file.endswith(".jsonl") else _file_windows
         return {n: rows(settings.file, straw, n, settings.texts) for n in lengths}
     task = _task(settings, prompts, straw)
-    return {n: _of_task(task, n, settings.texts, len(straw.bos)) for n in lengths}
+    return {n: _task_prompts(task, n, settings.texts, len(straw.bos)) for n in lengths}
 
 
 def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
@@ -129,52 +129,47 @@ def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
     if name in NEEDLE_TASKS:
         needles = replace(prompts.needles, trials=texts, seed=prompts.needles.seed + 1)
         return NEEDLE_TASKS[name](straw, needles)
-    asked = prompts.many_shot
-    shots = replace(asked, tasks=[name], trials=texts, seed=asked.seed + 1)
+    shots = prompts.many_shot
+    shots = replace(shots, tasks=[name], trials=texts, seed=shots.seed + 1)
     (task,), _ = many_shot_tasks(shots, straw.tokenizer, straw.bos[0] if straw.bos else None)
     return task
 
 
-def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
-    """Return prompts spread over a task's trials and depths.
-
-    Many-shot prompts differ by less than an example; all are cut to the shortest, at their
-    beginning.
-    """
-    try:
+def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:
+    """Return prompts spread over a task's trials and depths, all cut to the shortest at their
+    beginning: many-shot prompts differ by less than an example."""
+    with renaming(**{"evaluation.lengths": f"{KEY}.length"}):
         prompts = task.prompts(length)
-    except UserError as error:
-        keys = {"evaluation.lengths": f"{KEY}.length"}
-        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
     chosen = np.linspace(0, len(prompts) - 1, min(texts, len(prompts))).round().astype(int)
     tokens = [prompts[i].tokens for i in chosen]
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
 
 
-def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
+def _file_prompts(file: str, straw: Haystack, length: int, texts: int) -> Integers:
     """Return the last tokens of the first prompts that are long enough."""
     rows = read_rows(Path(file), _Row, f"{KEY}.file")
-    said = [row.prompt if row.prompt is not None else row.problem for row in rows]
-    if None in said:
+    prompts = [row.prompt if row.prompt is not None else row.problem for row in rows]
+    if None in prompts:
         raise UserError.at(
             f"{KEY}.file",
-            f"{file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'.",
+            f"{file!r} line {prompts.index(None) + 1}: expected a 'prompt' or 'problem'.",
         )
-    encoded = straw.tokenizer.encode_batch([str(one) for one in said], add_special_tokens=False)
+    encoded = straw.tokenizer.encode_batch(list(map(str, prompts)), add_special_tokens=False)
+    tokens = [encoding.ids for encoding in encoded]
     behind = length - len(straw.bos)
-    found = [one.ids[-behind:] for one in encoded if len(one.ids) >= behind]
-    if not found:
-        longest = max(len(one.ids) for one in encoded) + len(straw.bos)
+    long_enough = [ids[-behind:] for ids in tokens if len(ids) >= behind]
+    if not long_enough:
+        longest = max(map(len, tokens)) + len(straw.bos)
         raise UserError.at(
             f"{KEY}.length",
             f"no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
             f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file.",
         )
-    return np.array([[*straw.bos, *ids] for ids in found[:texts]], dtype=np.int64)
+    return np.array([[*straw.bos, *ids] for ids in long_enough[:texts]], dtype=np.int64)
 
 
-def _windows_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
+def _file_windows(file: str, straw: Haystack, length: int, texts: int) -> Integers:
     """Return windows evenly spread over running text."""
     try:
         text = Path(file).read_text(encoding="utf-8")

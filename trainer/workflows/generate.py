@@ -25,25 +25,25 @@ from trainer.workflows.subjects import multiplying, subject_of
 
 @dataclass(frozen=True)
 class Continuations:
-    """Continuations of each prompt.
-
-    ``read``, ``written``: total numbers of tokens. ``first``, ``rest``: seconds until every prompt
-    had its first token, and from there to the end.
-    """
+    """Continuations of each prompt, and how fast they were made."""
 
     texts: tuple[str, ...]
     read: int
+    """Tokens of all prompts."""
     written: int
-    first: float
-    rest: float
+    """Tokens of all continuations."""
+    read_seconds: float
+    """Seconds until every prompt had its first new token."""
+    write_seconds: float
+    """Seconds from then to the end."""
 
     def speed(self) -> str:
         """Describe tokens and tokens per second of reading the prompts and of writing."""
-        said = f"{self.read} tokens read, {self.read / self.first:,.0f} a second"
-        said += f"; {self.written} written"
+        text = f"{self.read} tokens read, {self.read / self.read_seconds:,.0f} a second"
+        text += f"; {self.written} written"
         if (later := self.written - len(self.texts)) > 0:
-            said += f", {later / self.rest:,.1f} a second"
-        return said
+            text += f", {later / self.write_seconds:,.1f} a second"
+        return text
 
 
 def continue_prompts(
@@ -58,27 +58,25 @@ def continue_prompts(
         UserError: the checkpoint cannot be read.
     """
     torch.set_num_threads(request.threads or usual_threads())
-    found = find_candidate(str(request.checkpoint))
+    candidate = find_candidate(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_memory(found, request, device)
-    model = subject_of(found, request.dtype, device).load()
-    model.layout, said = with_fitted_temperature(model.layout, found.path, found.stored_length)
-    names = dict.fromkeys((found.name, found.path.name))  # an export has one name
-    say(f"{', '.join(names)}{said}")
+    _check_memory(candidate, request, device)
+    model = subject_of(candidate, request.dtype, device).load()
+    model.layout, temperature = with_fitted_temperature(
+        model.layout, candidate.path, candidate.stored_length
+    )
+    names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
+    say(f"{', '.join(names)}{temperature}")
     with multiplying(device):
-        return write(model, found.tokenizer, found.bos_token, request, show)
+        return write(model, candidate.tokenizer, candidate.bos_token, request, show)
 
 
-def _check_memory(found: Candidate, request: GenerationRequest, device: str) -> None:
-    """Check that keys and values of all tokens fit into memory.
-
-    Raises:
-        UserError: they do not fit.
-    """
+def _check_memory(candidate: Candidate, request: GenerationRequest, device: str) -> None:
+    """Raise a ``UserError`` if keys and values of all tokens do not fit into memory."""
     characters = max(map(len, request.prompts))  # nearly always at least the number of tokens
     tokens = request.max_new_tokens + characters
     size = DTYPES[precision_of(request.dtype, device)].itemsize
-    needed = cache_memory(found.config, len(request.prompts), tokens, size)
+    needed = cache_memory(candidate.config, len(request.prompts), tokens, size)
     free = free_memory(device)
     if needed > free:
         raise UserError.at(
@@ -118,13 +116,13 @@ def write(
         end_tokens={end_of_text(tokenizer)},
         on_token=on_token,
     )
-    rests = [text.finish() for text in texts]
+    ends = [text.finish() for text in texts]
     if stream:
-        show(rests[0])
+        show(ends[0])
     return Continuations(
         texts=tuple(text.text for text in texts),
         read=sum(map(len, ids)),
         written=sum(map(len, new)),
-        first=times[len(ids)] - times[0],
-        rest=times[-1] - times[len(ids)],
+        read_seconds=times[len(ids)] - times[0],
+        write_seconds=times[-1] - times[len(ids)],
     )

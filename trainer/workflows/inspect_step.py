@@ -15,14 +15,14 @@ from trainer.workflows.requests import InspectionRequest
 from trainer.workflows.subjects import held_out_corpus
 
 BORDER = " ¶ "
-"""Stands where a document ends."""
+"""Mark of the end of a document."""
 
 
 def inspect_step(request: InspectionRequest) -> Iterator[str]:
     """Yield lines about the step, then about each of its samples.
 
     Raises:
-        UserError: it is no run, has no such step, or its text is missing.
+        UserError: the checkpoint is of no run, the run has no such step, or its text is missing.
     """
     candidate = find_candidate(str(request.checkpoint))
     if (run := candidate.run) is None:
@@ -35,8 +35,8 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
         )
     corpus = held_out_corpus(None, candidate)
     phase = phase_before(phases_of(run), request.step)
-    read = phase_before(phases_of(run), candidate.state["step"])
-    if candidate.state.get("data") != data_fingerprints(corpus, read):
+    last = phase_before(phases_of(run), candidate.state["step"])
+    if candidate.state.get("data") != data_fingerprints(corpus, last):
         raise UserError.at(
             "checkpoint",
             "it was trained on other text, or in another order, than is read here (an earlier "
@@ -53,7 +53,7 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     numbers = np.arange(first, first + min(request.samples, size))
     parts, blocks = samples.where(numbers)
     targets, weights = samples.targets(numbers)
-    for number, part, block, row, weight, found in zip(
+    for number, part, block, row, weight, digest in zip(
         numbers, parts, blocks, targets, weights, sample_hashes(targets), strict=True
     ):
         source = samples.corpus.parts[part]
@@ -62,10 +62,9 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
         yield (
             f"Sample {number:,}: block {block:,} of {source.name} "
             f"({source.text.directory.name}), {ends} document ends, {int((weight > 0).sum()):,} "
-            f"tokens in the loss, hash {as_text(int(found))}"
+            f"tokens in the loss, hash {as_text(int(digest))}"
         )
         documents = np.split(row, np.flatnonzero(row == corpus.end_of_text) + 1)
-        texts = [corpus.tokenizer.decode(one.tolist()) for one in documents]
-        text = BORDER.join(texts)
+        text = BORDER.join(corpus.tokenizer.decode(tokens.tolist()) for tokens in documents)
         more = "..." if len(text) > request.characters else ""
         yield text[: request.characters] + more

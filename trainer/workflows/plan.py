@@ -5,6 +5,7 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,7 +27,6 @@ from trainer.training.devices import dense_peak
 from trainer.training.module import make_decoder
 from trainer.training.rehearsal import Parts, step_memory
 from trainer.training.strategy import reduces_once_a_step
-from trainer.workflows.requests import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -55,6 +55,23 @@ STATE = 12
 
 
 @dataclass(frozen=True)
+class PlanRequest:
+    """A run on ``ranks`` GPUs, ``on_a_node`` of them on each node."""
+
+    config: RunConfig
+    ranks: int
+    on_a_node: int
+    gpu: str
+    """A key of :data:`GPUS`."""
+    mfu: float
+    """Share of the GPU's dense peak that training reaches."""
+    exact: bool = False
+    """Whether memory is computed from all layers."""
+    missing: tuple[Problem, ...] = ()
+    """What is already known to be missing on this machine."""
+
+
+@dataclass(frozen=True)
 class Section:
     """A title, and rows of a name and a value."""
 
@@ -63,7 +80,7 @@ class Section:
 
 
 def plan(request: PlanRequest) -> Iterator[Section]:
-    """Yield the sections of a plan as soon as each is known.
+    """Yield the sections of a plan, each as soon as it is known.
 
     Raises:
         UserError: the vocabulary size is unknown.
@@ -85,26 +102,29 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
     yield Section("Disk", list(_disk(config, controls, corpus, counted["in all"], vocab)))
-    if missing := [*request.missing, *_missing_text(corpus)]:
-        yield Section("Missing here", [("", str(one)) for one in missing])
+    missing_text = corpus.problems if isinstance(corpus, UserError) else ()
+    if missing := [*request.missing, *missing_text]:
+        yield Section("Missing here", [("", str(problem)) for problem in missing])
 
 
 def parameters(model: Decoder) -> dict[str, int]:
     """Return the numbers of parameters by part."""
 
-    def of(*kinds: str) -> int:
-        return sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in kinds))
-
+    parts = {
+        "embeddings": "embed_tokens",
+        "head": "lm_head",
+        "attention": "self_attn",
+        "MLP": "mlp",
+    }
+    counts = {
+        part: sum(p.numel() for name, p in model.named_parameters() if module in name)
+        for part, module in parts.items()
+    }
     total = sum(p.numel() for p in model.parameters())
-    outside = of("embed_tokens") + of("lm_head")
-    return {
-        "embeddings": of("embed_tokens"),
-        "head": of("lm_head"),
-        "attention": of("self_attn"),
-        "MLP": of("mlp"),
-        "norms": total - outside - of("self_attn", "mlp"),
+    return counts | {
+        "norms": total - sum(counts.values()),
         "in all": total,
-        "without embeddings and head": total - outside,
+        "without embeddings and head": total - counts["embeddings"] - counts["head"],
     }
 
 
@@ -130,14 +150,14 @@ def _training(
         for phase in phases:
             length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
             count, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
-            what = f", {describe(phase)}" if phase.drop or phase.rescale else ""
-            yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{what}"
+            change = f", {describe(phase)}" if phase.drop or phase.rescale else ""
+            yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
     else:
         yield "steps", f"{steps:,} of {config.tokens_per_step:,} tokens"
     yield "tokens", f"{tokens_at(config, steps):,}"
     if (drop := config.drop_step) is not None:
-        left = tokens_at(config, steps) - tokens_at(config, drop)
-        yield "drop", f"after step {drop:,}, then {left:,} tokens"
+        remaining = tokens_at(config, steps) - tokens_at(config, drop)
+        yield "drop", f"after step {drop:,}, then {remaining:,} tokens"
     if isinstance(corpus, Corpus):
         times = epochs_read(corpus, phases, [])(steps)
         for part in corpus.parts:
@@ -164,7 +184,7 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
     yield "GPUs", f"{ranks}, strategy {config.strategy.name}"
     if request.config.phases:
         yield "phase", phase.name
-    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    rows = _rows(config, ranks)
     times = config.trainer.accumulation(ranks)
     yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
     parts = _parts(config, ranks, local, gpu, model, request.exact)
@@ -177,15 +197,20 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
 
 
+def _rows(config: RunConfig, ranks: int) -> int:
+    """Return the sequences of a rank's micro-batch."""
+    return config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+
+
 def _load(config: RunConfig, ranks: int) -> tuple[int, int]:
     """Return the tokens of a rank's micro-batch, and the number of micro-batches per step."""
-    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    rows = _rows(config, ranks)
     return rows * config.data.sequence_length, config.trainer.accumulation(ranks)
 
 
 OFFLOADED = "parameters", "optimizer"
-"""Parts that ``strategy.cpu_offload`` keeps on the CPU. Reduced gradients follow them, and are
-counted on the GPU all the same."""
+"""Parts that ``strategy.cpu_offload`` keeps on the CPU. Reduced gradients go there too, but count
+on the GPU."""
 
 
 def _on_gpu(config: RunConfig, parts: Parts) -> int:
@@ -200,7 +225,7 @@ def _parts(
     once = reduces_once_a_step(model, kind, int(gpu.memory))
     strategy = replace(config.strategy, reduce_gradients="step" if once else "micro_batch")
     run = config.trainer
-    if config.strategy.name == "ddp":  # a rank holds what a single device would
+    if config.strategy.name == "ddp":  # every rank holds a whole copy
         strategy = replace(strategy, name="single")
         run = replace(run, batch_size=run.batch_size // ranks)
         ranks = local = 1
@@ -210,22 +235,23 @@ def _parts(
 
 def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:
     """Return the first change after which the run fits, cheapest in time first."""
-    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    rows = _rows(config, ranks)
     sharded: tuple[Literal["fsdp2"], ...] = ("fsdp2",) if ranks > 1 else ()
-    for name in dict.fromkeys([config.strategy.name, *sharded]):
-        for recomputed in ("none", "selective", "full"):
-            for fewer in (n for n in dict.fromkeys((rows, rows // 2, rows // 4, 1)) if n):
-                if rows % fewer:
-                    continue
-                strategy = replace(config.strategy, name=name, activation_checkpointing=recomputed)
-                run = replace(config.trainer, micro_batch_size=fewer)
-                tried = replace(config, strategy=strategy, trainer=run)
-                size = _on_gpu(tried, _parts(tried, ranks, local, gpu, model, False))
-                if size <= USABLE * gpu.memory:
-                    return (
-                        f"strategy={name} strategy.activation_checkpointing={recomputed} "
-                        f"trainer.micro_batch_size={fewer} takes {gib(size)}"
-                    )
+    changes = itertools.product(
+        dict.fromkeys([config.strategy.name, *sharded]),
+        ("none", "selective", "full"),
+        [n for n in dict.fromkeys((rows, rows // 2, rows // 4, 1)) if n and rows % n == 0],
+    )
+    for name, recomputed, fewer in changes:
+        strategy = replace(config.strategy, name=name, activation_checkpointing=recomputed)
+        run = replace(config.trainer, micro_batch_size=fewer)
+        changed = replace(config, strategy=strategy, trainer=run)
+        size = _on_gpu(changed, _parts(changed, ranks, local, gpu, model, False))
+        if size <= USABLE * gpu.memory:
+            return (
+                f"strategy={name} strategy.activation_checkpointing={recomputed} "
+                f"trainer.micro_batch_size={fewer} takes {gib(size)}"
+            )
     return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
 
 
@@ -247,30 +273,30 @@ def _disk(
     count: int,
     vocab: int,
 ) -> Iterator[tuple[str, str]]:
-    run, one, kept = config.trainer, STATE * count, _kept(config)
-    yield "a checkpoint", _gb(one)
-    yield "checkpoints kept", f"{kept}, and one that is written: {_gb((kept + 1) * one)}"
+    size, number = STATE * count, _checkpoints(config)
+    yield "a checkpoint", _gb(size)
+    yield "checkpoints kept", f"{number}, and one that is written: {_gb((number + 1) * size)}"
     if controls:
-        counts = [
-            (_kept(control), parameters(make_decoder(control, vocab))["in all"])
-            for control in controls.values()
-        ]
-        size = STATE * sum(number * weights for number, weights in counts)
-        yield "those of controls", f"{sum(number for number, _ in counts)}: {_gb(size)}"
+        numbers = {name: _checkpoints(control) for name, control in controls.items()}
+        size = STATE * sum(
+            numbers[name] * parameters(make_decoder(control, vocab))["in all"]
+            for name, control in controls.items()
+        )
+        yield "those of controls", f"{sum(numbers.values())}: {_gb(size)}"
     width = 2 if vocab <= 1 << 16 else 4
     if isinstance(corpus, Corpus):
         label, tokens = "text, prepared", sum(len(part.text.train) for part in corpus.parts)
     else:
-        label, tokens = "text, read once", tokens_at(config, run.max_steps)
+        label, tokens = "text, read once", tokens_at(config, config.trainer.max_steps)
     yield label, f"{_gb(tokens * width)} of {width} bytes a token"
 
 
-def _kept(config: RunConfig) -> int:
+def _checkpoints(config: RunConfig) -> int:
     """Return the largest number of checkpoints that a finished run keeps."""
     run = config.trainer
-    kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
-    kept += len(kept_steps(config))
-    return kept + (run.max_steps // run.keep_every if run.keep_every else 0)
+    number = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
+    number += len(kept_steps(config))
+    return number + (run.max_steps // run.keep_every if run.keep_every else 0)
 
 
 def _gb(size: float) -> str:
@@ -310,7 +336,3 @@ def _vocabulary(config: RunConfig, corpus: Corpus | UserError) -> int:
         "model.vocab_size",
         "not known before the text is prepared; give it, such as model.vocab_size=49152.",
     )
-
-
-def _missing_text(corpus: Corpus | UserError) -> list[Problem]:
-    return list(corpus.problems) if isinstance(corpus, UserError) else []

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.processes import cores
@@ -19,14 +20,24 @@ from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
+from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import without_home
-from trainer.workflows.requests import PrepareRequest
+from trainer.workflows.requests import PrepareConfig
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)
 
 LARGE = 64 << 30
-"""Bytes of a file that other nodes had better share."""
+"""Bytes from which on a file is reported as too large for one process."""
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """The run whose text is prepared; ``verify``: check checksums instead."""
+
+    config: RunConfig
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    verify: bool = False
 
 
 def prepare(request: PrepareRequest) -> Iterator[str]:
@@ -46,19 +57,19 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
         with of_mixture(data, name):
             work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
             if request.verify:
-                said = _verified(work)
+                line = _verified(work)
             elif work.is_done:
-                said = f"Nothing to do: {_described(work)}"
+                line = f"Nothing to do: {_described(work)}"
             elif _run(work, request):
-                said = f"Prepared {_described(work)}"
+                line = f"Prepared {_described(work)}"
             else:
-                said = (
+                line = (
                     f"Part {request.prepare.part} of {describe(text)} is done; the last part that "
                     "is finishes the whole."
                 )
             if tokenizer is None and not config.tokenizer.path:
                 tokenizer = work.own_tokenizer  # shared by all texts of a mixture
-        yield said
+        yield line
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all, renaming
+from trainer.common.errors import Problem, UserError, collecting, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.formats import read_plain
 from trainer.common.processes import usual_threads
@@ -50,14 +50,14 @@ GPU_PASS = 16384
 MEASURED = {"cpu": 1024, "cuda": GPU_PASS}
 """Tokens of the micro-batch that is measured."""
 MEASURED_LENGTH = {"cpu": 512, "cuda": 2048}
-"""Tokens of its sequences, at most."""
+"""Tokens of a measured sequence, at most."""
 LONGEST_MEASURING = 20.0
-"""Most seconds of measuring in one precision, otherwise a hundredth of the time."""
+"""Seconds of measuring in one precision, at most; otherwise a hundredth of the time."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The command's own keys: the model as given, the minutes, and the text files."""
+    """The command's own keys: the model as the user named it, the minutes, and the text files."""
 
     model: str
     minutes: float
@@ -66,19 +66,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Recalibration:
-    """A whole recalibration.
-
-    ``config``: the run, which is not evaluated by itself. ``evaluates``: whether the evaluation
-    that ``config`` holds follows it. ``to``: directory of the export. ``words``: command line of
-    the run alone.
-    """
+    """A whole recalibration."""
 
     asked: Asked
     config: RunConfig
+    """The run; its own evaluation is disabled."""
     recipe: Recipe
     evaluates: bool
+    """Whether the evaluation in ``config`` follows the run."""
     to: Path
+    """Directory of the export."""
     words: tuple[str, ...]
+    """Command line of the run alone."""
 
 
 def asked_problems(asked: Asked) -> list[Problem]:
@@ -86,46 +85,41 @@ def asked_problems(asked: Asked) -> list[Problem]:
     extras = {"transformers": "transformers", "gguf": "gguf"}
     if not asked.model.endswith(".gguf"):
         del extras["gguf"]
-    found = []
+    problems = []
     if missing := sorted(extra for extra, module in extras.items() if find_spec(module) is None):
-        found.append(
+        problems.append(
             Problem(
                 "",
                 f"recalibrate needs {' and '.join(missing)}; pip install -c requirements.lock "
                 f"'unrope[{','.join(missing)}]'.",
             )
         )
-    try:
+    with collecting(problems):
         find_files(list(asked.text), "text") if asked.text else None
-    except UserError as error:
-        found += error.problems
-    return found
+    return problems
 
 
-def source_of(given: str) -> Literal["from_run", "from_pretrained"]:
-    """Return the key of ``model`` that starts a run from these weights."""
-    path = Path(given)
+def source_of(model: str) -> Literal["from_run", "from_pretrained"]:
+    """Return the key of the group ``model`` that starts a run from these weights."""
+    path = Path(model)
     is_run = (path / "config.yaml").is_file() or (path / "state.json").is_file()
     return "from_run" if is_run else "from_pretrained"
 
 
-def facts_of(given: str) -> Facts:
+def facts_of(model: str) -> Facts:
     """Return what the rules need to know of a model; reads no weights.
 
     Raises:
         UserError: there is no such model, it is damaged, or it has no rotation to drop.
     """
-    is_run = source_of(given) == "from_run"
-    weights = ModelConfig(from_run=given) if is_run else ModelConfig(from_pretrained=given)
-    try:
+    is_run = source_of(model) == "from_run"
+    weights = ModelConfig(from_run=model) if is_run else ModelConfig(from_pretrained=model)
+    with renaming(**dict.fromkeys(("model.from_pretrained", "model.from_run"), "MODEL")):
         start = starting_weights(weights)
-    except UserError as error:
-        keys = dict.fromkeys(("model.from_pretrained", "model.from_run"), "MODEL")
-        raise UserError(*(p.renamed(keys) for p in error.problems)) from error
     assert start is not None
     start.require_tokenizer()
     if not start.layout.rotates:
-        raise UserError.at("MODEL", f"{given!r} has no RoPE, so there is nothing to drop.")
+        raise UserError.at("MODEL", f"{model!r} has no RoPE, so there is nothing to drop.")
     return Facts(weights_of(start.config), start.config, start.layout)
 
 
@@ -177,7 +171,7 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
                     "GPUs (docs/guide.md, section 4).",
                 ) from None
             rows, length = (rows // 2, length) if rows > 1 else (1, length // 2)
-    precision = min(times, key=lambda one: times[one].micro_batch)
+    precision = min(times, key=lambda name: times[name].micro_batch)
     best = times[precision]
     operations = rows * training_flops(facts.config, facts.layout, length) / best.micro_batch
     fitting = rows * length if is_gpu else CPU_PASS
@@ -187,10 +181,9 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
 def recipe_for(
     asked: Asked,
     run_dir: Path,
-    given: Mapping[str, Any],
+    user_values: Mapping[str, Any],
     *,
     overwrite: bool,
-    measure: Callable[..., Speed] = measured,
 ) -> Recipe:
     """Return the stored recipe of a run that was begun, or choose one.
 
@@ -208,7 +201,7 @@ def recipe_for(
             if (old := _as_given(stored["asked"])[key]) != new
         ]
         raise_all(differing)
-        choices = tuple(Choice(**one) for one in stored["recipe"]["choices"])
+        choices = tuple(Choice(**choice) for choice in stored["recipe"]["choices"])
         return Recipe(**{**stored["recipe"], "choices": choices})
     if not overwrite and (run_dir / "config.yaml").exists():
         raise UserError.at(
@@ -217,10 +210,9 @@ def recipe_for(
             "or overwrite=true.",
         )
     facts = facts_of(asked.model)
-    speed = measure(
-        facts, asked.minutes, given.get("trainer.accelerator", "auto"), given.get("trainer.threads")
-    )
-    return choose(facts, speed, asked.minutes, given)
+    accelerator = user_values.get("trainer.accelerator", "auto")
+    speed = measured(facts, asked.minutes, accelerator, user_values.get("trainer.threads"))
+    return choose(facts, speed, asked.minutes, user_values)
 
 
 def _as_given(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,9 +344,9 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | None:
-    """Measure the recalibrated model beside the model as it was, alone and extended."""
-    config, given = request.config, request.asked.model
-    before = given if source_of(given) == "from_run" else str(find_pretrained(given))
+    """Measure the recalibrated model, the model as it was, and its extensions."""
+    config, model = request.config, request.asked.model
+    before = model if source_of(model) == "from_run" else str(find_pretrained(model))
     fitting = lengths_that_fit(request, corpus)
     if left_out := set(config.evaluation.in_tokens(config.training_length)) - {*fitting}:
         log.info("%s left out: the held-out text is shorter", counted(len(left_out), "length"))

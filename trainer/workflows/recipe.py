@@ -25,7 +25,7 @@ SEQUENCES = 4096
 STEPS = 1000
 """Steps that the batch is chosen for."""
 BATCH_TOKENS = 2048, 512 * 2048
-"""Fewest and most tokens of a step; the most are those of DroPE's recipes (App. D)."""
+"""Fewest and most tokens of a step; DroPE's recipes have the most (App. D)."""
 WARMUP = 10, 500
 """Fewest and most steps of warm-up, otherwise a tenth of the steps."""
 LARGE = 2e9
@@ -39,9 +39,9 @@ MULTIPLES = (1, 2, 4, 8)
 WINDOWS = (32, 16, 8, 4)
 """Held-out windows of a length, from the most exact to the cheapest."""
 EFFECT = 4, 64
-"""Fewest and most held-out sequences that tell the loss before, after and at the end."""
+"""Fewest and most held-out sequences for the loss before, after and at the end."""
 CPU_PASS = 2048
-"""Tokens of a forward pass on a CPU, where more are no faster."""
+"""Tokens of a forward pass on a CPU; more are no faster."""
 
 Pick = Callable[[str, Any, str], Any]
 """Takes a key, a value and the reason; returns the user's value if there is one."""
@@ -49,15 +49,13 @@ Pick = Callable[[str, Any, str], Any]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules need to know of a model.
-
-    ``parameters``: their number, with embeddings. ``layout``: its encoding; the context C is its
-    training length.
-    """
+    """Properties of a model that the rules use."""
 
     parameters: int
+    """Number of parameters, with embeddings."""
     config: ModelConfig
     layout: Layout
+    """Its encoding; the context C is the training length."""
 
     @property
     def context(self) -> int:
@@ -72,23 +70,19 @@ class Facts:
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured speed of training on a device.
-
-    Attributes:
-        device: as it is told, such as ``NVIDIA H100`` or ``2 CPU threads``.
-        is_gpu: whether it is a GPU.
-        precision: ``fp32`` or ``bf16``, the faster.
-        operations: operations per second, forward and backward.
-        update: seconds of an update of the optimizer.
-        pass_tokens: tokens of a forward pass that fit.
-    """
+    """Measured speed of training on a device."""
 
     device: str
+    """Its name in messages, such as ``NVIDIA H100`` or ``2 CPU threads``."""
     is_gpu: bool
     precision: str
+    """The faster of ``fp32`` and ``bf16``."""
     operations: float
+    """Operations per second, forward and backward."""
     update: float
+    """Seconds of an update of the optimizer."""
     pass_tokens: int
+    """Tokens of a forward pass that fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -102,40 +96,38 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What was chosen, and what it costs.
-
-    ``choices``: keys that the user did not give. ``steps``, ``tokens``: of the recalibration.
-    ``seconds``, ``evaluation_seconds``: expected.
-    """
+    """Choices for a recalibration and their expected cost."""
 
     choices: tuple[Choice, ...]
+    """Keys that the user does not set."""
     steps: int
     tokens: int
     seconds: float
+    """Expected seconds of the recalibration."""
     evaluation_seconds: float
 
 
-def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any]) -> Recipe:
+def choose(facts: Facts, speed: Speed, minutes: float, user_values: Mapping[str, Any]) -> Recipe:
     """Return the recipe for a model, a device and a time.
 
     Args:
-        facts: of the model.
-        speed: of the device.
-        minutes: for recalibration and evaluation together.
-        given: values of dotted keys that the user sets; they are kept, and the rest follows them.
+        facts: the model.
+        speed: the device.
+        minutes: time for recalibration and evaluation together.
+        user_values: values of dotted keys that the user sets; the choices follow from them.
 
     Raises:
         UserError: the minutes do not suffice for the warm-up.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
 
     def pick(key: str, value: Any, why: str) -> Any:
-        if key in given:
-            return given[key]
-        found.append(Choice(key, value, why))
+        if key in user_values:
+            return user_values[key]
+        choices.append(Choice(key, value, why))
         return value
 
-    evaluates = given.get("evaluation.enabled", True)
+    evaluates = user_values.get("evaluation.enabled", True)
     seconds = 60 * minutes * (TRAINING if evaluates else 1.0)
     length = pick("data.sequence_length", *_length(facts, speed, seconds))
     token = seconds_a_token(facts, speed, length)
@@ -147,10 +139,10 @@ def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any])
         "trainer.micro_batch_size", micro, f"at most {speed.pass_tokens:,} tokens in a forward pass"
     )
     a_step = batch * length * token + speed.update
-    given_steps = given.get("trainer.max_steps")
-    if (tokens := given.get("trainer.max_tokens")) is not None:
-        given_steps = max(1, tokens // (batch * length))
-    if given_steps is None:
+    steps = user_values.get("trainer.max_steps")
+    if (tokens := user_values.get("trainer.max_tokens")) is not None:
+        steps = max(1, tokens // (batch * length))
+    if steps is None:
         steps = int(seconds / a_step)
         if steps < 2 * WARMUP[0]:
             needed = 2 * WARMUP[0] * a_step / (seconds / minutes)
@@ -164,8 +156,6 @@ def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any])
             steps,
             f"{duration(seconds)} at {1 / token:,.0f} tokens/s on {speed.device}",
         )
-    else:
-        steps = given_steps
     pick("trainer.precision", speed.precision, "the faster of what the device offers")
     rate = pick(
         "optimizer.lr",
@@ -188,9 +178,9 @@ def choose(facts: Facts, speed: Speed, minutes: float, given: Mapping[str, Any])
     )
     costs = 0.0
     if evaluates:
-        costs = _evaluation(facts, speed, length, 60 * minutes - seconds, given, pick)
+        costs = _evaluation(facts, speed, length, 60 * minutes - seconds, user_values, pick)
     total = steps * a_step
-    return Recipe(tuple(found), steps, steps * batch * length, total, costs)
+    return Recipe(tuple(choices), steps, steps * batch * length, total, costs)
 
 
 def seconds_a_token(facts: Facts, speed: Speed, length: int) -> float:
@@ -199,7 +189,7 @@ def seconds_a_token(facts: Facts, speed: Speed, length: int) -> float:
 
 
 def _length(facts: Facts, speed: Speed, seconds: float) -> tuple[int, str]:
-    """Return the longest sequences, at most C, of which the time allows enough."""
+    """Return the longest sequences up to C that leave time for enough of them, and why."""
     C = facts.context
     length, why = C, f"the model's context C = {C:,}, as DroPE trains"
     while length // 2 >= SHORTEST:
@@ -214,7 +204,7 @@ def _length(facts: Facts, speed: Speed, seconds: float) -> tuple[int, str]:
 
 
 def _batch(tokens: float, length: int) -> tuple[int, str]:
-    """Return the sequences of a step for a run of about ``tokens`` tokens, a power of two."""
+    """Return the sequences of a step, a power of two, for a run of ``tokens`` tokens, and why."""
     low, high = BATCH_TOKENS
     wanted = min(max(tokens / STEPS, low), high)
     size = 1 << max(0, int(math.log2(max(1.0, wanted / length))))
@@ -233,12 +223,17 @@ def _norm(facts: Facts, rate: float, pick: Pick) -> None:
 
 
 def _evaluation(
-    facts: Facts, speed: Speed, length: int, seconds: float, given: Mapping[str, Any], pick: Pick
+    facts: Facts,
+    speed: Speed,
+    length: int,
+    seconds: float,
+    user_values: Mapping[str, Any],
+    pick: Pick,
 ) -> float:
     """Choose lengths, windows and methods of the evaluation; return its expected seconds."""
-    C = given.get("evaluation.training_length", facts.context)
-    asked = given.get("evaluation.tokens")
-    if (factors := given.get("evaluation.lengths")) is not None:
+    C = user_values.get("evaluation.training_length", facts.context)
+    asked = user_values.get("evaluation.tokens")
+    if (factors := user_values.get("evaluation.lengths")) is not None:
         asked = [round(C * factor) for factor in factors]
     tokens = asked or [length * n for n in MULTIPLES]
     for windows in WINDOWS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from trainer.data.corpus import Corpus
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
@@ -11,6 +11,7 @@ from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
+from trainer.runs.arms import MAIN
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.parsing import own_checkpoint
@@ -27,16 +28,16 @@ MANY_EPOCHS = 16
 """Readings of a text after which another teaches little (Muennighoff et al. 2023, arXiv
 2305.16264)."""
 LARGE, FEW_TOKENS = 50_000_000, 8192
-"""Weights of a model's blocks from which on a vocabulary of fewer tokens is small for it."""
+"""A vocabulary of fewer tokens is small for a model with more weights in its blocks."""
 MUCH_SHORTER = 16
-"""How many times shorter than before sequences are that leave most of a context untrained."""
+"""Sequences so many times shorter than before leave most of the context untrained."""
 
 
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
-    """Log how much text there is, and how often the run reads it; warn of many times."""
-    read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
+    """Log how much text there is and how often the run reads it; warn of many times."""
+    epochs = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
-        times = read[part.name]
+        times = epochs[part.name]
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         if times <= MANY_EPOCHS:
@@ -50,88 +51,95 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
         )
 
 
-def say_small_vocabularies(configs: dict[str, RunConfig]) -> None:
-    """Log which models are large for the vocabulary that is trained for them."""
-    for arm in configs.values():
-        tokens, given = arm.tokenizer.vocab_size, arm.tokenizer.path or arm.model.is_trained
-        weights = arm.model.block_weights
-        if not given and tokens < FEW_TOKENS and weights > LARGE:
-            log.warning(
-                "tokenizer.vocab_size: %s tokens are few for %s with %s weights in its blocks; "
-                "tokenizer.vocab_size=32000 or tokenizer.path=FILE packs more text into a sequence",
-                *(f"{tokens:,}", label(arm), f"{weights:,}"),
-            )
-            return  # controls share the tokenizer
+def say_unusual_settings(configs: dict[str, RunConfig]) -> None:
+    """Warn of settings of an experiment's arms that are allowed, but seldom meant."""
+
+    def of_every_arm(check: Callable[[RunConfig], Iterator[str]]) -> list[str]:
+        return [text for arm in configs.values() for text in check(arm)]
+
+    warnings = [
+        *of_every_arm(_small_vocabulary)[:1],  # controls share the tokenizer
+        *of_every_arm(_short_sequences),
+        *_other_budgets(configs),
+        *of_every_arm(_long_warmups),
+        *of_every_arm(_idle_rescalings),
+        *of_every_arm(_unreached_encodings),
+    ]
+    for text in warnings:
+        log.warning("%s", text)
 
 
-def say_short_sequences(configs: dict[str, RunConfig]) -> None:
-    """Log which trained weights go on with sequences much shorter than before."""
-    for arm in configs.values():
-        start = starting_weights(arm.model) if own_checkpoint(arm) is None else None
-        if start is None:
-            continue
-        before, now = start.layout.training_length, arm.training_length
-        if now * MUCH_SHORTER <= before:
-            log.warning(
-                "data.sequence_length: %s trains on sequences of %s tokens, and its weights were "
-                "trained on %s; data.sequence_length=%d keeps that length",
-                *(label(arm), f"{now:,}", f"{before:,}", before),
-            )
+def _small_vocabulary(arm: RunConfig) -> Iterator[str]:
+    """Warn of a model that is large for the vocabulary that is trained for it."""
+    tokens, weights = arm.tokenizer.vocab_size, arm.model.block_weights
+    is_trained_here = not (arm.tokenizer.path or arm.model.is_trained)
+    if is_trained_here and tokens < FEW_TOKENS and weights > LARGE:
+        yield (
+            f"tokenizer.vocab_size: {tokens:,} tokens are few for {label(arm)} with {weights:,} "
+            "weights in its blocks; tokenizer.vocab_size=32000 or tokenizer.path=FILE packs more "
+            "text into a sequence"
+        )
 
 
-def say_long_warmups(configs: dict[str, RunConfig]) -> None:
-    """Log which learning rates never reach their peak."""
-    for arm in configs.values():
-        for key, phase in schedules(arm).items():
-            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
-            if warmup > steps > 0:
-                log.warning(
-                    "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
-                    "does not reach its peak",
-                    *(key, warmup, label(arm), steps),
-                )
+def _short_sequences(arm: RunConfig) -> Iterator[str]:
+    """Warn of trained weights that continue with much shorter sequences."""
+    start = starting_weights(arm.model) if own_checkpoint(arm) is None else None
+    if start is None:
+        return
+    before, now = start.layout.training_length, arm.training_length
+    if now * MUCH_SHORTER <= before:
+        yield (
+            f"data.sequence_length: {label(arm)} trains on sequences of {now:,} tokens, and its "
+            f"weights were trained on {before:,}; data.sequence_length={before} keeps that length"
+        )
 
 
-def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
-    """Log which encodings of a pattern are unused because the model has too few layers."""
-    for arm in configs.values():
-        layers, count = arm.positional.layers, arm.model.num_hidden_layers
-        if not arm.model.is_trained and (unused := {*layers} - {*layers[:count]}):
-            log.warning(
-                "positional.layers: of a pattern of %d layers %s has %d, none with %s; "
-                "model.num_hidden_layers=%d has all of its encodings",
-                *(len(layers), label(arm), count, ", ".join(sorted(unused))),
-                1 + max(map(layers.index, unused)),
-            )
-
-
-def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
-    """Log which phases rescale nothing."""
-    for arm in configs.values():
-        for phase, rotates in idle_rescalings(arm).items():
-            if not rotates:
-                log.warning(
-                    "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
-                    *(phase, label(arm)),
-                )
-                continue
-            log.warning(
-                "phases.%s.rescale: no layer of %s that is rescaled rotates by then; "
-                "phases.%s.rescale.layers=all rescales every layer, also those whose window is "
-                "no longer than the training length",
-                *(phase, label(arm), phase),
-            )
-
-
-def say_other_budgets(configs: dict[str, RunConfig]) -> None:
-    """Log which controls train on more or fewer tokens than the run."""
+def _other_budgets(configs: dict[str, RunConfig]) -> Iterator[str]:
+    """Warn of controls that train on more or fewer tokens than the run."""
     tokens = {name: tokens_at(arm, arm.trainer.max_steps) for name, arm in configs.items()}
     for name, count in tokens.items():
-        if count != tokens["main"]:
-            log.warning(
-                "controls.%s: %s trains on %s tokens, and %s on %s",
-                *(name, label(configs[name]), f"{count:,}"),
-                *(label(configs["main"]), f"{tokens['main']:,}"),
+        if count != tokens[MAIN]:
+            yield (
+                f"controls.{name}: {label(configs[name])} trains on {count:,} tokens, and "
+                f"{label(configs[MAIN])} on {tokens[MAIN]:,}"
+            )
+
+
+def _long_warmups(arm: RunConfig) -> Iterator[str]:
+    """Warn of learning rates that never reach their peak."""
+    for key, phase in schedules(arm).items():
+        warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
+        if warmup > steps > 0:
+            yield (
+                f"{key}.warmup_steps: {warmup} steps, but {label(arm)} has {steps} in this phase: "
+                "its learning rate does not reach its peak"
+            )
+
+
+def _unreached_encodings(arm: RunConfig) -> Iterator[str]:
+    """Warn of encodings in a pattern of layers that is longer than the model is deep."""
+    layers, count = arm.positional.layers, arm.model.num_hidden_layers
+    if not arm.model.is_trained and (unused := {*layers} - {*layers[:count]}):
+        yield (
+            f"positional.layers: of a pattern of {len(layers)} layers {label(arm)} has {count}, "
+            f"none with {', '.join(sorted(unused))}; model.num_hidden_layers="
+            f"{1 + max(map(layers.index, unused))} has all of its encodings"
+        )
+
+
+def _idle_rescalings(arm: RunConfig) -> Iterator[str]:
+    """Warn of phases that rescale nothing."""
+    for phase, rotates in idle_rescalings(arm).items():
+        if rotates:
+            yield (
+                f"phases.{phase}.rescale: no layer of {label(arm)} that is rescaled rotates by "
+                f"then; phases.{phase}.rescale.layers=all rescales every layer, also those whose "
+                "window is no longer than the training length"
+            )
+        else:
+            yield (
+                f"phases.{phase}.rescale: nothing of {label(arm)} rotates by then, so that nothing "
+                "is rescaled"
             )
 
 
@@ -145,35 +153,39 @@ OF_METHODS = {
     "dope": ("dope",),
     "weighted_rope": ("weighted_rope",),
 }
-"""Settings of ``evaluation``, and the parts of methods that read them."""
+"""Settings of ``evaluation``, and the parts of methods that read each."""
 
 
 def say_idle_settings(
     config: MethodsConfig, words: Sequence[str], monitor: MonitorConfig | None = None
 ) -> None:
-    """Log which given settings of an evaluation no method and no task uses.
+    """Warn of overrides on the command line, ``words``, that no method and no task reads.
 
-    For a run, the settings of ``monitor`` count, too. ``words``: the overrides of the command line.
-    Settings that an option of a group implies are not reported.
+    ``monitor``: what a run measures while it trains, which reads some of them too.
     """
     readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
-    read = {*config.parts}
+    parts_and_tasks = {*config.parts}
     if isinstance(config, EvaluationConfig):
         readers |= {key: ("task", (key,)) for key in (RULER, LONGBENCH, MANY_SHOT)}
         readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY,)))
         readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
-        read |= {*config.tasks}
-        if read & {*OF_METHODS["choice"]} and config.choice.text in (*NEEDLE_TASKS, *LONG_TASKS):
-            read.add(config.choice.text if config.choice.text in NEEDLE_TASKS else MANY_SHOT)
+        parts_and_tasks |= {*config.tasks}
+        if parts_and_tasks & {*OF_METHODS["choice"]} and config.choice.text in (
+            *NEEDLE_TASKS,
+            *LONG_TASKS,
+        ):
+            parts_and_tasks.add(
+                config.choice.text if config.choice.text in NEEDLE_TASKS else MANY_SHOT
+            )
         if monitor is not None and monitor.lengths_every is not None:
-            read.add(STATEMENTS)
+            parts_and_tasks.add(STATEMENTS)
         if monitor is not None and monitor.benchmarks.enabled:
-            read |= {*monitor.benchmarks.tasks}
+            parts_and_tasks |= {*monitor.benchmarks.tasks}
     for word in words:
         place = word.lstrip("+").partition("=")[0]
-        group, _, rest = place.partition(".")
-        kind, names = readers.get(rest.partition(".")[0], ("", ()))
-        if group == "evaluation" and names and read.isdisjoint(names):
+        group, _, key = place.partition(".")
+        kind, names = readers.get(key.partition(".")[0], ("", ()))
+        if group == "evaluation" and names and parts_and_tasks.isdisjoint(names):
             log.warning(
                 "%s: without effect; no %s of evaluation.%ss reads it (%s)",
                 *(place, kind, kind, ", ".join(names)),
@@ -185,5 +197,7 @@ def schedules(config: RunConfig) -> dict[str, Phase]:
     phases = phases_of(config)
     if not config.phases:
         return dict(zip(("schedule", "drop.schedule"), phases, strict=False))
-    own = {phase.name: config.phases[phase.name].schedule for phase in phases}
-    return {f"phases.{p.name}.schedule" if own[p.name] else "schedule": p for p in phases}
+    return {
+        f"phases.{p.name}.schedule" if config.phases[p.name].schedule else "schedule": p
+        for p in phases
+    }

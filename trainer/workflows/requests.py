@@ -1,9 +1,13 @@
-"""Requests of all commands about finished models and text."""
+"""Requests of the commands about finished models and text.
+
+They stand apart from their workflows, which import torch: a mistake in a request is reported before
+torch is imported.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
@@ -28,15 +32,14 @@ from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import ON_TEXT, part_problems
 from trainer.generation.sampling import Sampling
 from trainer.positional.layout import LayerChoice, layer_problems
-from trainer.runs.config import RunConfig
 
 
 def request_problems(checkpoint: str | None, text: DataConfig | None = None) -> list[Problem]:
-    """Check these keys of a request."""
-    found = [] if text is None else [p.renamed({"data": "text"}) for p in text.problems()]
+    """Check the keys that the requests share."""
+    problems = [] if text is None else [p.renamed({"data": "text"}) for p in text.problems()]
     if not checkpoint:
-        found.append(Problem("checkpoint", "give checkpoint=runs/NAME, or a checkpoint in it."))
-    return found
+        problems.append(Problem("checkpoint", "give checkpoint=runs/NAME, or a checkpoint in it."))
+    return problems
 
 
 @configuration
@@ -70,8 +73,7 @@ class EvaluationRequest(ModelsRequest):
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        common = request_problems(self.checkpoint, self.text)
-        return self.evaluation.problems() + common
+        return self.evaluation.problems() + request_problems(self.checkpoint, self.text)
 
 
 @configuration
@@ -83,17 +85,16 @@ class BenchmarkRequest(ModelsRequest):
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = self.evaluation.problems()
-        found += request_problems(self.checkpoint, self.text)
+        problems = self.evaluation.problems() + request_problems(self.checkpoint, self.text)
         if self.text is not None and not set(self.evaluation.parts) & set(ON_TEXT):
-            found.append(
+            problems.append(
                 Problem(
                     "text",
                     "this evaluation reads text of its own; a method that chooses something "
                     f"reads another ({', '.join(ON_TEXT)}), and so does +evaluation=extension.",
                 )
             )
-        return found
+        return problems
 
 
 @configuration
@@ -113,17 +114,15 @@ class HarnessRequest(BenchmarkRequest):
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = super().problems()
+        problems = super().problems()
         if find_spec("lm_eval") is None:
-            found.append(
+            problems.append(
                 Problem("evaluation", "lm-eval is not installed; pip install 'unrope[eval]'.")
             )
-        return found
+        return problems
 
 
 Pair = Annotated[list[Integer], Field(min_length=2, max_length=2)]
-
-
 LAYERS_KEY = "analysis.layers"
 
 
@@ -167,20 +166,21 @@ class AnalysisConfig:
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = []
+        problems = []
         if self.kind not in kinds():
             near = did_you_mean(self.kind, kinds())
-            found.append(Problem("analysis.kind", f"there is no analysis {self.kind!r}.", near))
-        of_frames = self.frequency_entropy.problems()
-        found += [problem.under("analysis.frequency_entropy") for problem in of_frames]
-        found += self._method_problems()
-        return found + self.attenuation.problems()
+            problems.append(Problem("analysis.kind", f"there is no analysis {self.kind!r}.", near))
+        problems += [
+            problem.under("analysis.frequency_entropy")
+            for problem in self.frequency_entropy.problems()
+        ]
+        return problems + self._method_problems() + self.attenuation.problems()
 
     def _method_problems(self) -> list[Problem]:
-        found = layer_problems(LAYERS_KEY, self.layers)
+        problems = layer_problems(LAYERS_KEY, self.layers)
         if self.method is None:
-            return found
-        found += [
+            return problems
+        problems += [
             Problem(
                 "analysis.method",
                 f"{part!r} needs text or another reading of the model; expected one of the "
@@ -190,7 +190,7 @@ class AnalysisConfig:
             if part in (*ON_TEXT, "crop", "none")
         ]
         keys = {"evaluation.methods": "analysis.method"}
-        return found or [problem.renamed(keys) for problem in part_problems(self.method)]
+        return problems or [problem.renamed(keys) for problem in part_problems(self.method)]
 
 
 @configuration
@@ -217,8 +217,7 @@ class AnalysisRequest:
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        common = request_problems(self.checkpoint, self.text)
-        return self.analysis.problems() + common
+        return self.analysis.problems() + request_problems(self.checkpoint, self.text)
 
 
 @configuration
@@ -253,14 +252,14 @@ class GenerationRequest:
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = request_problems(self.checkpoint)
+        problems = request_problems(self.checkpoint)
         if not self.prompts:
-            found.append(
+            problems.append(
                 Problem("prompt", "give prompt='Once upon a time', once or several times.")
             )
         if "" in self.stop:
-            found.append(Problem("stop", "an empty string would stop before the first token."))
-        return found
+            problems.append(Problem("stop", "an empty string would stop before the first token."))
+        return problems
 
 
 @configuration
@@ -283,10 +282,10 @@ class ExportRequest:
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = request_problems(self.checkpoint)
+        problems = request_problems(self.checkpoint)
         if not self.to:
-            found.append(Problem("to", "give to=DIRECTORY, new or empty."))
-        return found
+            problems.append(Problem("to", "give to=DIRECTORY, new or empty."))
+        return problems
 
 
 @configuration
@@ -355,45 +354,18 @@ class PrepareConfig:
 
     def problems(self) -> list[Problem]:
         """Check the values."""
-        found = []
         match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            found.append(
-                Problem(
-                    "prepare.part",
-                    f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
-                )
+        if match is not None and 1 <= int(match[1]) <= int(match[2]):
+            return []
+        return [
+            Problem(
+                "prepare.part",
+                f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
             )
-        return found
+        ]
 
     @property
     def number_of(self) -> tuple[int, int]:
         """Number of the part, from 1, and the number of parts."""
         number, _, parts = str(self.part).partition("/")
         return int(number), int(parts)
-
-
-@dataclass(frozen=True)
-class PrepareRequest:
-    """The run whose text is prepared; ``verify``: check checksums instead."""
-
-    config: RunConfig
-    prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    verify: bool = False
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A run on ``ranks`` GPUs, ``on_a_node`` of them on each node.
-
-    ``gpu``: a key of :data:`trainer.workflows.plan.GPUS`. ``mfu``: share of the dense peak.
-    ``exact``: compute memory from all layers. ``missing``: what is already known to be missing.
-    """
-
-    config: RunConfig
-    ranks: int
-    on_a_node: int
-    gpu: str
-    mfu: float
-    exact: bool = False
-    missing: tuple[Problem, ...] = ()

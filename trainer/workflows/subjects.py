@@ -1,16 +1,15 @@
-"""Finished models as subjects of an evaluation: their held-out text, and the methods that apply to
-them."""
+"""Finished models as subjects of an evaluation: held-out text, and the methods that apply."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.words import counted
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -24,23 +23,23 @@ from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
 from trainer.runs.models import DTYPES, Candidate
 
-
-def text_source(text: DataConfig | None, candidate: Candidate) -> DataConfig:
-    """Return the configured text, or that of the model's own run, or the text that comes with
-    Python."""
-    return text or (candidate.run.data if candidate.run is not None else DataConfig())
+log = logging.getLogger(__name__)
 
 
 def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
-    """Open the prepared splits of the source in the model's tokens.
+    """Open the prepared splits of ``text`` in the model's tokens.
+
+    ``text``: None for the text of the model's run, or, if it was trained elsewhere, the text that
+    comes with Python.
 
     Raises:
         UserError: the text cannot be read, is too short, or differs from the run's.
     """
-    source, run = text_source(text, candidate), candidate.run
+    run = candidate.run
+    source = text or (DataConfig() if run is None else run.data)
     if text is None and run is not None and not run.model.is_trained:
-        read = (candidate.state.get("data") or {}).get("texts")
-        corpus = prepare_corpus(source, run.tokenizer, wanted=read)
+        texts = (candidate.state.get("data") or {}).get("texts")
+        corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
             raise UserError.at(
                 "checkpoint",
@@ -49,15 +48,8 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
                 "another source.",
             )
         return corpus
-    try:
+    with nullcontext() if text is None else renaming(data="text"):
         return prepare_corpus(source, TokenizerConfig(), candidate.tokenizer)
-    except UserError as error:
-        if text is None:
-            raise
-        raise UserError(*(p.renamed({"data": "text"}) for p in error.problems)) from error
-
-
-log = logging.getLogger(__name__)
 
 
 def subject_of(
@@ -86,17 +78,16 @@ def subject_of(
         half = weights == "bf16"
         try:
             backend = model.use_backend(model.config.attention_backend, device, half=half)
-        except UserError:  # the run had a GPU or 16 bits, its evaluation has not
+        except UserError:  # the run's backend needs a GPU or 16 bits
             backend = model.use_backend("auto", device, half=half)
         kind = f"{precision} on {device}"
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, backend.name, backend.why)
         return model
 
-    # Results of fp32, tf32 and bf16 differ by more than the order of sums and are kept apart. The
-    # device is no part of the key: it changes only the order of sums.
+    # The key holds the precision, but not the device, which changes only the order of sums.
     key = fingerprint(candidate.fingerprint, precision)
-    own = candidate.computed_by is None
-    return Subject(candidate.name, key, candidate.config, candidate.layout, load, own, device)
+    is_ours = candidate.computed_by is None
+    return Subject(candidate.name, key, candidate.config, candidate.layout, load, is_ours, device)
 
 
 def multiplied_in(weights: Dtype, device: str, tf32: bool = True) -> str:
@@ -124,7 +115,7 @@ def applicable(
     Raises:
         UserError: no method changes any model, or one has to choose more heads than there are.
     """
-    found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
+    recipes: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
     problems: list[Problem] = []
     for name in config.names:
@@ -135,7 +126,7 @@ def applicable(
                 continue
             made = recipe(name, subject.layout, config, native=subject.native)
             if isinstance(made, Recipe):
-                found[subject.name].append(made)
+                recipes[subject.name].append(made)
                 if "dope" in made.settings:
                     problems += heads_problems(subject.layout, subject.config, config.dope)
             else:
@@ -146,12 +137,13 @@ def applicable(
         f"{counted(len(layers), 'layer')} of {subject.config.num_hidden_layers} "
         f"({', '.join(map(str, layers))})."
         for subject in subjects
-        for layers in [m.settings[LAYERS] for m in found[subject.name] if LAYERS in m.settings][:1]
+        for layers in [m.settings[LAYERS] for m in recipes[subject.name] if LAYERS in m.settings][
+            :1
+        ]
     ]
-    names = [made.key for of_one in found.values() for made in of_one]
+    names = [made.key for applied in recipes.values() for made in applied]
     problems += config.choice_problems(subjects[0].layout.training_length, names)
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
-    if not any(found.values()):
+    raise_all(problems)
+    if not any(recipes.values()):
         raise UserError(*(Problem("evaluation.methods", note) for note in notes))
-    return found, notes
+    return recipes, notes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError
-from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
+from trainer.common.errors import Problem, raise_all
+from trainer.data.config import DataConfig, SourceConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
 from trainer.evaluation.plan import Subject
@@ -21,6 +21,7 @@ from trainer.recalibration.drop import shrunk
 from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.directory import differences
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
@@ -57,8 +58,8 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
     tokens = vocabulary_size(corpus.tokenizer)
 
     def problems(arm: RunConfig) -> list[Problem]:
-        embeddings, own = arm.model.vocab_size, tokenizer_of_weights(arm)
-        if own is not None and not same_tokens(own, corpus.tokenizer):
+        embeddings, tokenizer = arm.model.vocab_size, tokenizer_of_weights(arm)
+        if tokenizer is not None and not same_tokens(tokenizer, corpus.tokenizer):
             return [
                 Problem("model", "its weights came with another tokenizer than the run's text has.")
             ]
@@ -72,8 +73,7 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
             )
         ]
 
-    if found := arm_problems(arms, of_run=[problems]):
-        raise UserError(*found)
+    raise_all(arm_problems(arms, of_run=[problems]))
 
 
 NOT_OF_TEXT = {
@@ -84,12 +84,12 @@ NOT_OF_TEXT = {
 
 
 def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
-    """Return which controls name another text or tokenizer than the run.
+    """Return a problem for each control with another text or tokenizer than the run.
 
     All arms read the run's text; a control may omit texts of a mixture and weight them differently.
     """
     texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
-    found = [
+    other_texts = [
         Problem(
             f"controls.{name}.data",
             f"a control reads the text of its run, and {text!r} is another; train it as a run of "
@@ -99,20 +99,21 @@ def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
         for text, source in _texts_of(arm).items()
         if texts.get(text) != source
     ]
-    return found + [
+    other_tokenizers = [
         Problem(
             f"controls.{name}.tokenizer",
-            "a control reads the tokens of its run, and has another "
-            f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own.",
+            f"a control reads the tokens of its run, and has another {', '.join(differing)}; "
+            "train it as a run of its own.",
         )
         for name, arm in arms.items()
-        if arm.tokenizer != tokenizer
+        if (differing := [k for k, *_ in differences(asdict(tokenizer), asdict(arm.tokenizer), ())])
     ]
+    return other_texts + other_tokenizers
 
 
 def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return what each text of a run consists of, by name."""
-    keys = [one.name for one in fields(SourceConfig) if one.name not in NOT_OF_TEXT] + ["prepared"]
+    """Return the keys that decide on each text of a run, by the name of the text."""
+    keys = [f.name for f in fields(SourceConfig) if f.name not in NOT_OF_TEXT] + ["prepared"]
     return {
         name: {key: getattr(text, key) for key in keys}
         for name, (text, _) in config.data.texts.items()
@@ -153,7 +154,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     bos = corpus.end_of_text
     measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
     check_prompts(measured, lengths)
-    used = [recipe for of_one in recipes.values() for recipe in of_one]
+    used = [recipe for applied in recipes.values() for recipe in applied]
     fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
 
 
@@ -163,16 +164,16 @@ def layouts(config: RunConfig) -> list[Layout]:
     Raises:
         UserError: the weights that the run begins with are missing or damaged.
     """
-    gone = own_checkpoint(config) is not None
-    start = None if gone else starting_weights(config.model)
-    found = [first_layout(config, start)]
+    is_resumed = own_checkpoint(config) is not None
+    start = None if is_resumed else starting_weights(config.model)
+    phase_layouts = [first_layout(config, start)]
     for phase in phases_of(config):
-        layout = layout_of_phase(found[-1], phase, config.model)
+        layout = layout_of_phase(phase_layouts[-1], phase, config.model)
         if phase.drop is not None and (steps := phase.drop.anneal_steps):
             size = config.model.head_size
             layout = shrunk(layout, phase.config.positional, phase.drop, size, steps)
-        found.append(layout)
-    return found
+        phase_layouts.append(layout)
+    return phase_layouts
 
 
 def idle_rescalings(config: RunConfig) -> dict[str, bool]:
@@ -207,22 +208,22 @@ def readings(config: RunConfig) -> list[DataConfig]:
         for _, phase in phase_configs(arms)
         if phase.data.packing != "stream"
     }
-    own = config.data
-    if own.packing == "stream":
-        own = replace(own, sequence_length=config.longest_sequence)
-    others = sorted(packed - {(own.packing, own.sequence_length)})
-    return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
+    data = config.data
+    if data.packing == "stream":
+        data = replace(data, sequence_length=config.longest_sequence)
+    others = sorted(packed - {(data.packing, data.sequence_length)})
+    return [*(replace(data, packing=kind, sequence_length=n) for kind, n in others), data]
 
 
 MOST_UNREAD = 8
-"""Embeddings for each token of a tokenizer that is trained here, from which on they do not fit."""
+"""Embeddings for each token of a tokenizer that is trained here, at most."""
 
 
 def vocabulary_problems(config: RunConfig) -> list[Problem]:
     """Check the vocabulary as far as possible without a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
-    given = config.tokenizer.path or config.model.is_trained
-    if given or embeddings is None:
+    is_finished = config.tokenizer.path or config.model.is_trained
+    if is_finished or embeddings is None:
         return []
     if embeddings > MOST_UNREAD * (tokens := config.tokenizer.vocab_size):
         return [
@@ -251,13 +252,8 @@ def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     Raises:
         UserError: the weights came without one.
     """
-    if not config.tokenizer.path and (own := own_checkpoint(config)) is not None:
-        return Tokenizer.from_str(read_state(own, hashed=False)["tokenizer"])
+    if not config.tokenizer.path and (checkpoint := own_checkpoint(config)) is not None:
+        return Tokenizer.from_str(read_state(checkpoint, hashed=False)["tokenizer"])
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return start.require_tokenizer()
-
-
-def _differing(one: TokenizerConfig, other: TokenizerConfig) -> list[str]:
-    """Return the fields in which two configurations differ."""
-    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]

@@ -208,16 +208,16 @@ def _read_arms(place: Path) -> list[WatchedArm]:
         return [WatchedArm(place.name, problem=str(error))]
     arms = [_read_arm(place, config)]
     for name, changes in config.controls.items():
-        own = place / "controls" / name
+        directory = place / "controls" / name
         branch = changes.get("branch")
         start = config.drop_step if branch == "drop" else branch
         try:
-            control = _config(own, _stamp(own / "config.yaml"))
+            control = _config(directory, _stamp(directory / "config.yaml"))
         except (OSError, UserError) as error:  # its directory is made after the run's
             problem = str(error) if isinstance(error, UserError) else ""
             arms.append(WatchedArm(changes.get("label") or name, problem=problem))
         else:
-            arms.append(_read_arm(own, control, start or 0))
+            arms.append(_read_arm(directory, control, start or 0))
     return arms
 
 
@@ -295,15 +295,15 @@ def seconds_since_beat(run: WatchedRun) -> float | None:
 def recovery(arm: WatchedArm) -> Recovery | None:
     """Return how much of the rise at the last drop is won back; None without a drop so far."""
     before, after, end = DROP_LOSSES
-    at = next((i for i, row in reversed([*enumerate(arm.rows)]) if before in row), None)
-    if at is None or after not in (row := arm.rows[at]):
+    index = next((i for i, row in reversed([*enumerate(arm.rows)]) if before in row), None)
+    if index is None or after not in (row := arm.rows[index]):
         return None
-    last = next((later[end] for later in arm.rows[at:] if end in later), None)
-    found = Recovery(row[before], row[after], last, None, last is not None)
-    if found.costs_nothing:
-        return found
+    last = next((later[end] for later in arm.rows[index:] if end in later), None)
+    drop = Recovery(row[before], row[after], last, None, last is not None)
+    if drop.costs_nothing:
+        return drop
     if last is not None:
-        return replace(found, share=_won(found.before, found.after, last))
+        return replace(drop, share=_won(drop.before, drop.after, last))
     share = None
     if names := arm.metrics_like(f"{TEXT_LOSS}.+"):
         measured = [(r["step"], r[names[0]]) for r in arm.rows if names[0] in r]
@@ -314,7 +314,7 @@ def recovery(arm: WatchedArm) -> Recovery | None:
         new = [x for s, x in measured if s >= row["step"]]
         if old is not None and len(new) > 1:
             share = _won(old, new[0], new[-1])
-    return replace(found, share=share)
+    return replace(drop, share=share)
 
 
 def _won(before: float, after: float, now: float) -> float | None:

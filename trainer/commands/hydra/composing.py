@@ -8,10 +8,10 @@ import re
 import shlex
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -38,10 +38,12 @@ from trainer.commands.hydra.files import (
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
 from trainer.common.plugins import load_plugins
+from trainer.common.validation import validated
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
 from trainer.runs.parsing import NAMED_BY_USERS
 
+T = TypeVar("T", bound=Any)
 Values = dict[str, Any]
 
 
@@ -65,19 +67,30 @@ class Composed:
     """Values of the command's verbatim key."""
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def named_keys(self) -> tuple[str, ...]:
         """Keys and groups that the words name, each once."""
         keys = (word.lstrip("+~").partition("=")[0] for word in self.words)
         return tuple(dict.fromkeys(key.partition("@")[0] for key in keys))
 
     def without_kind(self, group: str) -> tuple[Values, Any]:
-        """Return the values without the key ``kind`` of a group, and the value of that key or
-        None."""
+        """Return the values without the key ``kind`` of a group, and its value or None."""
         inside = self.values.get(group)
         if not isinstance(inside, dict):
             return self.values, None
-        rest = {key: value for key, value in inside.items() if key != "kind"}
-        return {**self.values, group: rest}, inside.get("kind")
+        others = {key: value for key, value in inside.items() if key != "kind"}
+        return {**self.values, group: others}, inside.get("kind")
+
+    def with_verbatim(self, key: str) -> Values:
+        """Return the values with the verbatim ones appended to the list under ``key``."""
+        listed = self.values[key]
+        return self.values | ({key: [*listed, *self.verbatim]} if isinstance(listed, list) else {})
+
+    def split(self, schema: type[T]) -> tuple[T, list[Problem], Composed]:
+        """Return the command's own keys as ``schema``, their problems, and the run's keys."""
+        names = [field.name for field in fields(schema)]
+        own_keys, problems = validated(schema, {name: self.values[name] for name in names})
+        values = {key: value for key, value in self.values.items() if key not in names}
+        return own_keys, problems, replace(self, values=values)
 
     @staticmethod
     def from_hydra(config: DictConfig) -> Composed:
@@ -92,11 +105,11 @@ def compose_words(
     words: Sequence[str],
     root: str = "config",
     files: ConfigFiles | None = None,
-    found: Sequence[Problem] = (),
+    known: Sequence[Problem] = (),
 ) -> Composed:
     """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
 
-    ``root``: the file of ``conf/`` that the command starts from. ``found``: problems already known.
+    ``root``: the file of ``conf/`` that the command starts from. ``known``: problems to report too.
 
     Raises:
         UserError: they cannot be composed at all; with every problem found so far.
@@ -105,7 +118,7 @@ def compose_words(
     defaults = files.default_groups(root)
     experiments = files.options("experiment")
     overrides, malformed = parse_words(plain_groups(words, defaults), experiments)
-    problems = [*found, *malformed]
+    problems = [*known, *malformed]
     chosen, others = _sorted(overrides, defaults, files, problems)
     lines = [*chosen.values()]
     config = compose_with_hydra(root, lines, files, problems)
@@ -132,8 +145,8 @@ def plugin_encodings(
 ) -> tuple[str, ...]:
     """Return the encodings that the plugins among the words register, as options of ``positional``.
 
-    Runs the plugins if the words choose an option of ``positional``; ``problems`` gets what is
-    wrong with them.
+    Run the plugins only if the words choose an option of ``positional``; add their problems to
+    ``problems``.
     """
     if not any(word.lstrip("+").startswith("positional=") for word in words):
         return ()
@@ -142,11 +155,11 @@ def plugin_encodings(
     with collecting(problems):
         for listed in paths:
             load_plugins([str(path) for path in listed] if isinstance(listed, list) else ())
-    own = tuple(sorted({*ENCODINGS} - {*files.options("positional")}))
-    for name in own:
+    registered = tuple(sorted({*ENCODINGS} - {*files.options("positional")}))
+    for name in registered:
         values = PositionalConfig(layers=[name], encodings={name: parameters(name)})
         ConfigStore.instance().store(f"{name}.yaml", asdict(values), group="positional")
-    return own
+    return registered
 
 
 def _sorted(
@@ -157,8 +170,8 @@ def _sorted(
 ) -> tuple[dict[str, str], list[Override]]:
     """Return the words that choose an option, by their groups, and the other words.
 
-    ``problems`` gets a sentence for each that is wrong. Where an option has to be chosen and none
-    is, any stands for it, so that the rest can be checked.
+    Add to ``problems`` each word that is wrong. A group without a choice that needs one gets any
+    option, so that the other words can be checked.
     """
     chosen: dict[str, str] = {}
     wanted: dict[str, list[str]] = {}
@@ -243,8 +256,8 @@ def compose_with_hydra(
         UserError: it cannot compose them; with the ``problems`` already known.
     """
     more = []
-    if files.own is not None:
-        quoted = f"file://{files.own.resolve()}".replace("\\", "\\\\").replace("'", "\\'")
+    if (directory := files.user_directory) is not None:
+        quoted = f"file://{directory.resolve()}".replace("\\", "\\\\").replace("'", "\\'")
         more = [f"hydra.searchpath=['{quoted}']"]
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
@@ -252,15 +265,15 @@ def compose_with_hydra(
     except RecursionError as error:
         raise UserError(*problems, Problem("", "A defaults list leads back to itself.")) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        said = str(error) or str(error.__cause__)
-        raise UserError(*problems, Problem("", " ".join(said.split()))) from error
+        text = str(error) or str(error.__cause__)
+        raise UserError(*problems, Problem("", " ".join(text.split()))) from error
 
 
 def _apply(keys: list[Override], config: DictConfig, problems: Sequence[Problem]) -> None:
-    """Set keys in a composed configuration as Hydra would have, had it been given them then.
+    """Set keys in a composed configuration, as Hydra does when it composes.
 
     Raises:
-        UserError: it cannot; with the ``problems`` already known.
+        UserError: a key cannot be set; with the ``problems`` already known.
     """
     try:
         ConfigLoaderImpl._apply_overrides_to_config(keys, config)
@@ -296,8 +309,8 @@ def _plain(
     with open_dict(config):
         for group in named:
             config[group].name = (choices or {})[group]
-    if found := [*_whole_groups(unresolved)]:
-        raise UserError(*problems, *found)
+    if whole := [*_whole_groups(unresolved)]:
+        raise UserError(*problems, *whole)
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -330,11 +343,11 @@ def _whole_groups(values: Values) -> Iterator[Problem]:
                 inside = inside.get(part) if isinstance(inside, dict) else None
             if not isinstance(inside, dict | list):
                 continue
-            what, more = (
+            kind, suffix = (
                 ("a group of keys", ".name") if isinstance(inside, dict) else ("a list", "[0]")
             )
-            word = f"{key}={values[key].replace(f'${{{place}}}', f'${{{place}{more}}}')}"
-            yield Problem(key, f"${{{place}}} is {what}; write {shlex.quote(word)}.")
+            word = f"{key}={values[key].replace(f'${{{place}}}', f'${{{place}{suffix}}}')}"
+            yield Problem(key, f"${{{place}}} is {kind}; write {shlex.quote(word)}.")
 
 
 def _unresolved(tree: Any, key: str) -> bool:
@@ -355,10 +368,13 @@ def _values_of(tree: Any, key: str) -> Iterator[str]:
 def parse_words(
     words: Sequence[str], experiments: Collection[str] = ()
 ) -> tuple[list[Override], list[Problem]]:
-    """Return the overrides, and a problem for each malformed word. If a word only lacks quotes,
-    the override that it means is among them, so that nothing else is reported as missing."""
+    """Return the overrides, and a problem for each malformed word.
+
+    A word that only lacks quotes is among the overrides too, so that its key is not reported as
+    missing.
+    """
     parser = OverridesParser.create()
-    found, problems = [], []
+    overrides, problems = [], []
     for word in words:
         try:
             override = parser.parse_override(word)
@@ -366,17 +382,17 @@ def parse_words(
             problems.append(_no_override(word, experiments))
             with suppress(HydraException):
                 meant = _quoted(word)
-                found.append(parser.parse_override(meant))
+                overrides.append(parser.parse_override(meant))
                 problems[-1] = Problem(
                     repr(word),
                     f"a value with such characters stands in quotes: {shlex.quote(meant)}.",
                 )
         else:
             if override.key_or_group:
-                found.append(override)
+                overrides.append(override)
             else:
                 problems.append(_no_override(word, experiments))
-    return found, problems
+    return overrides, problems
 
 
 def _no_override(word: str, experiments: Collection[str]) -> Problem:
@@ -393,7 +409,7 @@ def _quoted(word: str) -> str:
     if not equals or not value or not closed:
         return word
     if value.startswith("[") and value.endswith("]"):
-        value = ",".join(f'"{one.strip()}"' for one in value[1:-1].split(","))
+        value = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         value = f"[{value}]"
     else:
         value = f'"{value}"'
@@ -408,7 +424,7 @@ def is_for_hydra(override: Override) -> bool:
 def expand(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the words of every job: one for each choice among ``seed=0,1`` and its like.
 
-    What a sweeper draws by itself, such as ``interval(0,1)``, is left to it.
+    A sweep without listed choices, such as ``interval(0,1)``, is left to Hydra's sweeper.
     """
     choices: list[list[str]] = []
     for override in overrides:
@@ -433,18 +449,17 @@ FREE_FORM = (
 """Groups whose keys the user chooses; new ones are added with a plus."""
 
 CLOSE = 0.69
-"""From which likeness on a key is what may be meant, in whatever group; of less, one of the same
-group may be."""
+"""Least likeness of a key that is suggested from another group."""
 MOST = 3
-"""Groups that have a key of one name; where more do, none is likely to be meant."""
+"""Most keys that one suggestion names."""
 
 
 def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
     """Yield the dotted places of a key in the groups of a tree, at any depth."""
     for name, below in tree.items():
         if isinstance(below, dict) and name != "hydra":
-            found = [key] if key in below else _below(key, below)
-            yield from (f"{name}.{one}" for one in found)
+            places = [key] if key in below else _below(key, below)
+            yield from (f"{name}.{place}" for place in places)
 
 
 def _names(tree: dict[str, Any]) -> Iterator[str]:
@@ -458,14 +473,14 @@ def _names(tree: dict[str, Any]) -> Iterator[str]:
 def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) -> str:
     """Suggest a key in place of one that ``place`` does not have: a similar one there, one of
     the same name elsewhere, or a similar one elsewhere; otherwise list all keys of ``place``."""
-    here = [str(name) for name in place if name != "hydra"]
-    if not get_close_matches(key, here, 1, CLOSE):
+    siblings = [str(name) for name in place if name != "hydra"]
+    if not get_close_matches(key, siblings, 1, CLOSE):
         for word in get_close_matches(key, [*_names(base)], 1, CLOSE):
-            below = [f"{where}.{one}" if where else one for one in _below(word, place)]
-            found = below or ([word] if word in base else [*_below(word, base)])
-            if len(found) <= MOST:
-                return f"Did you mean {' or '.join(found)}?"
-    return did_you_mean(key, here)
+            below = [f"{where}.{path}" if where else path for path in _below(word, place)]
+            paths = below or ([word] if word in base else [*_below(word, base)])
+            if len(paths) <= MOST:
+                return f"Did you mean {' or '.join(paths)}?"
+    return did_you_mean(key, siblings)
 
 
 def key_problem(override: Override, base: Any) -> Problem | None:
@@ -475,31 +490,26 @@ def key_problem(override: Override, base: Any) -> Problem | None:
     path = override.key_or_group.split(".")
     for depth, key in enumerate(path):
         if not isinstance(place, dict):
-            group, rest = ".".join(path[:depth]), ".".join(path[depth:])
-            said = str(override.input_line).partition("=")[2]
-            word = shlex.quote(f"{group}={{{rest}: {said}}}")
-            whole = f"null; write {word}"
-            return Problem(
-                f"{group}.{rest}",
-                f"{group} is {whole if place is None else 'a value, not a group'}.",
-            )
+            group, inner = ".".join(path[:depth]), ".".join(path[depth:])
+            value = str(override.input_line).partition("=")[2]
+            word = shlex.quote(f"{group}={{{inner}: {value}}}")
+            kind = f"null; write {word}" if place is None else "a value, not a group"
+            return Problem(override.key_or_group, f"{group} is {kind}.")
         if key not in place:
             where = ".".join(path[:depth])
             free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
-            # Users often choose names that other groups and keys have too.
+            # Free-form groups often hold names that other groups have too: search only there.
             near = did_you_mean(key, place) if free else _nearest(key, where, place, base)
             if free and (override.is_add() or override.is_force_add()):
                 return None
             if free and nearest(key, map(str, place)) is None:
-                return Problem(
-                    ".".join(path), f"not set yet; write {shlex.quote(f'+{override.input_line}')}"
-                )
+                word = shlex.quote(f"+{override.input_line}")
+                return Problem(override.key_or_group, f"not set yet; write {word}")
             prefix = f"{where}." if where else ""
             return Problem(f"{prefix}{key}", "unknown key.", near)
         place = place[key]
-    both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
-    word = str(override.input_line).lstrip("+")
-    twice = Problem(
-        ".".join(path), f"it has a value already; write {shlex.quote(word)} without the plus."
-    )
-    return twice if override.is_add() and not both else None
+    is_merged = isinstance(place, dict) and isinstance(override.value(), dict)
+    if not override.is_add() or is_merged:
+        return None
+    word = shlex.quote(str(override.input_line).lstrip("+"))
+    return Problem(override.key_or_group, f"it has a value already; write {word} without the plus.")

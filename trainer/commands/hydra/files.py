@@ -1,5 +1,7 @@
-"""Read configuration files of ``conf/`` and of a user's directory (``--config-dir``). A mistake in
-one is one line that names the file."""
+"""Read configuration files of ``conf/`` and of a user's directory (``--config-dir``).
+
+A mistake in a file is reported in one line that names the file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, raise_all
 
 Place = tuple[str, str]
 """A group and an option of it; the group of the files that commands start from is empty."""
@@ -30,22 +32,22 @@ def config_directory() -> Path:
 
 @dataclass(frozen=True)
 class ConfigFiles:
-    """``conf/`` and behind it ``own``, a user's directory.
-
-    ``encodings``: options of ``positional`` without a file, which plugins register.
+    """``conf/`` and behind it a user's directory.
 
     Raises:
-        UserError: ``own`` is no directory, or holds an option that ``conf/`` has.
+        UserError: the user's directory does not exist, or holds an option that ``conf/`` has.
     """
 
-    own: Path | None = None
+    user_directory: Path | None = None
     encodings: tuple[str, ...] = ()
+    """Options of ``positional`` without a file, which plugins register."""
 
     def __post_init__(self) -> None:
-        if self.own is None:
+        directory = self.user_directory
+        if directory is None:
             return
-        if not self.own.is_dir():
-            raise UserError.at("--config-dir", f"there is no directory {str(self.own)!r}.")
+        if not directory.is_dir():
+            raise UserError.at("--config-dir", f"there is no directory {str(directory)!r}.")
         taken = ConfigFiles()
         problems = [
             Problem(
@@ -53,31 +55,31 @@ class ConfigFiles:
                 f"there is a {path.stem!r} in conf/{path.parent.name} already; give this option "
                 "another name.",
             )
-            for path in sorted(self.own.glob("*/*.yaml"))
+            for path in sorted(directory.glob("*/*.yaml"))
             if taken.find((path.parent.name, path.stem))
         ]
-        if problems:
-            raise UserError(*problems)
+        raise_all(problems)
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """Directories to search, in this order."""
-        return (config_directory(), *((self.own,) if self.own is not None else ()))
+        return (config_directory(), *filter(None, [self.user_directory]))
 
     def groups(self) -> list[str]:
         """Return the configuration groups."""
-        found = {
-            path.relative_to(directory).as_posix()
-            for directory in self.directories
-            for path in directory.rglob("*")
-            if path.is_dir()
-        }
-        return sorted(found)
+        return sorted(
+            {
+                path.relative_to(directory).as_posix()
+                for directory in self.directories
+                for path in directory.rglob("*")
+                if path.is_dir()
+            }
+        )
 
     def options(self, group: str) -> list[str]:
         """Return the names that ``group=`` or ``+group=`` accepts."""
-        found = {p.stem for place in self.directories for p in (place / group).glob("*.yaml")}
-        return sorted({*found, *(self.encodings if group == "positional" else ())})
+        names = {p.stem for place in self.directories for p in (place / group).glob("*.yaml")}
+        return sorted({*names, *(self.encodings if group == "positional" else ())})
 
     def find(self, place: Place) -> Path | None:
         """Return the file of an option, or None."""
@@ -85,12 +87,12 @@ class ConfigFiles:
         return next((path for path in paths if path.is_file()), None)
 
     def defaults_chain(
-        self, place: Place, above: tuple[Place, ...] = (), *, own: bool = False
+        self, place: Place, above: tuple[Place, ...] = (), *, inherited: bool = False
     ) -> list[Path]:
         """Return the files that an option's defaults list leads to, and last its own.
 
-        ``above``: the options whose lists have led here. ``own``: those alone whose keys become
-        keys of the option: of its group, or put there by ``@_here_``.
+        ``above``: the options whose lists have led to this one. ``inherited``: only files whose
+        keys become keys of the option, because of their group or by ``@_here_``.
 
         Raises:
             UserError: one of them cannot be read, names what does not exist, or leads to itself.
@@ -104,26 +106,26 @@ class ConfigFiles:
         if place in above:
             circle = " -> ".join(name for _, name in (*above, place))
             raise UserError.at(str(path), f"its defaults list leads back to itself ({circle}).")
-        found = []
-        for (group, option), here in _parents(path, place[0]):
+        paths = []
+        for (group, option), is_inherited in _parents(path, place[0]):
             if option == REQUIRED:
                 continue
             if group and group not in self.groups():
                 near = did_you_mean(group, self.groups())
                 raise UserError.at(str(path), f"defaults: there is no group {group!r}.", near)
-            chain = self.defaults_chain((group, option), (*above, place), own=own)
-            found += chain if here or not own else []
-        return [*found, path]
+            chain = self.defaults_chain((group, option), (*above, place), inherited=inherited)
+            paths += chain if is_inherited or not inherited else []
+        return [*paths, path]
 
     def default_groups(self, root: str) -> dict[str, str]:
         """Return the groups in the file that a command starts from, each with its default
         option."""
-        found: dict[str, str] = {}
+        groups: dict[str, str] = {}
         path = self.find(("", root))
         assert path is not None
         for (group, option), _ in _parents(path, ""):
-            found |= {group: option} if group else self.default_groups(option)
-        return found
+            groups |= {group: option} if group else self.default_groups(option)
+        return groups
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -154,8 +156,8 @@ def is_global(path: Path) -> bool:
 
 
 def _parents(path: Path, group: str) -> Iterator[tuple[Place, bool]]:
-    """Yield the options that the defaults list of a file in ``group`` names in full, and whether
-    their keys become keys of the file's own group."""
+    """Yield the options in the defaults list of a file in ``group``, and whether their keys become
+    keys of that group."""
     listed = read_file(path).get("defaults", [])
     if not isinstance(listed, list):
         raise UserError.at(str(path), f"defaults: expected a list, got {listed!r}.")

@@ -29,15 +29,16 @@ MULTIRUN = """
 
 @dataclass(frozen=True)
 class Key:
-    """A key as its file describes it. ``default``: None of a group of keys."""
+    """A key as its file describes it."""
 
     path: str
     default: str | None
+    """None for a group of keys."""
     meaning: str
 
     def __str__(self) -> str:
-        left = f"  {self.path}." if self.default is None else f"  {self.path}={self.default}"
-        return _two_columns(left, self.meaning)
+        key = f"  {self.path}." if self.default is None else f"  {self.path}={self.default}"
+        return _two_columns(key, self.meaning)
 
 
 def help_text(
@@ -49,34 +50,35 @@ def help_text(
     *,
     several: bool,
 ) -> str:
-    """``about``, then the keys, groups and options of a command.
+    """Return ``about``, then the keys, groups and options of a command.
 
-    ``root``: the file of ``conf/`` that it starts from. ``described``: groups of which every option
-    has a line. Of each group that ``words`` choose, and of the described, every key has one.
-    ``several``: whether there is ``--multirun``.
+    ``root``: the file of ``conf/`` that it starts from. ``described``: groups whose options are
+    listed one by one. ``several``: whether the command has ``--multirun``. Keys are listed for the
+    described groups and for the groups that ``words`` choose.
 
     Raises:
         UserError: the words choose an option that does not exist, or whose file cannot be read.
     """
     defaults = files.default_groups(root)
     parts = [about.strip()]
-    if keys := list(_documented(files.defaults_chain(("", root), own=True)).values()):
+    if keys := list(_documented(files.defaults_chain(("", root), inherited=True)).values()):
         parts.append("\n".join(["Keys (KEY=VALUE):", *map(str, keys)]))
     others = [group for group in files.groups() if _belongs(group, defaults, files)]
     pairs = (word.lstrip("+").partition("=") for word in words)
-    given = {group: option for group, _, option in pairs if group in others}
-    for group in dict.fromkeys([*described, *given]):
+    chosen = {group: option for group, _, option in pairs if group in others}
+    for group in dict.fromkeys([*described, *chosen]):
         if group in described:
             parts.append(_options(group, files))
-        option = given.get(group, defaults.get(group))
+        option = chosen.get(group, defaults.get(group))
         if option == REQUIRED:
             option = files.options(group)[0]
         if option is not None:
             # An option of the whole configuration sets keys of other groups.
             prefix = f"{group}." if group in defaults else ""
-            own = _documented(files.defaults_chain((group, option), own=True), prefix).values()
-            more = "" if group in given else f"; of another: +{group}=NAME --help"
-            parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, own)]))
+            chain = files.defaults_chain((group, option), inherited=True)
+            keys = list(_documented(chain, prefix).values())
+            more = "" if group in chosen else f"; of another: +{group}=NAME --help"
+            parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, keys)]))
     if lists := [f"  {g}: {', '.join(files.options(g))}" for g in others if g not in described]:
         title = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):"
         lists = [textwrap.fill(text, WIDTH, subsequent_indent=" " * 4) for text in lists]
@@ -112,29 +114,29 @@ def _headline(path: Path) -> str:
 
 def _documented(paths: Sequence[Path], prefix: str = "") -> dict[str, Key]:
     """Return the keys of a file and, before them, of the files that it inherits from."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for path in paths:
         for key in _keys(path):
-            before = found.get(key.path)
+            before = keys.get(key.path)
             if before is not None and not key.meaning:
-                found[key.path] = replace(before, default=key.default)
+                keys[key.path] = replace(before, default=key.default)
             else:
-                found[key.path] = key
-    return {path: replace(key, path=prefix + path) for path, key in found.items()}
+                keys[key.path] = key
+    return {path: replace(key, path=prefix + path) for path, key in keys.items()}
 
 
 def _keys(path: Path) -> list[Key]:
     """Return the keys of a file with their comments, beside them or in the lines above."""
     content = read_file(path)
-    found: list[Key] = []
+    keys: list[Key] = []
     parents: list[tuple[int, str]] = []
     above: list[str] = []
     end = 0  # of the key of the line above
     for line in path.read_text("utf-8").splitlines():
         code, _, comment = line.partition("#")
         if not code.strip():
-            if len(code) > end and found:  # continues below the end of a line
-                found[-1] = replace(found[-1], meaning=f"{found[-1].meaning} {comment.strip()}")
+            if len(code) > end and keys:  # continues below the end of a line
+                keys[-1] = replace(keys[-1], meaning=f"{keys[-1].meaning} {comment.strip()}")
             elif comment:
                 above.append(comment.strip())
             else:
@@ -146,15 +148,15 @@ def _keys(path: Path) -> list[Key]:
             parents.append((depth, match[2]))
             names = [name for _, name in parents]
             if names[0] not in ("defaults", "hydra"):
-                first = not found
+                first = not keys
                 meaning = comment.strip() or ("" if first else " ".join(above))
                 key = Key(".".join(names), _default(content, names), meaning)
                 if key.default is not None or key.meaning:
-                    found.append(key)
+                    keys.append(key)
                 if "{" in code and key.default is None:  # a group in one line
-                    found += _leaves(content, names)
+                    keys += _leaves(content, names)
         above.clear()
-    return found
+    return keys
 
 
 def _leaves(content: Any, names: Sequence[str]) -> list[Key]:
@@ -176,12 +178,13 @@ def _default(content: Any, names: Sequence[str]) -> str | None:
     return written.removesuffix("\n...\n").strip()
 
 
-def _two_columns(left: str, right: str) -> str:
-    if len(left) + 2 <= COLUMN:
-        left = left.ljust(COLUMN)
-        return textwrap.fill(left + right, WIDTH, subsequent_indent=" " * COLUMN).rstrip()
-    lines = textwrap.wrap(left, WIDTH, subsequent_indent=" " * 4, break_long_words=False)
+def _two_columns(key: str, meaning: str) -> str:
+    """Set ``meaning`` beside a short key, or below a long one."""
+    if len(key) + 2 <= COLUMN:
+        return textwrap.fill(
+            key.ljust(COLUMN) + meaning, WIDTH, subsequent_indent=" " * COLUMN
+        ).rstrip()
+    lines = textwrap.wrap(key, WIDTH, subsequent_indent=" " * 4, break_long_words=False)
     indent = " " * COLUMN
-    return "\n".join(
-        [*lines, *textwrap.wrap(right, WIDTH, initial_indent=indent, subsequent_indent=indent)]
-    )
+    lines += textwrap.wrap(meaning, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines)

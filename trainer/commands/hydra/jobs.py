@@ -26,12 +26,12 @@ from trainer.commands.hydra.composing import (
     plain_groups,
 )
 from trainer.commands.hydra.files import ConfigFiles, config_directory
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, raise_all
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
 
 def run_jobs(
-    command: Command[Any], words: Sequence[str], files: ConfigFiles, found: Sequence[Problem]
+    command: Command[Any], words: Sequence[str], files: ConfigFiles, known: Sequence[Problem]
 ) -> None:
     """Check the words of all jobs, then start the first.
 
@@ -39,9 +39,8 @@ def run_jobs(
         UserError: with the problems of all jobs, each once.
     """
     overrides, malformed = parse_words(words)
-    own = [override for override in overrides if is_for_hydra(override)]
     jobs = expand([override for override in overrides if not is_for_hydra(override)])
-    problems = dict.fromkeys([*found, *malformed])
+    problems = dict.fromkeys([*known, *malformed])
     outputs: dict[str, list[str]] = {}
     for job in jobs:
         try:
@@ -50,16 +49,12 @@ def run_jobs(
             problems |= dict.fromkeys(error.problems)
             continue
         if output in outputs:
-            several_write = Problem(
-                "--multirun",
-                f"several jobs would write {output!r}; let its name hold what differs, for "
-                f"instance {_own_name(output, overrides, files)}.",
-            )
-            problems |= {several_write: None}
+            name = _distinct_name(output, overrides, files)
+            message = f"several jobs would write {output!r}; let its name hold what differs, for "
+            problems |= {Problem("--multirun", f"{message}instance {name}."): None}
         outputs |= {output: job} if output else {}
-    if problems:
-        raise UserError(*problems)
-    settings = [str(override.input_line) for override in own]
+    raise_all(problems)
+    settings = [str(override.input_line) for override in overrides if is_for_hydra(override)]
     first = plain_groups(jobs[0], files.default_groups(command.root))
     composed = compose_with_hydra(command.root, [*first, *settings], files)
     several = ["--multirun", *words]
@@ -84,7 +79,7 @@ def show(
     command: Command[Any],
     words: Sequence[str],
     files: ConfigFiles,
-    found: Sequence[Problem],
+    known: Sequence[Problem],
     options: Sequence[str],
 ) -> None:
     """Answer ``--cfg job`` and its like.
@@ -92,17 +87,16 @@ def show(
     Raises:
         UserError: a word is wrong.
     """
-    problems: Sequence[Problem] = found
+    problems: Sequence[Problem] = known
     if COMPLETION not in options:  # its words are no overrides
         overrides, malformed = parse_words(words)
         plain = [str(override.input_line) for override in overrides if not is_for_hydra(override)]
-        problems = compose_words(plain, command.root, files, [*found, *malformed]).problems
-    if problems:
-        raise UserError(*problems)
+        problems = compose_words(plain, command.root, files, [*known, *malformed]).problems
+    raise_all(problems)
     _main(command, [*options, *words], files)
 
 
-def _own_name(output: str, overrides: Sequence[Override], files: ConfigFiles) -> str:
+def _distinct_name(output: str, overrides: Sequence[Override], files: ConfigFiles) -> str:
     """Return a word for ``name`` or ``to`` with what a sweep varies, quoted for a shell."""
     groups = files.groups()
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
@@ -114,15 +108,15 @@ def _own_name(output: str, overrides: Sequence[Override], files: ConfigFiles) ->
 def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
     """Return the runs of a sweep, each with the words that only it has."""
     differing = [len(set(words)) > 1 for words in zip(*outputs.values(), strict=True)]
-    found = []
+    runs = []
     for output, words in outputs.items():
-        own = [word for word, differs in zip(words, differing, strict=True) if differs]
-        pairs = (word.lstrip("+").partition("=") for word in own)
+        distinct = [word for word, differs in zip(words, differing, strict=True) if differs]
+        pairs = (word.lstrip("+").partition("=") for word in distinct)
         settings = {key: value for key, _, value in pairs}
         # A run's name and place are settings only if nothing else differs.
-        where = {key: settings[key] for key in settings if key not in ("name", "run_dir", "label")}
-        found.append(Swept(output, where or settings))
-    return found
+        others = {key: settings[key] for key in settings if key not in ("name", "run_dir", "label")}
+        runs.append(Swept(output, others or settings))
+    return runs
 
 
 def _main(
@@ -146,11 +140,11 @@ def _main(
                 raise
             failed[0] = MISTAKE
 
-    own = ["--config-dir", str(files.own)] if files.own is not None else []
-    given = sys.argv
-    sys.argv = ["unrope", *own, *plain_groups(words, files.default_groups(command.root))]
+    directory = [] if files.user_directory is None else ["--config-dir", str(files.user_directory)]
+    original = sys.argv
+    sys.argv = ["unrope", *directory, *plain_groups(words, files.default_groups(command.root))]
     try:
         job()
     finally:
-        sys.argv = given
+        sys.argv = original
     return failed[0]

@@ -49,17 +49,17 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     files = replace(files, encodings=encodings)
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
-    given = (*(word.removeprefix(key) for word in verbatim), *bare)
+    values = (*(word.removeprefix(key) for word in verbatim), *bare)
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
         if command.completed is not None and COMPLETION not in options.hydra:
             composed = compose_words(overrides, command.root, files, problems)
-            overrides = [*command.completed(replace(composed, verbatim=given))]
+            overrides = [*command.completed(replace(composed, verbatim=values))]
         hydra_main.show(command, overrides, files, problems, options.hydra)
     else:
         composed = compose_words(overrides, command.root, files, problems)
-        request = command.read(replace(composed, flags=options.flags, verbatim=given))
+        request = command.read(replace(composed, flags=options.flags, verbatim=values))
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))
         command.execute(request)
@@ -72,26 +72,26 @@ def _processes() -> int:
 
 
 def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Return the overrides, with ``key=`` before the word that has none.
+    """Return the overrides, with ``key=`` before the first word without an equals sign.
 
-    ``problems`` gets every other such word.
+    Add a problem for every other such word, and for the first if ``key`` is set already.
     """
-    given = next((word for word in words if word.startswith(f"{key}=")), None)
-    found = []
+    setting = next((word for word in words if word.startswith(f"{key}=")), None)
+    overrides = []
     for word in words:
         if _is_setting(word) or word.startswith("~"):
-            found.append(word)
-        elif given is not None:
-            said = f"expected KEY=VALUE, since {given} is given already."
-            problems.append(Problem(repr(word), said))
+            overrides.append(word)
+        elif setting is not None:
+            message = f"expected KEY=VALUE, since {setting} is given already."
+            problems.append(Problem(repr(word), message))
         else:
-            given = f"{key}={override_value(word)}"
-            found.append(given)
-    return found
+            setting = f"{key}={override_value(word)}"
+            overrides.append(setting)
+    return overrides
 
 
 def _is_setting(word: str) -> bool:
-    """Whether a word is KEY=VALUE, and no existing path with an equals sign in it, runs/lr=0.1."""
+    """Whether a word is KEY=VALUE and not an existing path such as runs/lr=0.1."""
     key, equals, _ = word.partition("=")
     return bool(equals) and not ("/" in key and Path(word).exists())
 
@@ -99,13 +99,7 @@ def _is_setting(word: str) -> bool:
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Options that Hydra answers by itself."""
 DRY_RUN = "--dry-run"
-"""An option of other programs; here the command plan does that."""
-
-
-def _plan(words: Sequence[str]) -> str:
-    """Return the command that plans the run of these words."""
-    overrides = [word for word in words if not word.startswith("-")]
-    return shlex.join(["python", "-m", "trainer", "plan", *overrides])
+"""An option of other programs; this program has the command ``plan`` instead."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     """Split the words into options and overrides.
 
     Raises:
-        UserError: an option lacks what belongs to it.
+        UserError: an option lacks its value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
@@ -143,35 +137,36 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
         parser.add_argument(flag, action="store_true", dest=flag)
     names = [name for action in parser._actions for name in action.option_strings]
     try:
-        given, rest = parser.parse_known_args(list(words))
+        parsed, unknown = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise UserError.at(
             (error.argument_name or "").split("/")[0], f"{error.message}."
         ) from error
-    overrides = [word for word in rest if not word.startswith("-")]
-    hydra = [option for option in HYDRA if getattr(given, option[2:].replace("-", "_"))]
-    if given.cfg:
-        hydra += [given.cfg, *(["--package", given.package] if given.package else [])]
-        hydra += ["--resolve"] if given.resolve else []
-    elif given.info:
-        hydra.append(given.info)
+    overrides = [word for word in unknown if not word.startswith("-")]
+    plan = shlex.join(["python", "-m", "trainer", "plan", *overrides])
+    hydra = [option for option in HYDRA if getattr(parsed, option[2:].replace("-", "_"))]
+    if parsed.cfg:
+        hydra += [parsed.cfg, *(["--package", parsed.package] if parsed.package else [])]
+        hydra += ["--resolve"] if parsed.resolve else []
+    elif parsed.info:
+        hydra.append(parsed.info)
     problems = [
-        Problem(DRY_RUN, f"to see what a run needs without starting it: {_plan(rest)}")
+        Problem(DRY_RUN, f"to see what a run needs without starting it: {plan}")
         if word == DRY_RUN
         else Problem("", f"unknown option {word!r}.", did_you_mean(word, names))
-        for word in rest
+        for word in unknown
         if word.startswith("-")
     ]
-    if (given.package or given.resolve) and not given.cfg:
+    if (parsed.package or parsed.resolve) and not parsed.cfg:
         problems.append(Problem("--package, --resolve", "only with --cfg job."))
-    if given.multirun and hydra:
+    if parsed.multirun and hydra:
         problems.append(Problem("--multirun", f"it cannot be joined with {hydra[0]}."))
-    own = overrides[:1] == ["help"]
+    is_help = overrides[:1] == ["help"]
     return Options(
-        help=given.help or own,
-        multirun=given.multirun,
-        config_dir=Path(given.config_dir) if given.config_dir is not None else None,
-        flags=tuple(flag for flag in flags if getattr(given, flag)),
+        help=parsed.help or is_help,
+        multirun=parsed.multirun,
+        config_dir=Path(parsed.config_dir) if parsed.config_dir is not None else None,
+        flags=tuple(flag for flag in flags if getattr(parsed, flag)),
         hydra=tuple(hydra),
         problems=tuple(problems),
-    ), overrides[own:]
+    ), overrides[is_help:]
