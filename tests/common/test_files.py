@@ -25,6 +25,16 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypa
     assert [(x.name, x.read_text()) for x in path.parent.iterdir()] == [("file", "old")]
 
 
+def test_a_durable_write_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced = []
+    opened = Path("/proc/self/fd")
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((opened / str(fd)).readlink()))
+    write_atomically(tmp_path / "file", "text", durable=True)
+    temporary, directory = synced
+    assert temporary.parent == directory == tmp_path
+    assert temporary.name.startswith(".file.")
+
+
 def test_processes_with_one_id_on_two_machines_may_write_the_same_file(tmp_path, monkeypatch):
     path, replace = tmp_path / "file", Path.replace
 
