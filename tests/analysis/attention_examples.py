@@ -1,4 +1,5 @@
-"""Layers to analyse, and attention written as plain float64 loops, for the tests of this room."""
+"""Layers to analyse, attention written as plain float64 loops, and pictures by name, for the tests
+of this room."""
 
 from __future__ import annotations
 
@@ -53,3 +54,9 @@ def attention_of(heads, text, head, *, rotated=True):
         sink = [] if heads.sinks is None else [float(heads.sinks[head])]
         attention[i, first : i + 1] = softmax([*scores, *sink])[: len(scores)]
     return attention, dots
+
+
+def picture(section, name):
+    """The picture of this name."""
+    (named,) = (drawn for drawn in section.pictures if drawn.name == name)
+    return named

@@ -51,6 +51,6 @@ def test_buckets_cover_every_position_once_and_few_suffice(length):
 def test_means_of_buckets(length):
     values = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
     edges = position_edges(length)
-    found = bucket_means(values, edges)
-    for at, (a, b) in enumerate(pairwise(edges)):
-        np.testing.assert_allclose(found[:, at], values[:, a:b].double().mean(dim=1), atol=1e-9)
+    means = bucket_means(values, edges)
+    for index, (a, b) in enumerate(pairwise(edges)):
+        np.testing.assert_allclose(means[:, index], values[:, a:b].double().mean(dim=1), atol=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 
@@ -11,23 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.analysis.attention_examples import attention_of
-from tests.report.described import check
+from tests.analysis.attention_examples import attention_of, picture
+from trainer.analysis import drop
 from trainer.analysis.capture import capture
 from trainer.analysis.drop import (
     MEASURES,
     DropStudy,
+    divergence_by_position,
     head_change,
-    head_figure,
     heads_part,
-    indicator_figure,
-    position_figure,
     read,
     recovery,
-    recovery_figure,
 )
 from trainer.analysis.studies.study import Target
 from trainer.common.errors import UserError
+from trainer.plotting.lines import COLOURS
 
 IDS = torch.randint(50, (2, 72), generator=torch.Generator().manual_seed(0))
 TRAINED = 24
@@ -54,13 +51,15 @@ def section(models):
 
 def test_a_temperature_of_long_texts_does_not_change_heads_within(models):
     expected = read(models[1], IDS, within=TRAINED).heads
-    models[1].layout = models[1].layout.map(lambda one: one.with_temperature(coefficient=2.0))
+    models[1].layout = models[1].layout.map(
+        lambda spectrum: spectrum.with_temperature(coefficient=2.0)
+    )
     for name, values in read(models[1], IDS, within=TRAINED).heads.items():
         np.testing.assert_allclose(values, expected[name], atol=1e-6)
 
 
 def test_heads_are_read_within_the_training_length(models):
-    found, layers = read(models[0], IDS, within=TRAINED).heads, []
+    measured, layers = read(models[0], IDS, within=TRAINED).heads, []
     capture(models[0], IDS, layers.append)
     for heads in layers:
         for head in range(4):
@@ -77,16 +76,16 @@ def test_heads_are_read_within_the_training_length(models):
             for name, values in expected.items():
                 queries = TRAINED if name in ("diagonal", "previous") else TRAINED - 1
                 mean = sum(values) / (2 * queries)
-                assert found[name][heads.layer, head] == pytest.approx(mean, rel=1e-3, abs=1e-6)
+                assert measured[name][heads.layer, head] == pytest.approx(mean, rel=1e-3, abs=1e-6)
 
 
 def test_indicators_by_the_length_of_the_prefix(models):
-    found, layers = read(models[0], IDS, within=TRAINED), []
+    measured, layers = read(models[0], IDS, within=TRAINED), []
     capture(models[0], IDS, layers.append)
-    assert found.lengths == [32, 64, 72]
+    assert measured.lengths == [32, 64, 72]
     sinks, ranks = np.zeros(3), np.zeros(3)
-    for at, (start, stop) in enumerate(((1, 32), (32, 64), (64, 72))):
-        sinks[at] = np.mean(
+    for index, (start, stop) in enumerate(((1, 32), (32, 64), (64, 72))):
+        sinks[index] = np.mean(
             [
                 attention_of(h, text, head)[0][start:stop, 0].mean()
                 for h in layers
@@ -100,9 +99,9 @@ def test_indicators_by_the_length_of_the_prefix(models):
             for text in (0, 1)
             for head in range(2)
         ]
-        ranks[at] = np.mean([(s**2).sum() / s[0] ** 2 for s in values])
-    np.testing.assert_allclose(found.indicators["sink_mass"], sinks, rtol=1e-4)
-    np.testing.assert_allclose(found.indicators["key_stable_rank"], ranks, rtol=1e-4)
+        ranks[index] = np.mean([(s**2).sum() / s[0] ** 2 for s in values])
+    np.testing.assert_allclose(measured.indicators["sink_mass"], sinks, rtol=1e-4)
+    np.testing.assert_allclose(measured.indicators["key_stable_rank"], ranks, rtol=1e-4)
 
 
 def test_losses_and_divergences_by_position(models, section):
@@ -114,7 +113,7 @@ def test_losses_and_divergences_by_position(models, section):
     for where, among in (("Within", slice(TRAINED)), ("Beyond", slice(TRAINED, None))):
         (finding,) = [text for text in section.findings if text.startswith(where)]
         assert f"loss of RoPE is {first[among].mean():.3f}" in finding
-        assert f"that of DroPE {second[among].mean():.3f}" in finding
+        assert f"loss of DroPE {second[among].mean():.3f}" in finding
         assert f"{kl[among].mean():.3f} nats apart" in finding
     edges = section.numbers["edges"]
     for name, curve in (("kl", kl), ("loss_before", first), ("loss_after", second)):
@@ -122,9 +121,9 @@ def test_losses_and_divergences_by_position(models, section):
         np.testing.assert_allclose(section.numbers[name], means, rtol=1e-3)
 
 
-def measures(**given):
-    """Two layers of two heads that do nothing, but for what is given."""
-    return {name: np.array(given.get(name, np.zeros((2, 2))), dtype=float) for name in MEASURES}
+def measures(**changed):
+    """Zeros for two layers of two heads, except in the ``changed`` measures."""
+    return {name: np.array(changed.get(name, np.zeros((2, 2))), dtype=float) for name in MEASURES}
 
 
 def test_change_counts_every_measure_by_what_is_usual_in_it():
@@ -146,8 +145,8 @@ def test_the_head_that_changed_most_comes_first():
 def test_what_became_of_positional_heads():
     was = measures(diagonal=[[0.9, 0.6], [0.5, 0.1]])
     now = measures(diagonal=[[0.2, 0.7], [0.4, 0.8]], previous=[[0, 0.6], [0.5, 0]])
-    _, own, previous = heads_part(was, now, ("a", "b")).findings
-    assert own == (
+    _, diagonal, previous = heads_part(was, now, ("a", "b")).findings
+    assert diagonal == (
         "3 heads of a have Aᶜ ≥ 0.5 towards its own token; 1 of them still has it in b, and 1 "
         "gained it. The strongest, layer 0 head 0, goes from 0.900 to 0.200."
     )
@@ -169,30 +168,12 @@ def test_models_of_another_shape_are_compared_but_for_their_heads(models, tiny_d
     assert {picture.name for picture in section.pictures} == {"drop_positions", "drop_indicators"}
 
 
-def test_numbers_can_be_written_and_every_picture_has_its_own(section):
-    json.dumps(section.numbers, allow_nan=False)
-    names = [picture.name for picture in section.pictures]
-    assert len(set(names)) == len(names) == 5
-    for picture in section.pictures:
-        assert {len(row) for row in picture.rows} == {len(picture.header)}
-
-
 def test_a_loss_that_does_not_come_back(section):
     (finding,) = [text for text in section.findings if text.startswith("Before the drop")]
     end = np.mean([loss for _, loss in CURVE[-5:]])
     assert finding == (
         "Before the drop the training loss is 2.000; after it, it rises to "
         f"{2 + math.exp(-0.2):.3f} and ends {end - 2:.3f} nats above."
-    )
-
-
-def test_a_loss_that_the_drop_does_not_raise(models):
-    target = Target("one", models[0], IDS)
-    falling = [(step, 2.0) for step in range(0, 100, 10)] + [(110, 1.75), (120, 1.5)]
-    (finding,) = DropStudy(target, target, falling, 100).run().findings[-1:]
-    assert finding == (
-        "Before the drop the training loss is 2.000; after it, it is at most 1.750 and ends "
-        "0.375 nats below."
     )
 
 
@@ -209,9 +190,9 @@ def test_a_loss_that_comes_back():
     losses = [3, 2.5, 2, 1.5, 1, 1, 1]
     curve = [(10, 9.0), *((step, 2.0) for step in range(20, 70, 10))]
     curve += [(step, float(loss)) for step, loss in zip(range(70, 140, 10), losses, strict=True)]
-    found = recovery(curve, 60)
-    assert (found.before, found.peak, found.back) == (2.0, 3.0, 110)
-    assert found.end == pytest.approx(1.3)
+    measured = recovery(curve, 60)
+    assert (measured.before, measured.peak, measured.back) == (2.0, 3.0, 110)
+    assert measured.end == pytest.approx(1.3)
     assert recovery(curve, 0) is None
     assert recovery(curve, 130) is None
 
@@ -233,87 +214,17 @@ def test_what_cannot_be_compared_is_refused(models, tiny_decoder):
         DropStudy(Target("a", models[0], IDS[:, :1]), Target("b", models[1], IDS[:, :1]))
 
 
-NAMES = ("RoPE", "DroPE")
+def test_lines_have_the_styles_of_their_names(section):
+    losses = picture(section, "drop_positions").figure.axes[1]
+    assert [line.get_color() for line in losses.lines[:2]] == [COLOURS[0], COLOURS[4]]
+    assert losses.lines[0].get_ydata().tolist() == section.numbers["loss_before"]
 
 
-def test_heads_before_and_after_lie_on_a_line_where_nothing_changed():
-    panels = {"sink": (np.array([[0.0, 1]]), np.array([[0.5, 1]]))}
-    check(
-        head_figure(panels, NAMES),
-        """
-        panel 1,1 of 1x1 'sink'
-          x linear 'RoPE'
-          y linear 'DroPE'
-          line: x 0 1; y 0 1
-          points 0..1 of 0 0: x 0 1; y 0.5 1
-        bar 'layer' 0..1
-        """,
-    )
-
-
-def test_predictions_and_losses_by_position():
-    middles, losses = np.array([8, 64, 128]), [np.array([5.0, 4, 6]), np.array([5, 4.5, 4.25])]
-    figure = position_figure(middles, np.array([0.5, 0.25, 2]), losses, NAMES, 96)
-    check(
-        figure,
-        """
-        panel 1,1 of 1x2 'next-token predictions'
-          x log 'tokens read'
-          y linear 'KL divergence (nats)'
-          line: x 8 64 128; y 0.5 0.25 2
-          line: upright at 96
-        panel 1,2 of 1x2 'loss'
-          x log 'tokens read'
-          y linear 'loss (nats/token)'
-          line: x 8 64 128; y 5 4 6
-          line: x 8 64 128; y 5 4.5 4.25
-          line: upright at 96
-        legend 'KL(RoPE ‖ DroPE)', 'RoPE', 'DroPE', 'training length'
-        """,
-    )
-
-
-def test_indicators_by_length_the_first_of_which_may_be_logarithmic():
-    """Of seven lengths every second one has a tick."""
-    lengths = [32 * 2**n for n in range(7)]
-    panels = {
-        "offset": (np.geomspace(1, 64, 7), np.ones(7)),
-        "sink": (np.geomspace(1, 64, 7), np.ones(7)),
-    }
-    check(
-        indicator_figure(lengths, panels, NAMES, 64),
-        """
-        panel 1,1 of 1x2 'offset'
-          x log 'tokens read'
-          y log
-          line: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
-          line: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
-          line: upright at 64
-        panel 1,2 of 1x2 'sink'
-          x log 'tokens read'
-          y linear
-          line: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
-          line: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
-          line: upright at 64
-        legend 'RoPE', 'DroPE', 'training length'
-        """,
-    )
-    few = {"sink": (np.ones(6), np.ones(6))}
-    assert (
-        indicator_figure(lengths[:6], few, NAMES, 64).axes[0].get_xticks().tolist() == lengths[:6]
-    )
-
-
-def test_the_loss_around_a_drop():
-    check(
-        recovery_figure([1, 2, 3, 4], [5.0, 4.0, 9.0, 6.0], 2),
-        """
-        panel 1,1 of 1x1
-          x linear 'training step'
-          y linear 'loss (nats/token)'
-          line: x 1 2 3 4; y 5 4 9 6
-          line: upright at 2
-          note 'dropped at step 2': 2 1
-        legend 'training loss'
-        """,
-    )
+def test_divergence_is_torch_s_at_every_position(models, monkeypatch):
+    monkeypatch.setattr(drop, "chunk_size", lambda *_: 7)
+    divergence = divergence_by_position(*models, IDS)
+    with torch.no_grad():
+        p, q = (model(IDS).double().log_softmax(-1) for model in models)
+    expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean(0)
+    np.testing.assert_allclose(divergence, expected, rtol=1e-3, atol=1e-7)
+    assert divergence[-1] > 1e-3

@@ -13,7 +13,6 @@ from trainer.analysis.synthetic import limit, standard_spectra, synthetic_decay,
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware
-from trainer.positional.rotation import rotary_table, rotate
 
 NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
 
@@ -24,16 +23,16 @@ def test_both_curves_are_those_of_rotated_copies(name, given_vector):
     D, lengths = 16, [1, 2, 50, 700]
     spectrum = make_spectrum(name, D, 512, {})
     vector = np.random.default_rng(1).normal(size=D) if given_vector else np.ones(D)
-    found = synthetic_decay(
+    curves = synthetic_decay(
         *(spectrum, D, lengths, [0, 3, 600]),
         training_length=512,
         vector=vector if given_vector else None,
     )
     copies = turned(torch.tensor(vector).expand(1, 1, 700, D), spectrum)[0, 0].numpy()
-    for n, ratio in zip(lengths, found.fsv_ratio, strict=True):
+    for n, ratio in zip(lengths, curves.fsv_ratio, strict=True):
         expected = np.linalg.norm(copies[:n], 2) / (np.sqrt(n) * np.linalg.norm(vector))
         assert ratio == pytest.approx(expected, abs=1e-6)
-    for distance, dot in zip(found.distances, found.dot, strict=True):
+    for distance, dot in zip(curves.distances, curves.dot, strict=True):
         expected = copies[0] @ copies[distance] / (vector @ vector)
         assert dot == pytest.approx(expected, abs=1e-6)
 
@@ -49,10 +48,10 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
         ).fsv_ratio
 
     rope, half, fast, ours = (ratios(name) for name in NAMES[:4])
-    kept, least = np.sqrt(1 / 2), np.sqrt(1 / 128)
-    assert ours == pytest.approx(kept, abs=1e-3)
-    assert half[0] - kept > 0.05
-    assert half[2] == pytest.approx(kept, abs=1e-3)
+    remaining, least = np.sqrt(1 / 2), np.sqrt(1 / 128)
+    assert ours == pytest.approx(remaining, abs=1e-3)
+    assert half[0] - remaining > 0.05
+    assert half[2] == pytest.approx(remaining, abs=1e-3)
     assert rope[0] - fast[0] > 0.2
     assert fast[2] == pytest.approx(least, abs=1e-3)
     assert rope[2] - least < 0.01
@@ -85,18 +84,6 @@ def layout_of(*names, C=64, D=16, **more):
     )
 
 
-def test_curves_are_the_singular_values_of_a_rotated_cloud():
-    numbers = synthetic_section(layout_of("half_rope"), 16).numbers
-    cloud = torch.ones(1, 1, 64, 16)
-    turned = rotate(cloud, *rotary_table(make_spectrum("half_rope", 16, 64, {}), torch.arange(64)))
-    expected = np.linalg.norm(turned[0, 0].double().numpy(), 2) / np.linalg.norm(cloud[0, 0], 2)
-    at = numbers["lengths"].index(64)
-    assert numbers["fsv_ratio"]["this model"][at] == pytest.approx(expected, abs=1e-5)
-    decay = turned[0, 0, 0] @ turned[0, 0, 37] / 16
-    at = numbers["distances"].index(37)
-    assert numbers["decay"]["this model"][at] == pytest.approx(float(decay), abs=1e-5)
-
-
 @pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "nope"])
 def test_the_limit_is_where_the_ratio_goes(name):
     spectrum = make_spectrum(name, 16, 64, {"base": 1e3} if name == "rope" else {})
@@ -105,14 +92,16 @@ def test_the_limit_is_where_the_ratio_goes(name):
 
 
 def test_the_two_criteria_are_told_apart():
-    said = {line.split(":")[0]: line for line in synthetic_section(layout_of("rope"), 16).findings}
-    assert list(said) == ["this model", "RoPE", "HalfRoPE", "high frequency", "RoPE-ID"]
+    findings = {
+        line.split(":")[0]: line for line in synthetic_section(layout_of("rope"), 16).findings
+    }
+    assert list(findings) == ["this model", "RoPE", "HalfRoPE", "high frequency", "RoPE-ID"]
     stands = "Channels that stand still keep 0.71"
-    assert stands in said["RoPE-ID"]
-    assert "reached within" in said["RoPE-ID"].replace("not reached", "")
-    assert stands in said["HalfRoPE"]
-    assert "not reached within" in said["HalfRoPE"]
-    assert "Every channel rotates, which leaves 0.25" in said["RoPE"]
+    assert stands in findings["RoPE-ID"]
+    assert "reached within" in findings["RoPE-ID"].replace("not reached", "")
+    assert stands in findings["HalfRoPE"]
+    assert "not reached within" in findings["HalfRoPE"]
+    assert "Every channel rotates, which leaves 0.25" in findings["RoPE"]
 
 
 def test_the_spectra_of_most_heads_stand_for_the_model():

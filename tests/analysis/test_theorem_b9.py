@@ -15,16 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.analysis.test_uniformity_theorems import spread
 from trainer.analysis.positional_bias.measure import prefix_spreads
 
 ROUNDING = 1 + 1e-9
 D_K = 3
-
-
-def spread(x):
-    """The largest distance of a row from the mean of a prefix that holds it."""
-    means = np.cumsum(x, axis=0) / np.arange(1, len(x) + 1)[:, None]
-    return max(np.linalg.norm(x[: i + 1] - mean, axis=1).max() for i, mean in enumerate(means))
 
 
 def normalised(x):
@@ -52,11 +47,11 @@ class Block:
     def __call__(self, h):
         """The next states, and B: the largest norm of a matrix or Lipschitz constant of the map
         behind attention, an MLP with its residual and a norm, among states as long as these."""
-        u = h + np.concatenate([attended(h, *one) for one in self.heads], axis=1) @ self.W_O.T
+        u = h + np.concatenate([attended(h, *head) for head in self.heads], axis=1) @ self.W_O.T
         after = u + np.maximum(u @ self.W_1.T, 0) @ self.W_2.T
         mlp = 1 + np.linalg.norm(self.W_1, 2) * np.linalg.norm(self.W_2, 2)
         norm = np.sqrt(h.shape[1]) / np.linalg.norm(after, axis=1).min()
-        matrices = [W for one in self.heads for W in one] + [self.W_O]
+        matrices = [W for head in self.heads for W in head] + [self.W_O]
         return normalised(after), max(mlp * norm, *(np.linalg.norm(W, 2) for W in matrices))
 
 
@@ -105,11 +100,11 @@ def test_spreads_stay_within_the_theorems_constant_at_any_length(seed, L, H):
     for length in (2, 8, 64):
         noise = rng.normal(size=(length, H * D_K))
         h = normalised(common + epsilon * np.linalg.norm(common) / 20 * noise)
-        found, measured = through(blocks, h)
+        spreads_found, measured = through(blocks, h)
         assert measured <= 1.1 * B
-        assert 1e-11 < found[0] <= epsilon
-        assert (found <= (2 * A_1) ** np.arange(L) * found[0] * ROUNDING).all()
-        assert (found <= C * epsilon).all()
+        assert 1e-11 < spreads_found[0] <= epsilon
+        assert (spreads_found <= (2 * A_1) ** np.arange(L) * spreads_found[0] * ROUNDING).all()
+        assert (spreads_found <= C * epsilon).all()
 
 
 def test_the_epsilon_of_the_proof_is_enough_for_one_block_only():
@@ -148,11 +143,11 @@ def close_states(rng, noise):
 
 def test_no_constant_holds_at_every_depth():
     """Ten times the spread with every block, until it is as large as states are."""
-    found, B = through([shrinking(0.9)] * 6, close_states(np.random.default_rng(0), 1e-8))
-    assert (found[1:] / found[:-1] > 5).all()
+    spreads_found, B = through([shrinking(0.9)] * 6, close_states(np.random.default_rng(0), 1e-8))
+    assert (spreads_found[1:] / spreads_found[:-1] > 5).all()
     _, C, epsilon = constants(B, 2, 1)
-    assert found[0] < epsilon
-    assert found[1] < C * found[0] < found[-1]
+    assert spreads_found[0] < epsilon
+    assert spreads_found[1] < C * spreads_found[0] < spreads_found[-1]
 
 
 def test_no_constant_holds_without_a_bound_on_the_norms_of_states_before_they_are_normalised():
@@ -161,9 +156,9 @@ def test_no_constant_holds_without_a_bound_on_the_norms_of_states_before_they_ar
     h = close_states(np.random.default_rng(0), 1e-8)
     _, B = through([shrinking(0.5)], h)
     _, C, _ = constants(B, 2, 1)
-    found, larger = through([shrinking(0.9999)], h)
-    assert found[1] > C * found[0]
-    assert found[1] < constants(larger, 2, 1)[1] * found[0]
+    spreads_found, larger = through([shrinking(0.9999)], h)
+    assert spreads_found[1] > C * spreads_found[0]
+    assert spreads_found[1] < constants(larger, 2, 1)[1] * spreads_found[0]
 
 
 IDS = torch.randint(50, (1, 256), generator=torch.Generator().manual_seed(1))
@@ -183,9 +178,9 @@ def norm_of(weight):
 
 def streams(model, ids):
     """What enters both norms of every block, ``[blocks][2][T, d]``."""
-    found = []
+    spreads_found = []
     hooks = [
-        norm.register_forward_pre_hook(lambda _, args: found.append(args[0][0].detach()))
+        norm.register_forward_pre_hook(lambda _, args: spreads_found.append(args[0][0].detach()))
         for block in model.layers
         for norm in (block.input_layernorm, block.post_attention_layernorm)
     ]
@@ -193,7 +188,7 @@ def streams(model, ids):
         model.hidden_states(ids)
     for hook in hooks:
         hook.remove()
-    return list(zip(found[::2], found[1::2], strict=True))
+    return list(zip(spreads_found[::2], spreads_found[1::2], strict=True))
 
 
 def lipschitz_of_norm(norm, x):
@@ -213,17 +208,17 @@ def lipschitz_of_mlp(mlp, x):
 def bounds(model, ids, delta):
     """On the spreads of what enters every attention, from the spread ``delta`` of embeddings: with
     the linear term of Prop. B.8 for a stream, twice a Lipschitz constant for every map."""
-    found = []
+    spreads_found = []
     for block, (x, u) in zip(model.layers, streams(model, ids), strict=True):
         attention, heads = block.self_attn, block.self_attn.q_proj.out_features // 8
         entering = 2 * lipschitz_of_norm(block.input_layernorm, x)
-        found.append(entering * delta)
+        spreads_found.append(entering * delta)
         values = 2 * norm_of(attention.v_proj.weight) * heads**0.5
         delta *= 1 + norm_of(attention.o_proj.weight) * values * entering
         normed = block.post_attention_layernorm(u).detach()
         mlp = lipschitz_of_mlp(block.mlp, normed)
         delta *= 1 + 2 * lipschitz_of_norm(block.post_attention_layernorm, u) * mlp
-    return found
+    return spreads_found
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-2, 1.0])
@@ -232,13 +227,13 @@ def test_spreads_of_a_decoder_stay_within_its_constant_times_that_of_its_embeddi
 ):
     """At any length, by the norms of its own matrices."""
     generator = torch.Generator().manual_seed(5)
-    common, own = (torch.randn(n, 32, generator=generator).double() for n in (1, 50))
-    model = decoder(tiny_decoder, common + noise * own)
+    common, noises = (torch.randn(n, 32, generator=generator).double() for n in (1, 50))
+    model = decoder(tiny_decoder, common + noise * noises)
     for length in (2, 16, 256):
         ids = IDS[:, :length]
         delta = spread(model.embed_tokens(ids)[0].detach().numpy())
-        found = prefix_spreads(model, ids)[:3]
-        assert (found <= np.array(bounds(model, ids, delta)) * (1 + 1e-4)).all()
+        spreads_found = prefix_spreads(model, ids)[:3]
+        assert (spreads_found <= np.array(bounds(model, ids, delta)) * (1 + 1e-4)).all()
 
 
 def test_spreads_of_normalised_states_do_not_bound_the_next_ones_in_a_decoder(tiny_decoder):

@@ -66,9 +66,11 @@ def test_lemma_1_and_theorem_1_limits_of_a_rank_one_cluster(energies):
     errors = []
     for length in (600, 18_000):
         x, alpha = rank_one(length, energies, 4)
-        found = geometry(x.float(), spectrum)
-        ratio, rank = found.key_fsv_ratio[0, 0, -1], found.rotated.key_stable_rank[0, 0, -1]
-        assert found.plain.key_stable_rank[0, 0, -1] == pytest.approx(1, rel=1e-5)
+        result = geometry(x.float(), spectrum)
+        ratio, rank = (
+            result[name][0, 0, -1] for name in ("key_fsv_ratio", "rotated.key_stable_rank")
+        )
+        assert result["plain.key_stable_rank"][0, 0, -1] == pytest.approx(1, rel=1e-5)
         errors.append(abs(ratio - alpha.max() / math.sqrt(2)))
     assert errors[1] < 0.003
     assert errors[1] < errors[0] + 1e-5
@@ -91,14 +93,14 @@ def test_lemma_1_needs_u_to_vary_slowly():
     length, spectrum = 18_000, make_spectrum("rope", 2, 64, {})
     u = 1e-3 + np.cos(np.arange(length)) ** 2  # the only pair turns one radian a token
     x = torch.tensor(np.outer(u, [1.0, 0.0])).float()
-    ratio = geometry(x, spectrum).key_fsv_ratio[0, 0, -1]
+    ratio = geometry(x, spectrum)["key_fsv_ratio"][0, 0, -1]
     assert ratio > 1 / math.sqrt(2) + 0.1
 
 
 def test_lemma_1_partial_rotation_keeps_the_rest():
     """RoPE-ID's criterion 1: what does not rotate stays of rank one, here half of |v|^2."""
     x = torch.ones(20_000, 16)
-    ratio = geometry(x, make_spectrum("half_rope", 16, 64, {"base": 100.0})).key_fsv_ratio
+    ratio = geometry(x, make_spectrum("half_rope", 16, 64, {"base": 100.0}))["key_fsv_ratio"]
     assert ratio[0, 0, -1] == pytest.approx(math.sqrt(0.5), abs=1e-3)
 
 
@@ -117,11 +119,11 @@ def biases_of(model, ids):
 def test_proposition_3_2_nope_on_a_constant_sequence(tiny_decoder):
     """Uniform attention, no bias, no gradient, constant states, in every layer."""
     model = tiny_decoder(layers=["nope"], model={"num_hidden_layers": 3})
-    found, rows = biases_of(model, CONSTANT)
+    biases, rows = biases_of(model, CONSTANT)
     for row in rows:
         logs = row.visible.log().expand_as(row.entropy)
         torch.testing.assert_close(row.entropy, logs, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose([found["diagonal"], found["previous"]], 0, atol=1e-6)
+    np.testing.assert_allclose([biases["diagonal"], biases["previous"]], 0, atol=1e-6)
     for shift in (0, 1):
         gradients = bias_gradients(model, CONSTANT, shift)
         np.testing.assert_allclose([gradients.query, gradients.key], 0, atol=1e-6)
@@ -131,8 +133,8 @@ def test_proposition_3_2_nope_on_a_constant_sequence(tiny_decoder):
 def test_proposition_3_3_rope_on_a_constant_sequence(tiny_decoder):
     """Bias and gradients where NoPE has none; the states are constant all the same (Remark B.1)."""
     model = tiny_decoder(layers=["rope"], model={"num_hidden_layers": 3})
-    found, rows = biases_of(model, CONSTANT)
-    assert (np.abs(found["diagonal"]) > 1e-4).all()
+    biases, rows = biases_of(model, CONSTANT)
+    assert (np.abs(biases["diagonal"]) > 1e-4).all()
     assert all((row.entropy < row.visible.log() - 1e-3).any(dim=-1).all() for row in rows)
     gradients = bias_gradients(model, CONSTANT, 0)
     assert gradients.query.min() > 1e-5
@@ -146,9 +148,9 @@ def test_theorem_3_4_spread_bias_and_gradients_shrink_with_the_embeddings(tiny_d
     def measured(spread):
         model = tiny_decoder(layers=["nope"], model={"num_hidden_layers": 3})
         generator = torch.Generator().manual_seed(5)
-        common, own = (torch.randn(n, 32, generator=generator) for n in (1, 50))
+        common, noises = (torch.randn(n, 32, generator=generator) for n in (1, 50))
         with torch.no_grad():
-            model.embed_tokens.weight.copy_(common + spread * own)
+            model.embed_tokens.weight.copy_(common + spread * noises)
         ids = torch.randint(50, (1, T), generator=generator)
         gradients = bias_gradients(model, ids, 1)
         return prefix_spreads(model, ids), gradients.query, gradients.key

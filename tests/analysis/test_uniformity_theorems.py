@@ -61,30 +61,33 @@ def head(seed, H, normalized=True):
 heads = st.builds(head, st.integers(0, 2**32 - 1), st.integers(1, 4))
 
 
-def logit_spread(one):
-    return max(np.abs(row - row.mean()).max() for row in one.s)
+def logit_spread(sample):
+    return max(np.abs(row - row.mean()).max() for row in sample.s)
 
 
 @given(heads)
-def test_logits_spread_as_far_as_states_allow(one):
+def test_logits_spread_as_far_as_states_allow(sample):
     """Prop. B.3."""
-    assert logit_spread(one) <= one.B**2 * np.sqrt(one.H) * spread(one.h) * ROUNDING + SMALL
+    assert (
+        logit_spread(sample)
+        <= sample.B**2 * np.sqrt(sample.H) * spread(sample.h) * ROUNDING + SMALL
+    )
 
 
 def test_logits_of_states_that_are_not_normalized_spread_further():
     """Prop. B.3 takes the norm of a state to be the root of its size."""
-    found = [head(seed, 2, normalized=False) for seed in range(50)]
-    assert any(logit_spread(x) > x.B**2 * np.sqrt(x.H) * spread(x.h) for x in found)
+    samples = [head(seed, 2, normalized=False) for seed in range(50)]
+    assert any(logit_spread(x) > x.B**2 * np.sqrt(x.H) * spread(x.h) for x in samples)
 
 
 @given(heads)
-def test_attention_is_uniform_up_to_the_spread_and_outputs_are_means_up_to_its_square(one):
+def test_attention_is_uniform_up_to_the_spread_and_outputs_are_means_up_to_its_square(sample):
     """Prop. B.5, Eq. 12 and 13."""
-    delta, root = spread(one.h), np.sqrt(one.H)
-    for alpha in one.alpha:
-        assert np.abs(alpha - 1 / len(alpha)).sum() <= one.B**2 * root * delta * ROUNDING + SMALL
-    apart = np.linalg.norm(one.z - means(one.v), axis=1)
-    assert (apart <= one.B**3 * root * delta**2 * ROUNDING + SMALL).all()
+    delta, root = spread(sample.h), np.sqrt(sample.H)
+    for alpha in sample.alpha:
+        assert np.abs(alpha - 1 / len(alpha)).sum() <= sample.B**2 * root * delta * ROUNDING + SMALL
+    apart = np.linalg.norm(sample.z - means(sample.v), axis=1)
+    assert (apart <= sample.B**3 * root * delta**2 * ROUNDING + SMALL).all()
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -105,9 +108,12 @@ def spread_of_a_head(delta, B, H):
 
 
 @given(heads)
-def test_the_outputs_of_a_head_spread_linearly_and_quadratically(one):
+def test_the_outputs_of_a_head_spread_linearly_and_quadratically(sample):
     """Prop. B.7."""
-    assert spread(one.z) <= spread_of_a_head(spread(one.h), one.B, one.H) * ROUNDING + SMALL
+    assert (
+        spread(sample.z)
+        <= spread_of_a_head(spread(sample.h), sample.B, sample.H) * ROUNDING + SMALL
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
@@ -115,14 +121,14 @@ def test_a_block_spreads_linearly_and_quadratically(seed, H):
     """Prop. B.8 with its constants: heads side by side, an output matrix, the residual, and a map
     of Lipschitz constant B on every position."""
     rng = np.random.default_rng(seed)
-    found = [head(seed, H) for _ in range(H)]  # equal heads are the worst case
-    one, d = found[0], found[0].h.shape[1]
+    samples = [head(seed, H) for _ in range(H)]  # equal heads are the worst case
+    sample, d = samples[0], samples[0].h.shape[1]
     W_O, W = rng.normal(size=(2, d, d))
-    B = max(one.B, np.linalg.norm(W_O, 2), np.linalg.norm(W, 2))
-    stream = one.h + np.concatenate([x.z for x in found], axis=1) @ W_O.T
+    B = max(sample.B, np.linalg.norm(W_O, 2), np.linalg.norm(W, 2))
+    stream = sample.h + np.concatenate([x.z for x in samples], axis=1) @ W_O.T
     after = np.abs(stream @ W.T)
     linear, quadratic = 1 + 2 * B**2 * np.sqrt(H), 2 * B**4 * H
-    delta = spread(one.h)
+    delta = spread(sample.h)
     # A map of positions moves their mean too, hence twice its constant.
     assert spread(after) <= 2 * B * (linear * delta + quadratic * delta**2) * ROUNDING + SMALL
 
@@ -137,10 +143,10 @@ def test_a_map_of_positions_may_spread_them_by_more_than_its_lipschitz_constant(
 
 
 @given(heads, st.integers(0, 2**32 - 1))
-def test_gradients_of_the_positional_bias_sum_to_zero_in_every_row(one, seed):
+def test_gradients_of_the_positional_bias_sum_to_zero_in_every_row(sample, seed):
     """Lemma B.10: any weights, and any vectors."""
     rng = np.random.default_rng(seed)
-    for alpha in one.alpha:
+    for alpha in sample.alpha:
         c, a = rng.normal(size=len(alpha)), rng.normal(size=(len(alpha), 3))
         g = alpha * (c - alpha @ c)
         assert abs(g.sum()) < 1e-12

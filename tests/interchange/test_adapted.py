@@ -18,7 +18,6 @@ from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
 from trainer.analysis.positional_bias.measure import prefix_spreads
-from trainer.analysis.sinks.measure import Sinks
 from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
@@ -186,14 +185,14 @@ def test_the_control_has_the_heads_of_our_decoder(both):
 
 def test_the_control_gives_the_numbers_of_our_decoder(both):
     def numbers(model):
-        search, sinks = OffsetFeatureSearch(), Sinks()
+        search, sinks = OffsetFeatureSearch(), []
         for heads in observed(model)[0]:
             search.update(heads)
-            sinks.update(heads, attention_rows(heads, rotated=False), attention_rows(heads))
+            sinks.append(attention_rows(heads).sink)
         return {
             "probe": torch.tensor(list(probe(model, IDS).values())),
             "angles": torch.tensor(search.result().key_radius),
-            "sinks": torch.tensor(sinks.result().rotated.sink_weight),
+            "sinks": torch.stack(sinks),
             "spreads": torch.tensor(prefix_spreads(model, IDS)),
         }
 

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from tests.report.described import check, check_csv
 from tests.report.examples import EXPERIMENT, cell, example, report, statements
-from trainer.analysis.drop import indicator_figure
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.plotting import lines
@@ -327,8 +326,6 @@ def test_all_figures_of_all_pages_draw_a_name_in_one_colour(monkeypatch, tmp_pat
     order = ("DroPE", "Mine", "RoPE")
     cells = [cell for name in order for cell in statements(name, (100, 90, 50, 10))]
     write_figures(report(*cells, **EXPERIMENT, training_length=64), tmp_path)
-    curves = {"indicator": (np.ones(2), np.ones(2))}
-    indicator_figure([64, 128], curves, ("RoPE", "DroPE"), 64)
     assert all(len(colours) == 1 for colours in found.values()), found
     assert found["YaRN"] == found["RoPE + YaRN"]
     assert found["RoPE"] != found["Mine"] != found["DroPE"] != found["RoPE"]

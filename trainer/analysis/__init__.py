@@ -1,1 +1,1 @@
-"""Attention geometry: what queries and keys look like before and after the rotation, and why."""
+"""Analyses of attention: the geometry of queries and keys before and after the rotation."""

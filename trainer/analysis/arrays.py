@@ -51,6 +51,10 @@ class Averages:
         sums, counts = self._sums[name], self._counts[name]
         return np.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
 
+    def all_stacked(self) -> dict[str, Array]:
+        """Return the means of every name."""
+        return {name: self.stacked(name) for name in self._sums}
+
     @property
     def layers(self) -> list[int]:
         """Layers seen so far, ascending: the rows of :meth:`stacked`."""
@@ -87,9 +91,9 @@ def position_edges(length: int, per_octave: int = 16) -> list[int]:
 def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
     """Return the means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges,
     float64."""
-    at = torch.tensor(edges, device=values.device)
-    sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., at]
-    return sums.diff(dim=-1) / at.diff()
+    bounds = torch.tensor(edges, device=values.device)
+    sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., bounds]
+    return sums.diff(dim=-1) / bounds.diff()
 
 
 def cell_means(values: Tensor, cell: int) -> Tensor:
@@ -131,6 +135,16 @@ def stack_heads(rows: Sequence[Tensor]) -> Tensor:
 def stack_layers(layers: Sequence[Tensor]) -> Array:
     """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
     return stack_heads([layer.T for layer in layers]).mT.cpu().numpy()
+
+
+Place = tuple[int, int]
+"""Layer and head."""
+
+
+def ranked(scores: Array) -> list[Place]:
+    """Return the places in ``[layers, heads]`` in ascending order of scores."""
+    order = np.argsort(scores, axis=None, kind="stable")
+    return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
 
 
 def finite(values: Array) -> Array:

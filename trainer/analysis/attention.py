@@ -1,7 +1,7 @@
-"""Statistics of attention: of every query, of every head, of some queries without one rotary pair,
-and the five that a training run logs.
+"""Statistics of attention: for every query, for every head, for some queries without one rotary
+pair, and the five that a training run logs.
 
-Nothing here holds a whole attention matrix: scores are computed and reduced in blocks.
+No function holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads, observing
-from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
-from trainer.model.loss import chunk_size
 from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
@@ -77,10 +74,8 @@ def visible_keys(length: int, window: int | None, device: torch.device) -> Tenso
 def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     """Compute the statistics of a layer block by block.
 
-    Args:
-        heads: queries and keys of a layer.
-        rotated: use the encoded queries and keys, as the layer attends. False: use them before
-            their encoding, without ALiBi's bias, within the same window.
+    ``rotated``: use the encoded queries and keys, as the layer attends. False: use them before
+    their encoding, without ALiBi's bias, within the same window.
     """
     q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
     B, Hq, T = q.shape[:3]
@@ -111,7 +106,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
 def _block(
     q: Tensor,
     k: Tensor,
-    at: tuple[int, int],
+    starts: tuple[int, int],
     window: int | None,
     slopes: Tensor | None,
     score: tuple[float, float | None],
@@ -120,10 +115,10 @@ def _block(
     """Compute the numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one
     head.
 
-    ``at``: positions of the first query and of the first key; the last query sees the last key.
+    ``starts``: positions of the first query and of the first key; the last query sees the last key.
     ``score``: scaling and soft-cap of the scores. ``sinks``: ``[G]``.
     """
-    (start, first), (scale, softcap) = at, score
+    (start, first), (scale, softcap) = starts, score
     scores = (q * scale) @ k.T
     i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
     j = torch.arange(first, first + k.shape[0], device=q.device)
@@ -179,8 +174,8 @@ class SampledAttention:
     """Attention of some queries of one head, with all pairs or without one pair's part of the
     scores.
 
-    ``q`` ``[B, n, D]``: encoded queries at the positions ``at`` ``[n]``, evenly spread over the
-    last three quarters of the training length, the text or the window, whichever is shortest, so
+    ``q`` ``[B, n, D]``: encoded queries at ``positions`` ``[n]``, evenly spread over the last
+    three quarters of the training length, the text or the window, whichever is shortest, so
     that each query sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first on.
     ``pairs``: number of pairs of the head's spectrum.
     """
@@ -189,23 +184,23 @@ class SampledAttention:
     head: int
     kv_head: int
     pairs: int
-    at: Tensor
+    positions: Tensor
     q: Tensor
     k: Tensor
 
     def weights(self, without: int | None = None) -> Tensor:
         """Return the attention ``[B, n, T]`` on every key; ``without``: the pair to leave out of
         the scores."""
-        heads, at = self.heads, self.at[:, None]
+        heads, positions = self.heads, self.positions[:, None]
         products = self.q @ self.k.mT
         if without is not None:
             channels = [without, without + self.pairs]
             products = products - self.q[..., channels] @ self.k[..., channels].mT
         slopes = head_slopes(heads)
         slope = 0.0 if slopes is None else float(slopes[self.head])
-        keys = torch.arange(self.k.shape[1], device=at.device)
-        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - at)
-        scores = scores.masked_fill(keys > at, -torch.inf)
+        keys = torch.arange(self.k.shape[1], device=positions.device)
+        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - positions)
+        scores = scores.masked_fill(keys > positions, -torch.inf)
         if heads.sinks is not None:
             scores = F.pad(scores, (0, 1), value=float(heads.sinks[self.head]))
         return scores.softmax(dim=-1)[..., : len(keys)]
@@ -218,11 +213,11 @@ def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
         return None
     kv = head // heads.queries_per_key
     start = max(1, length // 4)
-    at = torch.linspace(start, length - 1, min(QUERIES, length - start), device=heads.q.device)
-    at = at.round().long()
-    q, k = heads.rotated_q[:, head, at], heads.rotated_k[:, kv, :length]
+    count = min(QUERIES, length - start)
+    positions = torch.linspace(start, length - 1, count, device=heads.q.device).round().long()
+    q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, :length]
     pairs = len(heads.encoding.spectra[kv].inv_freq)
-    return SampledAttention(heads, head, kv, pairs, at, q, k)
+    return SampledAttention(heads, head, kv, pairs, positions, q, k)
 
 
 def head_statistics(rows: Rows) -> dict[str, Tensor]:
@@ -240,40 +235,6 @@ def head_statistics(rows: Rows) -> dict[str, Tensor]:
         "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
         "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
     }
-
-
-@torch.no_grad()
-def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
-    """Compute KL(model || other) of the next token at every position, ``[T]`` nats, averaged over
-    texts.
-
-    Args:
-        model: the model of p.
-        other: the model of q, with the same vocabulary.
-        ids: ``[B, T]``.
-
-    Raises:
-        UserError: the vocabularies differ in size.
-    """
-    if model.config.vocab_size != other.config.vocab_size:
-        raise UserError.at(
-            "model",
-            f"the two models must share a vocabulary, got {model.config.vocab_size} and "
-            f"{other.config.vocab_size} tokens.",
-        )
-    states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
-    size = chunk_size(model.vocab_size, model.device)
-    chunks = [
-        _divergence(model.logits(p), other.logits(q).to(p.device))
-        for p, q in zip(*(x.split(size) for x in states), strict=True)
-    ]
-    return torch.cat(chunks).view(ids.shape).mean(dim=0).cpu().numpy()
-
-
-def _divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """Return the divergence ``[n]`` float64 of logits ``[n, vocab]``."""
-    log_p, log_q = logits.float().log_softmax(dim=-1), others.float().log_softmax(dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
 
 
 MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")

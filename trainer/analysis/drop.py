@@ -15,105 +15,40 @@ from typing import ClassVar
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, bucket_means, position_edges, prefix_lengths
-from trainer.analysis.attention import (
-    attention_rows,
-    divergence_by_position,
-    head_statistics,
+from trainer.analysis.arrays import (
+    Array,
+    Averages,
+    Place,
+    bucket_means,
+    position_edges,
+    prefix_lengths,
+    ranked,
 )
+from trainer.analysis.attention import attention_rows, head_statistics
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters.measure import Clusters
 from trainer.analysis.positional_bias.measure import positional_biases
 from trainer.analysis.positional_bias.study import KINDS, STRONG
-from trainer.analysis.studies.section import Grid, Part, Picture, Section, joined
+from trainer.analysis.studies.section import (
+    Grid,
+    Part,
+    Picture,
+    Section,
+    joined,
+    last_within,
+    wide_rows,
+)
 from trainer.analysis.studies.study import Target
 from trainer.common.errors import UserError
+from trainer.common.words import counted
 from trainer.model.language_model import LanguageModel
+from trainer.model.loss import chunk_size
 from trainer.plotting.lines import Frame, Panel, Series, draw, log_if_wide, side_by_side, unscaled
 from trainer.plotting.points import HeadCloud, head_points
 from trainer.plotting.style import style_numbers
-
-
-def head_figure(panels: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -> Figure:
-    """Draw ``panels``: by measure, ``[layers, heads]`` before and after."""
-    layers = len(next(iter(panels.values()))[0])
-    return head_points(
-        [
-            HeadCloud.of_layers(title, before, after, names[0], names[1], diagonal=True)
-            for title, (before, after) in panels.items()
-        ],
-        layers,
-    )
-
-
-def position_figure(
-    middles: Array, divergence: Array, losses: Sequence[Array], names: Sequence[str], trained: int
-) -> Figure:
-    """Draw means over buckets of positions with these ``middles``, in nats a token."""
-
-    def prepare(axes: Axes) -> None:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-    vertical = (float(trained), "training length")
-    curves = [
-        Series(name, style_numbers(names)[name], middles.tolist(), loss.tolist(), marked=False)
-        for name, loss in zip(names, losses, strict=True)
-    ]
-    apart = Series(
-        f"KL({names[0]} ‖ {names[1]})", 0, middles.tolist(), divergence.tolist(), marked=False
-    )
-    kl, nats = (
-        Frame("tokens read", label, prepare, vertical)
-        for label in ("KL divergence (nats)", "loss (nats/token)")
-    )
-    return side_by_side([Panel("next-token predictions", [apart], kl), Panel("loss", curves, nats)])
-
-
-def indicator_figure(
-    lengths: Sequence[int],
-    panels: Mapping[str, tuple[Array, Array]],
-    names: Sequence[str],
-    trained: int,
-) -> Figure:
-    """Draw ``panels``: by indicator, ``[lengths]`` before and after; the first on a log axis."""
-
-    def prepare(axes: Axes) -> None:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths[:: -(-len(lengths) // 6)])
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-
-    def first(axes: Axes) -> None:
-        log_if_wide(axes)
-        prepare(axes)
-
-    vertical = (float(trained), "training length")
-    return side_by_side(
-        [
-            Panel(
-                title,
-                [
-                    Series(name, style_numbers(names)[name], lengths, values.tolist())
-                    for name, values in zip(names, both, strict=True)
-                ],
-                Frame("tokens read", "", prepare if number else first, vertical),
-            )
-            for number, (title, both) in enumerate(panels.items())
-        ]
-    )
-
-
-def recovery_figure(steps: Sequence[int], losses: Sequence[float], drop_step: int) -> Figure:
-    """Draw training loss by step."""
-    mark = (float(drop_step), f"dropped at step {drop_step}")
-    curve = Series("training loss", 1, steps, losses, marked=False)
-    return draw([curve], Frame("training step", "loss (nats/token)", unscaled, mark))
-
 
 POINTS = 256
 """Number of queries and of keys in the sample for the silhouette score."""
@@ -139,9 +74,9 @@ class Reading:
 def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
     """Read ``ids`` ``[B, T]``, of at least two tokens, layer by layer.
 
-    ``within``: number of first tokens on which heads are measured. They are read by themselves: in
-    a longer text, temperatures and frequencies may differ. ``seed``: seed of the subsample for the
-    silhouette score.
+    ``within``: number of first tokens on which heads are measured, in a pass without the later
+    tokens: in a longer text, temperatures and frequencies may differ. ``seed``: seed of the
+    subsample for the silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
     averages, clusters = Averages(), Clusters(POINTS, seed)
@@ -159,17 +94,35 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
     capture(model, ids[:, :within], on_first_tokens)
     states = capture(model, ids, on_layer)
     losses = model.losses(states[:, :-1], ids[:, 1:])
-    geometry = clusters.result().rotated
+    geometry = clusters.result()
     return Reading(
         {name: averages.stacked(name) for name in MEASURES},
         lengths,
         {
             "sink_mass": averages.stacked("sink_by_length").mean(axis=(0, 1)),
-            "key_stable_rank": geometry.key_stable_rank.mean(axis=(0, 1)),
-            "silhouette": geometry.silhouette.mean(axis=(0, 1)),
+            "key_stable_rank": geometry["rotated.key_stable_rank"].mean(axis=(0, 1)),
+            "silhouette": geometry["rotated.silhouette"].mean(axis=(0, 1)),
         },
         losses.double().mean(dim=0).cpu().numpy(),
     )
+
+
+@torch.no_grad()
+def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
+    """Compute KL(model || other) of the next token at every position, ``[T]`` nats, averaged over
+    the texts ``ids`` ``[B, T]``; both models share a vocabulary."""
+
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        log_p, log_q = (logits.float().log_softmax(dim=-1) for logits in (p, q.to(p.device)))
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
+
+    states = [m.hidden_states(ids.to(m.device)).flatten(0, 1) for m in (model, other)]
+    size = chunk_size(model.vocab_size, model.device)
+    chunks = [
+        divergence(model.logits(p), other.logits(q))
+        for p, q in zip(*(x.split(size) for x in states), strict=True)
+    ]
+    return torch.cat(chunks).view(ids.shape).mean(dim=0).cpu().numpy()
 
 
 SMOOTH = 5
@@ -182,7 +135,7 @@ class Recovery:
 
     ``before`` and ``end``: means of the last five logged losses before the drop and at the end.
     ``peak``: the largest logged loss after the drop. ``back``: the first step at which the mean of
-    the last five losses since the drop is at most ``before``; None if there is none.
+    the last five losses since the drop is at most ``before``; None if no step is.
     """
 
     before: float
@@ -250,6 +203,10 @@ class DropStudy:
         self.drop_step = drop_step
 
     @property
+    def _mark(self) -> tuple[float, str]:
+        return float(self.trained), "training length"
+
+    @property
     def trained(self) -> int:
         """The shorter of the two training lengths."""
         return min(self.before.training_length, self.after.training_length)
@@ -269,7 +226,6 @@ class DropStudy:
         ]
         if self.drop_step is not None and (recovery := self._recovery(self.drop_step)):
             parts.append(recovery)
-        whole = joined(parts)
         return Section(
             self.key,
             self.title,
@@ -286,11 +242,18 @@ class DropStudy:
                 "KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v)),  stable rank = ‖K‖²_F / ‖K‖²₂",
             ),
             "DroPE, Sec. 5 and Def. 3.1; RoPE-ID, Sec. 3 (sinks, stable rank, clusters).",
-            whole.findings,
-            whole.pictures,
-            whole.grids,
-            whole.numbers,
+            **vars(joined(parts)),
         )
+
+    def _lines(
+        self, x: Sequence[float], curves: tuple[Array, Array], *, marked: bool = True
+    ) -> list[Series]:
+        """Return a line for each model."""
+        styles = style_numbers(self.names)
+        return [
+            Series(name, styles[name], x, curve.tolist(), marked=marked)
+            for name, curve in zip(self.names, curves, strict=True)
+        ]
 
     def _positions(self, before: Reading, after: Reading, divergence: Array) -> Part:
         edges = position_edges(len(before.loss), per_octave=4)
@@ -299,29 +262,38 @@ class DropStudy:
             name: bucket_means(torch.from_numpy(curve), edges).numpy()
             for name, curve in curves.items()
         }
-        middles = (np.array(edges[:-1]) + 1 + np.array(edges[1:])) / 2
+        middles = ((np.array(edges[:-1]) + 1 + np.array(edges[1:])) / 2).tolist()
         findings, inside = [], np.arange(len(before.loss)) < self.trained
-        for where, among in (("within", inside), ("beyond", ~inside)):
+        for where, among in (("Within", inside), ("Beyond", ~inside)):
             if not among.any():
                 continue
             kl, first, second = (curve[among].mean() for curve in curves.values())
             findings.append(
-                f"{where.capitalize()} the training length the loss of {self.names[0]} is "
-                f"{first:.3f} and that of {self.names[1]} {second:.3f} nats a token, and their "
-                f"predictions are {kl:.3f} nats apart (KL)."
+                f"{where} the training length the loss of {self.names[0]} is {first:.3f} and the "
+                f"loss of {self.names[1]} {second:.3f} nats a token, and their predictions are "
+                f"{kl:.3f} nats apart (KL)."
             )
+
+        def prepare(axes: Axes) -> None:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+        label = f"KL({self.names[0]} ‖ {self.names[1]})"
+        apart = Series(label, 0, middles, means["kl"].tolist(), marked=False)
+        losses = self._lines(middles, (means["loss_before"], means["loss_after"]), marked=False)
+        panels = [
+            Panel(title, lines, Frame("tokens read", y_label, prepare, self._mark))
+            for title, lines, y_label in (
+                ("next-token predictions", [apart], "KL divergence (nats)"),
+                ("loss", losses, "loss (nats/token)"),
+            )
+        ]
         picture = Picture(
             "drop_positions",
-            position_figure(
-                middles,
-                means["kl"],
-                (means["loss_before"], means["loss_after"]),
-                self.names,
-                self.trained,
-            ),
-            "By how much of the text has been read, on a logarithmic axis: how far apart the two "
-            "models' predictions of the next token are, and the loss of either. Means over texts "
-            "and over positions that lie close together.",
+            side_by_side(panels),
+            "Distance between the two models' predictions of the next token, and the loss of each, "
+            "by the number of tokens read (logarithmic). Means over texts and over positions that "
+            "lie close together.",
             ("from_position", "to_position", *means),
             list(zip(edges[:-1], edges[1:], *(m.tolist() for m in means.values()), strict=True)),
         )
@@ -330,34 +302,47 @@ class DropStudy:
 
     def _indicators(self, before: Reading, after: Reading) -> Part:
         lengths = before.lengths
-        inside = max((i for i, n in enumerate(lengths) if n <= self.trained), default=0)
-        shown = dict.fromkeys((inside, len(lengths) - 1))
+        shown = dict.fromkeys((last_within(lengths, self.trained), len(lengths) - 1))
         both = {name: (before.indicators[name], after.indicators[name]) for name in INDICATORS}
         findings = [
-            f"At {lengths[at]} tokens, from {self.names[0]} to {self.names[1]}: "
+            f"At {lengths[i]} tokens, from {self.names[0]} to {self.names[1]}: "
             + ", ".join(
-                f"{INDICATORS[name]} {was[at]:.3f} → {now[at]:.3f}"
+                f"{INDICATORS[name]} {was[i]:.3f} → {now[i]:.3f}"
                 for name, (was, now) in both.items()
             )
             + "."
-            for at in shown
+            for i in shown
+        ]
+
+        def prepare(axes: Axes) -> None:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths[:: -(-len(lengths) // 6)])
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+
+        def prepare_first(axes: Axes) -> None:
+            log_if_wide(axes)
+            prepare(axes)
+
+        panels = [
+            Panel(
+                INDICATORS[name],
+                self._lines(lengths, curves),
+                Frame("tokens read", "", prepare if number else prepare_first, self._mark),
+            )
+            for number, (name, curves) in enumerate(both.items())
         ]
         picture = Picture(
             "drop_indicators",
-            indicator_figure(
-                lengths,
-                {INDICATORS[name]: pair for name, pair in both.items()},
-                self.names,
-                self.trained,
-            ),
+            side_by_side(panels),
             "Means over all heads by the length of the prefix: attention on the first token by the "
             "queries since the length before, stable rank of a head's keys and silhouette score "
             "of its queries and keys as they meet in the scores (1: two clusters apart). Right "
             "of the dashed line the models were not trained.",
             ("length", *(f"{name}_{when}" for name in both for when in ("before", "after"))),
             [
-                (n, *(float(values[i]) for pair in both.values() for values in pair))
-                for i, n in enumerate(lengths)
+                (lengths[i], *values)
+                for i, *values in wide_rows([values for pair in both.values() for values in pair])
             ],
         )
         numbers = {
@@ -387,11 +372,13 @@ class DropStudy:
         span = self.curve[-1][0] - drop_step
         shown = [(step, loss) for step, loss in self.curve if step >= drop_step - span]
         steps, losses = map(list, zip(*shown, strict=True))
+        mark = (float(drop_step), f"dropped at step {drop_step}")
+        line = Series("training loss", 1, steps, losses, marked=False)
         picture = Picture(
             "drop_recovery",
-            recovery_figure(steps, losses, drop_step),
-            "Training loss around the drop, in nats a token: as many steps before it as there are "
-            "behind.",
+            draw([line], Frame("training step", "loss (nats/token)", unscaled, mark)),
+            "Training loss before and after the drop, in nats a token, over the same number of "
+            "steps.",
             ("step", "loss"),
             shown,
         )
@@ -424,77 +411,72 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
         sizes = " and ".join(shapes)
         return Part((f"Heads were not compared: the models have {sizes} layers and heads.",))
     change = head_change(was, now)
-    order = np.argsort(-change, axis=None, kind="stable")
-    ranked = [tuple(map(int, np.unravel_index(i, change.shape))) for i in order]
-    rows = [
-        (*at, *(float(of[name][at]) for name in MEASURES for of in (was, now)))
-        for at in np.ndindex(change.shape)
-    ]
-    header = (
-        "layer",
-        "head",
-        *(f"{name}_{when}" for name in MEASURES for when in ("before", "after")),
-    )
+    order = ranked(-change)
+    both = {name: (was[name], now[name]) for name in MEASURES}
+    rows = wide_rows([values for pair in both.values() for values in pair])
+    header = ("layer", "head", *(f"{name}_{when}" for name in both for when in ("before", "after")))
     table = Grid(
         f"The {min(SHOWN, change.size)} heads that changed most, {names[0]} → "
         f"{names[1]}. The order is by the changes in all columns together, each over its "
         "root mean square among heads.",
         ("layer", "head", *MEASURES.values()),
         [
-            (*at, *(f"{was[name][at]:.3g} → {now[name][at]:.3g}" for name in MEASURES))
-            for at in ranked[:SHOWN]
+            (*place, *(f"{old[place]:.3g} → {new[place]:.3g}" for old, new in both.values()))
+            for place in order[:SHOWN]
         ],
     )
     pictures = tuple(
         Picture(
             f"drop_{name}",
-            head_figure(
-                {MEASURES[measure]: (was[measure], now[measure]) for measure in measures},
-                names,
+            head_points(
+                [
+                    HeadCloud.of_layers(MEASURES[measure], *both[measure], *names, diagonal=True)
+                    for measure in measures
+                ],
+                len(change),
             ),
-            f"{what} of every head in {names[0]} (x) and in {names[1]} (y), coloured "
+            f"{title} of every head in {names[0]} (x) and in {names[1]} (y), coloured "
             "by layer. Heads on the dotted line did not change.",
             header,
             rows,
         )
-        for name, what, measures in (
+        for name, title, measures in (
             ("positional_heads", "Positional bias Aᶜ", tuple(KINDS)),
             ("attention", "Attention", ("distance", "entropy", "sink_mass")),
         )
     )
-    findings = [_most_changed(was, now, ranked[0])]
+    findings = [_most_changed(was, now, order[0])]
     findings += [_positional(kind, was[kind], now[kind], names) for kind in KINDS]
-    numbers = {
-        name: {"before": was[name].tolist(), "after": now[name].tolist()} for name in MEASURES
-    }
+    numbers = {name: {"before": a.tolist(), "after": b.tolist()} for name, (a, b) in both.items()}
     return Part(tuple(findings), pictures, (table,), {"heads": numbers})
 
 
-def _most_changed(was: ByMeasure, now: ByMeasure, at: tuple[int, ...]) -> str:
+def _most_changed(was: ByMeasure, now: ByMeasure, place: Place) -> str:
+    layer, head = place
     return (
-        f"Layer {at[0]} head {at[1]} changed most: its mean distance goes from "
-        f"{was['distance'][at]:.1f} to {now['distance'][at]:.1f} tokens and the attention "
-        f"of all its queries on the first token from {100 * was['sink_mass'][at]:.1f}% to "
-        f"{100 * now['sink_mass'][at]:.1f}%. Over all heads the mean distance goes from "
+        f"Layer {layer} head {head} changed most: its mean distance goes from "
+        f"{was['distance'][place]:.1f} to {now['distance'][place]:.1f} tokens and the attention "
+        f"of all its queries on the first token from {100 * was['sink_mass'][place]:.1f}% to "
+        f"{100 * now['sink_mass'][place]:.1f}%. Over all heads the mean distance goes from "
         f"{was['distance'].mean():.1f} to {now['distance'].mean():.1f} tokens and the entropy "
         f"from {was['entropy'].mean():.2f} to {now['entropy'].mean():.2f}."
     )
 
 
 def _positional(kind: str, was: Array, now: Array, names: Names) -> str:
-    had, has = was >= STRONG, now >= STRONG
-    at = np.unravel_index(was.argmax(), was.shape)
-    kept, gained = int((had & has).sum()), int((has & ~had).sum())
+    before, after = was >= STRONG, now >= STRONG
+    (layer, head), *_ = ranked(-was)
+    stay, gained = int((before & after).sum()), int((after & ~before).sum())
     strong = f"Aᶜ ≥ {STRONG} towards {KINDS[kind]}"
-    if had.any():
+    if before.any():
         count = (
-            f"{had.sum()} {'head' if had.sum() == 1 else 'heads'} of {names[0]} "
-            f"{'has' if had.sum() == 1 else 'have'} {strong}; {kept} of them still "
-            f"{'has' if kept == 1 else 'have'} it in {names[1]}, and {gained} gained it."
+            f"{counted(int(before.sum()), 'head')} of {names[0]} "
+            f"{'has' if before.sum() == 1 else 'have'} {strong}; {stay} of them still "
+            f"{'has' if stay == 1 else 'have'} it in {names[1]}, and {gained} gained it."
         )
     else:
         count = f"No head of {names[0]} has {strong}; {gained} gained it in {names[1]}."
     return (
-        f"{count} The strongest, layer {at[0]} head {at[1]}, goes from {was[at]:.3f} to "
-        f"{now[at]:.3f}."
+        f"{count} The strongest, layer {layer} head {head}, goes from {was[layer, head]:.3f} to "
+        f"{now[layer, head]:.3f}."
     )

@@ -33,14 +33,14 @@ def kinds() -> tuple[str, ...]:
     return (ALL, *ANALYSES, DROP)
 
 
-WINDOWS = ("hann", "hamming", "blackman", "rectangular")
+Window = Literal["hann", "hamming", "blackman", "rectangular"]
 
 
 @configuration
 class ShortTime:
     """Frames of a short-time Fourier transform, as in the paper on frequency entropy."""
 
-    window: Literal["hann", "hamming", "blackman", "rectangular"] = "hann"
+    window: Window = "hann"
     """Window of each frame: hann, hamming, blackman, rectangular."""
     frame: Annotated[Count, Field(ge=2)] = 1024
     """Tokens of a frame; SpectrumFE is left out of shorter texts."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trainer.analysis.arrays import Array, to_json
-from trainer.analysis.studies.section import Grid, Picture, Section
+from trainer.analysis.studies.section import Grid, Picture, Rows, Section, long_rows
 from trainer.analysis.studies.study import Study
 from trainer.plotting.lines import Frame, Panel, Series, by_length
 from trainer.plotting.style import style_numbers
@@ -28,8 +28,8 @@ from trainer.positional.spectrum import Spectrum
 class SyntheticDecay:
     """Curves of one spectrum.
 
-    ``fsv_ratio``: first singular value of n rotated copies of a vector, divided by that of n
-    unrotated copies, by ``lengths`` n. ``dot``: dot product of the vector with itself that many
+    ``fsv_ratio``: ratio of the first singular values of n rotated and n unrotated copies of a
+    vector, by ``lengths`` n. ``dot``: dot product of the vector with itself that many
     tokens away, divided by its value at distance 0, by ``distances``.
     """
 
@@ -50,14 +50,9 @@ def synthetic_decay(
 ) -> SyntheticDecay:
     """Compute both curves of Fig. 7 for one spectrum.
 
-    Args:
-        spectrum: the encoding; each length or distance uses the frequencies of a sequence of that
-            length, without temperature or gains.
-        head_dim: channels of the vector.
-        lengths: n, at least 1.
-        distances: in tokens, at least 0.
-        training_length: C, for encodings whose frequencies follow the length.
-        vector: ``[head_dim]``; the paper's is all ones.
+    Each length or distance uses the frequencies of a sequence of that length, without temperature
+    or gains. ``training_length``: C, for encodings whose frequencies follow the length. ``vector``:
+    ``[head_dim]`` (None: all ones, as in the paper).
     """
     v = np.ones(head_dim) if vector is None else np.asarray(vector, dtype=np.float64)
     ratios = [_fsv_ratio(*_planes(spectrum.at(n, training_length), v), n) for n in lengths]
@@ -73,8 +68,8 @@ def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
     rotate share one plane."""
     pairs = len(spectrum.inv_freq)
     size = np.hypot(vector[:pairs], vector[pairs : 2 * pairs])
-    rest = np.linalg.norm(vector[2 * pairs :])
-    return np.append(size, rest), np.append(spectrum.inv_freq, 0.0)
+    still = np.linalg.norm(vector[2 * pairs :])
+    return np.append(size, still), np.append(spectrum.inv_freq, 0.0)
 
 
 def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
@@ -128,15 +123,14 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
     lengths = sorted({*quarters, C, furthest})
     distances = _distances_between(lengths)
     decays = {
-        name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)
-        for name, one in spectra.items()
+        name: synthetic_decay(spectrum, head_dim, lengths, distances, training_length=C)
+        for name, spectrum in spectra.items()
     }
-    at_training_length = lengths.index(C)
     return Section(
         SyntheticStudy.key,
         SyntheticStudy.title,
-        "The tightest cloud there is: one vector of ones, repeated at every position. What the "
-        "rotation leaves of its first singular value says how far any tight cloud of keys is "
+        "The tightest cloud there is: one vector of ones, repeated at every position. The share of "
+        "its first singular value that the rotation leaves says how far any tight cloud of keys is "
         "dispersed in a text of that length, whatever the weights. RoPE-ID asks for two things: a "
         "lower bound that is not trivial, so that clusters stay apart, and that it is reached "
         "within the training length, so that a longer text is nothing new.",
@@ -145,17 +139,17 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
             "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
         ),
         "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
-        tuple(_finding(name, spectra[name], one, C, head_dim) for name, one in decays.items()),
-        (_picture(spectra, decays, C),),
-        (_table(decays, at_training_length),),
+        tuple(_finding(name, spectra[name], d, C, head_dim) for name, d in decays.items()),
+        (_picture(decays, C),),
+        (_table(decays, C),),
         {
             "training_length": C,
             "head_dim": head_dim,
             "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
             "lengths": lengths,
             "distances": distances,
-            "fsv_ratio": {name: to_json(one.fsv_ratio) for name, one in decays.items()},
-            "decay": {name: to_json(one.dot) for name, one in decays.items()},
+            "fsv_ratio": {name: to_json(decay.fsv_ratio) for name, decay in decays.items()},
+            "decay": {name: to_json(decay.dot) for name, decay in decays.items()},
         },
     )
 
@@ -168,8 +162,8 @@ def _distances_between(lengths: Sequence[int]) -> list[int]:
 
 
 def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]:
-    """Return the four spectra of Fig. 7 for a model of this shape, without those that it is too
-    small for."""
+    """Return the spectra of Fig. 7 that fit a model of this shape; a small model has fewer than
+    four."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "RoPE": ("rope", {}),
         "HalfRoPE": ("half_rope", {}),
@@ -208,17 +202,17 @@ def limit(spectrum: Spectrum, head_dim: int) -> float:
 
 
 def _finding(
-    name: str, spectrum: Spectrum, one: SyntheticDecay, training_length: int, head_dim: int
+    name: str, spectrum: Spectrum, decay: SyntheticDecay, training_length: int, head_dim: int
 ) -> str:
     if not spectrum.rotates:
         return f"{name}: nothing rotates, and nothing is dispersed at any length."
-    within = float(one.fsv_ratio[one.lengths.index(training_length)])
+    within = float(decay.fsv_ratio[decay.lengths.index(training_length)])
     bound = limit(spectrum, head_dim)
     still = 2 * np.count_nonzero(spectrum.inv_freq) < head_dim
     attained = within <= bound + SETTLED
     return (
         f"{name}: {within:.2f} of the first singular value is left at {training_length:,} tokens "
-        f"and {one.fsv_ratio[-1]:.2f} at {FURTHEST * training_length:,}. "
+        f"and {decay.fsv_ratio[-1]:.2f} at {FURTHEST * training_length:,}. "
         + ("Channels that stand still keep" if still else "Every channel rotates, which leaves")
         + f" {bound:.2f} in the limit, "
         + ("reached within" if attained else "not reached within")
@@ -226,64 +220,53 @@ def _finding(
     )
 
 
-def _picture(
-    spectra: dict[str, Spectrum], decays: dict[str, SyntheticDecay], trained: int
-) -> Picture:
-    styles = style_numbers(spectra)
-    ratio = [
-        Series(name, styles[name], one.lengths, one.fsv_ratio.tolist(), marked=False)
-        for name, one in reversed(decays.items())
+def _picture(decays: dict[str, SyntheticDecay], trained: int) -> Picture:
+    styles = style_numbers(decays)
+    ratios = [
+        Series(name, styles[name], decay.lengths, decay.fsv_ratio.tolist(), marked=False)
+        for name, decay in reversed(decays.items())
     ]
-    decay = [
-        Series(name, styles[name], *_means(one), marked=False)
-        for name, one in reversed(decays.items())
+    dots = [
+        Series(name, styles[name], *_means(decay), marked=False)
+        for name, decay in reversed(decays.items())
     ]
     panels = [
-        Panel("first singular value", ratio, Frame("", "after / before the rotation")),
-        Panel("dot product with itself", decay, Frame("", "relative to distance 0")),
+        Panel("first singular value", ratios, Frame("", "after / before the rotation")),
+        Panel("dot product with itself", dots, Frame("", "relative to distance 0")),
     ]
+    rows: Rows = []
+    for name, decay in decays.items():
+        rows += long_rows({(name, "fsv_ratio"): decay.fsv_ratio}, places=decay.lengths)
+        rows += long_rows({(name, "decay"): decay.dot}, places=decay.distances)
     return Picture(
         "synthetic",
         by_length(
             panels, x_label="length; distance (tokens)", trained=trained, columns=2, height=2.6
         ),
-        "Left: what is left of the first singular value of a repeated vector in a text of so many "
-        "tokens. Right: its dot product with itself so many tokens away, means over quarters of an "
-        "octave. A curve that is flat to "
-        "the right of the training length brings nothing new there; one that is high there keeps "
-        "clusters apart.",
+        "Left: first singular value of a repeated vector after the rotation over that before it, "
+        "by the length of the text. Right: the vector's dot product with itself, by the distance "
+        "in tokens, means over quarters of an octave. A curve that is flat to the right of the "
+        "training length brings nothing new there; one that is high there keeps clusters apart.",
         ("spectrum", "measure", "tokens", "value"),
-        [
-            (name, measure, n, float(value))
-            for name, one in decays.items()
-            for measure, xs, ys in (
-                ("fsv_ratio", one.lengths, one.fsv_ratio),
-                ("decay", one.distances, one.dot),
-            )
-            for n, value in zip(xs, ys, strict=True)
-        ],
+        rows,
     )
 
 
-def _means(one: SyntheticDecay) -> tuple[list[float], list[float]]:
+def _means(decay: SyntheticDecay) -> tuple[list[float], list[float]]:
     """Average distances and dot products between neighbouring lengths."""
-    distances, edges = np.array(one.distances), np.array(one.lengths)
+    distances, edges = np.array(decay.distances), np.array(decay.lengths)
     bucket = np.searchsorted(edges, distances, side="right")
     # The logarithmic axis has no 0.
     used = [i for i in np.unique(bucket) if i > 0]
-    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (distances, one.dot))
+    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (distances, decay.dot))
     return x, y
 
 
-def _table(decays: dict[str, SyntheticDecay], at_training_length: int) -> Grid:
+def _table(decays: dict[str, SyntheticDecay], trained: int) -> Grid:
     lengths = next(iter(decays.values())).lengths
-    C = lengths[at_training_length]
-    places = [
-        at_training_length,
-        *(lengths.index(C * f) for f in (4, FURTHEST) if C * f in lengths),
-    ]
+    places = [lengths.index(trained * f) for f in (1, 4, FURTHEST) if trained * f in lengths]
     return Grid(
-        "What is left of the first singular value.",
-        ("spectrum", *(f"{lengths[at]:,} tokens" for at in places)),
-        [(name, *(f"{one.fsv_ratio[at]:.3f}" for at in places)) for name, one in decays.items()],
+        "Share of the first singular value that the rotation leaves.",
+        ("spectrum", *(f"{lengths[i]:,} tokens" for i in places)),
+        [(name, *(f"{d.fsv_ratio[i]:.3f}" for i in places)) for name, d in decays.items()],
     )

@@ -39,7 +39,7 @@ COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
-_BACKGROUND = {"color": "#d0d0d0", "linewidth": 0.6, "zorder": 1}
+_BACKGROUND: dict[str, Any] = {"color": "#d0d0d0", "linewidth": 0.6, "zorder": 1}
 _LINEAR = 5  # values that span less than this factor stay on a linear axis
 
 
@@ -155,7 +155,7 @@ def draw(series: Sequence[Series], frame: Frame) -> Figure:
     """Draw one panel with the legend beside it, or small multiples for many lines."""
     with paper_style():
         if len(series) > OVERLAY:
-            return small_multiples([(one.label, [one]) for one in series], frame)
+            return small_multiples([(line.label, [line]) for line in series], frame)
         figure = blank(3.1)
         axes = figure.add_subplot()
         _draw_panel(axes, Panel("", series, frame), with_note=True)
@@ -179,17 +179,15 @@ def small_multiples(
     rows = math.ceil(len(panels) / columns)
     with paper_style():
         figure = blank(0.9 + 1.45 * rows if legend else 0.75 + 1.22 * rows)
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        x, y = frame.x_label, frame.y_label
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
         everything = [line for _, lines in panels for line in lines]
-        for axes, (title, lines) in zip(grid.flat, panels, strict=False):
+        for axes, (title, lines) in zip(grid, panels, strict=True):
             for other in everything:
                 axes.plot(other.x, other.y, **_BACKGROUND)
             _draw_panel(axes, Panel("", lines, frame))
             look = {} if legend else {"color": line_style(lines[0])["color"], "fontsize": 7.5}
             axes.set_title(title, pad=3, **look)
-        trim(list(grid.flat), len(panels), columns)
-        figure.supxlabel(frame.x_label, fontsize=8)
-        figure.supylabel(frame.y_label, fontsize=8)
         handles = [*map(line_handle, legend), *reference_handles(frame, with_vertical=True)]
         legend_above(figure, handles, _balanced(handles) if legend else 4)
     return figure
@@ -206,22 +204,17 @@ def side_by_side(
 ) -> Figure:
     """Draw panels beside each other with one legend; a label has one style in all of them.
 
-    Args:
-        panels: the panels; their x labels are drawn unless ``x_label`` is given.
-        columns: panels in a row; None: all.
-        height: inches of a row.
-        x_label: one label below all panels.
-        bands: whether intervals are shaded instead of drawn as bars.
-        balanced: whether the legend has up to six columns and rows of similar length.
+    ``columns``: panels in a row (None: all); ``height``: inches of a row. ``x_label``: one label
+    below all panels, instead of their own. ``bands``: shade intervals instead of drawing bars.
+    ``balanced``: give the legend up to six columns and rows of similar length.
     """
     columns = min(columns or len(panels), len(panels))
-    rows = math.ceil(len(panels) / columns)
     with paper_style():
-        figure = blank(height * rows + 0.3)
-        grid = figure.subplots(rows, columns, squeeze=False)
+        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
+        grid = panel_grid(figure, len(panels), columns, x=x_label)
         lines: dict[str, Line2D] = {}
         references: dict[str, Line2D] = {}
-        for axes, panel in zip(grid.flat, panels, strict=False):
+        for axes, panel in zip(grid, panels, strict=True):
             _draw_panel(axes, panel, bands=bands)
             axes.set_title(panel.title, pad=4)
             axes.set_ylabel(panel.frame.y_label)
@@ -231,9 +224,6 @@ def side_by_side(
                 lines.setdefault(series.label, line_handle(series))
             for handle in reference_handles(panel.frame, with_vertical=True):
                 references.setdefault(str(handle.get_label()), handle)
-        trim(list(grid.flat), len(panels))
-        if x_label:
-            figure.supxlabel(x_label, fontsize=8)
         handles = [*lines.values(), *references.values()]
         legend_above(figure, handles, _balanced(handles) if balanced else 4)
     return figure
@@ -292,29 +282,46 @@ def spans(
 
     ``marked``: start and end of a shaded range, which also has a line in its middle.
     """
-    rows = math.ceil(len(panels) / 2)
     with paper_style():
-        figure = blank(1.7 * rows + 0.3)
-        grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
-        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+        figure = blank(1.7 * math.ceil(len(panels) / 2) + 0.3)
+        grid = panel_grid(figure, len(panels), 2, x=x, y=y, share_x=True)
+        for axes, (title, values) in zip(grid, panels.items(), strict=True):
             # In a long text the range alone is too narrow to be seen.
             axes.axvspan(*marked, color=ORANGE, alpha=0.35, linewidth=0)
             axes.axvline(sum(marked) / 2, color=ORANGE, linewidth=0.9, linestyle="--", zorder=3)
             axes.plot(starts, values, linewidth=0.8, rasterized=True)
             axes.set_title(title, pad=3)
             axes.set_ylim(bottom=0)
-        trim(list(grid.flat), len(panels))
-        figure.supxlabel(x, fontsize=8)
-        figure.supylabel(y, fontsize=8)
     return figure
 
 
-def trim(grid: Sequence[Axes], used: int, columns: int = 0) -> None:
-    """Remove unused panels; with shared axes, label the ticks above the gaps of the last row."""
-    for axes in grid[used:]:
+def panel_grid(
+    figure: Figure,
+    count: int,
+    columns: int,
+    *,
+    x: str = "",
+    y: str = "",
+    share_x: bool = False,
+    share_y: bool = False,
+) -> list[Axes]:
+    """Return ``count`` panels in rows of ``columns``.
+
+    ``x``, ``y``: labels of the whole figure. Panels that share x have tick labels in the last row
+    and above its gaps.
+    """
+    rows = math.ceil(count / columns)
+    grid = figure.subplots(rows, columns, sharex=share_x, sharey=share_y, squeeze=False)
+    panels, unused = list(grid.flat)[:count], list(grid.flat)[count:]
+    for axes in unused:
         axes.remove()
-    for axes in grid[max(0, used - columns) : used] if columns else ():
+    for axes in panels[-columns:] if share_x else ():
         axes.tick_params(labelbottom=True)
+    if x:
+        figure.supxlabel(x, fontsize=8)
+    if y:
+        figure.supylabel(y, fontsize=8)
+    return panels
 
 
 def draw_line(axes: Axes, item: Series, *, band: bool = False) -> None:

@@ -13,7 +13,7 @@ from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from trainer.plotting.lines import trim
+from trainer.plotting.lines import panel_grid
 from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
 
 Array = np.ndarray
@@ -86,35 +86,25 @@ def heat_maps(
 ) -> Figure:
     """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
 
-    Args:
-        panels: the maps.
-        scale: one for all panels, or one for each.
-        x: label of the columns.
-        y: label of the rows.
-        columns: panels in a row.
-        cell: width and height of a cell in units of x and y.
-        height: inches of a row of panels.
+    ``scale``: one for all panels, or one for each. ``x``, ``y``: labels of the columns and of the
+    rows. ``columns``: panels in a row. ``cell``: width and height of a cell in units of x and y.
+    ``height``: inches of a row of panels.
     """
     columns = min(columns, len(panels))
-    rows = math.ceil(len(panels) / columns)
     shared = isinstance(scale, Scale)
     scales = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
     with paper_style():
-        figure = blank(height * rows + 0.3)
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, (title, values), one in zip(grid.flat, panels.items(), scales, strict=False):
-            norm = one.norm(list(panels.values()) if shared else [values])
-            image = draw_map(axes, values, one, norm, cell)
+        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y)
+        for axes, (title, values), colours in zip(grid, panels.items(), scales, strict=True):
+            norm = colours.norm(list(panels.values()) if shared else [values])
+            image = draw_map(axes, values, colours, norm, cell)
             axes.set_title(title, pad=3)
             axes.locator_params(integer=True, nbins=6)
             if not shared:
-                figure.colorbar(image, label=one.label, pad=0.02)
-        trim(list(grid.flat), len(panels))
-        figure.supxlabel(x, fontsize=8)
-        figure.supylabel(y, fontsize=8)
+                figure.colorbar(image, label=colours.label, pad=0.02)
         if shared:
-            drawn = list(grid.flat[: len(panels)])
-            figure.colorbar(image, ax=drawn, label=scales[0].label, pad=0.02, aspect=30)
+            figure.colorbar(image, ax=grid, label=scales[0].label, pad=0.02, aspect=30)
     return figure
 
 
@@ -136,16 +126,16 @@ def numbered_maps(
         names: of the columns and of the rows.
         labels: of the columns and of the rows.
         text: the number in a cell, from its panel's title and its value.
-        columns: most panels in a row.
+        columns: largest number of panels in a row.
         row_height: inches of a row of cells.
     """
     columns = min(columns, len(panels))
-    rows = math.ceil(len(panels) / columns)
     tall = min(2.2, 0.45 + row_height * len(names[1]))
+    x, y = labels
     with paper_style():
-        figure = blank(0.5 + tall * rows)
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+        figure = blank(0.5 + tall * math.ceil(len(panels) / columns))
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
+        for axes, (title, values) in zip(grid, panels.items(), strict=True):
             norm = (scale or Scale("")).norm([values])
             image = axes.imshow(values, cmap=(scale or Scale("")).colours, norm=norm, aspect="auto")
             for (row, column), value in np.ndenumerate(values):
@@ -165,12 +155,8 @@ def numbered_maps(
             axes.tick_params(length=0)
             axes.grid(visible=False)
             axes.spines[:].set_visible(False)
-        trim(list(grid.flat), len(panels), columns)
-        figure.supxlabel(labels[0], fontsize=8)
-        figure.supylabel(labels[1], fontsize=8)
         if scale is not None:
-            drawn = list(grid.flat[: len(panels)])
-            bar = figure.colorbar(image, ax=drawn, aspect=30, pad=0.02, fraction=0.03)
+            bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.03)
             bar.set_label(scale.label)
             bar.outline.set_visible(False)
     return figure

@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from trainer.plotting.lines import trim
+from trainer.plotting.lines import panel_grid
 from trainer.plotting.style import (
     BLUE,
     GRADED,
@@ -66,7 +66,7 @@ class HeadCloud:
 class GroupCloud:
     """Points ``[n, 2]`` by the name of their group, and the position of the origin.
 
-    The first group has the colour of keys, the others those of queries.
+    The first group has the colour of keys, the others have colours of queries.
     """
 
     title: str
@@ -134,11 +134,8 @@ def pair_scatter(
 ) -> Figure:
     """Draw entropies ``[heads, pairs]`` over the pair index, coloured by head.
 
-    Args:
-        panels: by measure (a row of panels), then by layer (a column).
-        thresholds: dashed lines of every measure.
-        x_label: label of the pairs.
-        colours: what the rows of an array are, and their names if they have any.
+    ``panels``: by measure (a row of panels), then by layer (a column). ``thresholds``: dashed lines
+    of every measure. ``colours``: label of the rows of an array, and their names if they have any.
     """
     columns = max(map(len, panels.values()))
     heads = max(len(values) for row in panels.values() for values in row.values())
@@ -162,19 +159,16 @@ def layer_panels(
 ) -> Figure:
     """Draw a small panel for each layer, with entropies ``[heads, pairs]`` coloured by head."""
     columns = 4 if len(panels) <= 16 else 6
-    rows = math.ceil(len(panels) / columns)
     heads = max(map(len, panels.values()))
     with paper_style():
-        figure = blank(0.6 + 0.85 * rows)
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+        figure = blank(0.6 + 0.85 * math.ceil(len(panels) / columns))
+        x, y = x_label, y_label
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
+        for axes, (title, values) in zip(grid, panels.items(), strict=True):
             points = _pairs(axes, values, heads, thresholds, size=1.5)
             axes.set_title(title, pad=2, fontsize=6.5)
             axes.tick_params(labelsize=6)
-        trim(list(grid.flat), len(panels), columns)
-        figure.supxlabel(x_label, fontsize=8)
-        figure.supylabel(y_label, fontsize=8)
-        _head_bar(figure, points, list(grid.flat[: len(panels)]), heads)
+        _head_bar(figure, points, grid, heads)
     return figure
 
 
@@ -210,7 +204,8 @@ def group_clouds(rows: Mapping[str, Sequence[GroupCloud]]) -> Figure:
                 axes.grid(visible=False)
                 axes.spines[:].set(visible=True, color="#bbbbbb")
             line[0].set_ylabel(name)
-            trim(list(line), len(panels))
+            for axes in line[len(panels) :]:
+                axes.remove()
         handles["origin"] = _dot("origin", "black", "+")
         figure.legend(
             handles=list(handles.values()),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads
 from trainer.analysis.drop import DropStudy
-from trainer.analysis.offset_features.study import OffsetChanges
+from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.section import Section

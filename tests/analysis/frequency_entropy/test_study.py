@@ -12,6 +12,7 @@ import scipy.signal
 import scipy.stats
 import torch
 
+from tests.analysis.attention_examples import picture
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy.study import FrequencyEntropyStudy
 from trainer.analysis.settings import AttenuationSettings, ShortTime, rules
@@ -106,7 +107,7 @@ def test_periods_are_counted_and_found_in_their_layer(tiny_decoder):
 
 def test_noise_has_no_period(tiny_decoder):
     section = section_of(Target("tiny", tiny_decoder(), text(600)))
-    sentence = "0 of 32 pairs of queries have SequenceFE below 0.6: none has a clear period."
+    sentence = "0 of 32 pairs of queries have SequenceFE below 0.6: no pair has a clear period."
     assert sentence in section.findings
 
 
@@ -118,8 +119,8 @@ def test_the_band_is_the_pair_that_is_lowest_in_most_heads(tiny_decoder, heads):
     band = np.bincount(lowest).argmax()
     share = np.mean([abs(pair - band) <= 2 for pair in lowest])
     assert (
-        f"The strongest frequency band of queries is most often pair {band}; {share:.0%} of heads "
-        "have theirs within 2 pairs of it."
+        f"The strongest frequency band of queries is most often pair {band}; in {share:.0%} of "
+        "heads it lies within 2 pairs of that."
     ) in section_of(target).findings
 
 
@@ -183,8 +184,7 @@ def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
         f"{before:.2f}",
         f"{after:.2f}",
     ]
-    picture = section.pictures[-1]
-    assert picture.rows == [
+    assert section.pictures[-1].rows == [
         (100, "SequenceFE < 0.6", sweep["pairs"], 0.0, after),
         (100, "SequenceFE < 0.6", sweep["pairs"], 1.0, before),
     ]
@@ -193,7 +193,7 @@ def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
 def test_chosen_heads_are_those_of_the_norm_maps(tiny_decoder):
     model, ids = tiny_decoder(), text(300)
     section = section_of(Target("tiny", model, ids, chosen=((1, 3),)))
-    norms = named(section, "frequency_entropy_heads_keys")
+    norms = picture(section, "frequency_entropy_heads_keys")
     assert {row[:2] for row in norms.rows} == {(1, 3)}
     layers = []
     capture(model, ids, layers.append)
@@ -203,30 +203,25 @@ def test_chosen_heads_are_those_of_the_norm_maps(tiny_decoder):
     assert by_row["key", 2, 4] == pytest.approx(expected_norm, rel=1e-5)
 
 
-def named(section, name):
-    (found,) = (one for one in section.pictures if one.name == name)
-    return found
-
-
 def test_heads_of_one_layer_stand_beside_each_other_in_the_order_asked_for(tiny_decoder):
     """As Fig. 18 has two heads of a layer, and Fig. 2 layers in an order of its own."""
     chosen = ((1, 0), (1, 3), (0, 2), (0, 1), (0, 0))
     section = section_of(Target("tiny", tiny_decoder(), text(1100), chosen=chosen))
-    first = named(section, "frequency_entropy_heads_queries").figure
+    first = picture(section, "frequency_entropy_heads_queries").figure
     titles = [axes.get_title() for axes in first.axes if axes.get_title()]
     assert titles == [f"layer {layer}, head {head}" for layer, head in chosen[:4]]
     entropy = np.array(section.numbers["entropy"]["SequenceFE query"])[1, 3]
     column = first.axes[4 + 1]  # of SequenceFE, the second row
     np.testing.assert_allclose(column.lines[0].get_ydata(), entropy, atol=1e-5)
-    rest = named(section, "frequency_entropy_heads_queries_2")
-    assert {row[:2] for row in rest.rows} == {(0, 0)}
+    second = picture(section, "frequency_entropy_heads_queries_2")
+    assert {row[:2] for row in second.rows} == {(0, 0)}
 
 
 def test_all_layers_are_panels_of_one_figure(tiny_decoder):
     model = tiny_decoder(model={"num_hidden_layers": 6}, layers=["rope", "rope", "nope"])
     section = section_of(Target("tiny", model, text(1100)))
     for measure, name in (("spectrum", "SpectrumFE"), ("sequence", "SequenceFE")):
-        grid = named(section, f"frequency_entropy_all_layers_{measure}")
+        grid = picture(section, f"frequency_entropy_all_layers_{measure}")
         titles = [axes.get_title() for axes in grid.figure.axes if axes.get_title()]
         assert titles[:3] == ["layer 0", "layer 1", "layer 2, no rotation"]
         assert len(titles) == 6
@@ -240,26 +235,12 @@ def test_all_layers_are_panels_of_one_figure(tiny_decoder):
         np.testing.assert_allclose(np.asarray(drawn)[:, 1], expected.ravel(), atol=1e-5)
 
 
-def test_frames_are_those_asked_for(tiny_decoder):
+def test_formulas_name_the_frames(tiny_decoder):
     frames = ShortTime("hamming", 256, 100)
-    target = Target("tiny", tiny_decoder(), text(600), frames=frames)
-    section = section_of(target)
-
-    def measure(signal):
-        _, _, stft = scipy.signal.spectrogram(
-            signal, window="hamming", nperseg=256, noverlap=156, detrend=False, mode="complex"
-        )
-        return scipy.stats.entropy((np.abs(stft) ** 2).mean(axis=-1)) / math.log(129)
-
-    ours = section.numbers["entropy"]["SpectrumFE query"]
-    np.testing.assert_allclose(ours, expected(target, measure, "query"), atol=1e-4)
+    section = section_of(Target("tiny", tiny_decoder(), text(600), frames=frames))
     assert section.numbers["frames"] == {"window": "hamming", "frame": 256, "hop": 100}
     assert "[100 t + n]" in section.formula[1]
     assert "log 129" in section.formula[2]
-    long = Target("tiny", target.model, text(255), frames=frames)
-    assert section_of(long).findings[0] == (
-        "SpectrumFE is left out: its frames take 256 tokens, the text has 255."
-    )
 
 
 def test_one_call_has_the_curve_of_every_gate_at_every_length(tiny_decoder):
@@ -267,14 +248,14 @@ def test_one_call_has_the_curve_of_every_gate_at_every_length(tiny_decoder):
     entropies, here of another text; and both rules of Sec. 5.3 together."""
     model, ids, other = tiny_decoder(), text(1100, 2), text(1060)[:, 30:]
     chosen = Target("tiny", model, other)
-    of = {(m, s): expected(chosen, m, s) for m in (spectrum_fe, sequence_fe) for s in SIDES}
-    high, low = (round(np.median(of[m, "query"]), 4) for m in (spectrum_fe, sequence_fe))
+    entropies = {(m, s): expected(chosen, m, s) for m in (spectrum_fe, sequence_fe) for s in SIDES}
+    high, low = (round(np.median(entropies[m, "query"]), 4) for m in (spectrum_fe, sequence_fe))
     gates = {
-        f"spectrum>{high}": {s: of[spectrum_fe, s] > high for s in SIDES},
-        f"sequence<{low}": {s: of[sequence_fe, s] < low for s in SIDES},
+        f"spectrum>{high}": {s: entropies[spectrum_fe, s] > high for s in SIDES},
+        f"sequence<{low}": {s: entropies[sequence_fe, s] < low for s in SIDES},
     }
-    one, two = gates.values()
-    gates["+".join(gates)] = {s: one[s] | two[s] for s in SIDES}
+    first_gate, second_gate = gates.values()
+    gates["+".join(gates)] = {s: first_gate[s] | second_gate[s] for s in SIDES}
     alphas = [0.0, 0.1, 0.9]
     section = section_of(
         Target("tiny", model, ids, choice=other),
@@ -302,15 +283,15 @@ def test_one_call_has_the_curve_of_every_gate_at_every_length(tiny_decoder):
 
     pictures = [p for p in section.pictures if p.name.startswith("attenuation")]
     assert [p.name for p in pictures] == ["attenuation_40", "attenuation_80"]
-    for n, picture in zip((40, 80), pictures, strict=True):
-        assert "1,030 tokens of validation text" in picture.caption
-        rows = iter(picture.rows)
+    for n, drawn in zip((40, 80), pictures, strict=True):
+        assert "1,030 tokens of validation text" in drawn.caption
+        rows = iter(drawn.rows)
         for pairs in gates.values():
             for alpha in (*alphas, 1.0):
-                tokens, _, count, at, found = next(rows)
-                assert (tokens, at) == (n, alpha)
+                tokens, _, count, drawn_alpha, value = next(rows)
+                assert (tokens, drawn_alpha) == (n, alpha)
                 assert count == pairs["query"].sum() + pairs["key"].sum()
-                assert found == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)
+                assert value == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)
 
 
 def test_the_curve_has_more_words_than_one_rule():
@@ -329,24 +310,26 @@ def test_shorter_texts_have_entropies_of_their_own(tiny_decoder):
     model, ids = tiny_decoder(), text(1100)
     target = Target("tiny", model, ids, chosen=((1, 3), (0, 2)), prefixes=(1050, 60))
     section = section_of(target)
-    picture = next(p for p in section.pictures if p.name == "frequency_entropy_lengths")
-    rows = {row[:4]: row[4:] for row in picture.rows}
-    assert len(rows) == len(picture.rows) == 3 * 2 * 4
+    lengths = picture(section, "frequency_entropy_lengths")
+    rows = {row[:4]: row[4:] for row in lengths.rows}
+    assert len(rows) == len(lengths.rows) == 3 * 2 * 4
     lowest = []
     for n in (60, 1050, 1100):
-        of = expected(Target("tiny", model, ids[:, :n]), sequence_fe, "query")
-        lowest.append(of.argmin(axis=-1))
+        entropies = expected(Target("tiny", model, ids[:, :n]), sequence_fe, "query")
+        lowest.append(entropies.argmin(axis=-1))
         spectrum = (
-            expected(Target("tiny", model, ids[:, :n]), spectrum_fe, "query") if n > 1e3 else of
+            expected(Target("tiny", model, ids[:, :n]), spectrum_fe, "query")
+            if n > 1e3
+            else entropies
         )
         for layer, head in ((1, 3), (0, 2)):
             for pair in range(4):
-                found = rows[n, layer, head, pair]
-                assert found[1] == pytest.approx(of[layer, head, pair], abs=1e-4)
+                value = rows[n, layer, head, pair]
+                assert value[1] == pytest.approx(entropies[layer, head, pair], abs=1e-4)
                 if n == 60:
-                    assert math.isnan(found[0])
+                    assert math.isnan(value[0])
                 else:
-                    assert found[0] == pytest.approx(spectrum[layer, head, pair], abs=1e-4)
+                    assert value[0] == pytest.approx(spectrum[layer, head, pair], abs=1e-4)
     same = (np.abs(lowest[0] - lowest[-1]) <= 2).mean()
     (sentence,) = (f for f in section.findings if f.startswith("From 60 to 1,100 tokens Sequence"))
     assert f"in {same:.0%} of heads" in sentence

@@ -34,7 +34,7 @@ def states(seed=0, heads=3, tokens=20, size=8, batch=2):
     return torch.tensor(np.random.default_rng(seed).standard_normal((batch, heads, tokens, size)))
 
 
-def of(x, pairs=None):
+def entropies(x, pairs=None):
     return matrix_entropy(gram(x), (pairs or x.shape[-1] // 2,) * x.shape[1])
 
 
@@ -54,7 +54,7 @@ def von_neumann(matrix):
 @given(seeds)
 def test_a_band_has_the_entropy_of_its_own_gram_matrix(seed):
     x = states(seed)
-    bands = of(x).bands
+    bands = entropies(x).bands
     for h in range(3):
         for m in range(4):
             points = x[:, h][..., [m, m + 4]].reshape(-1, 2).numpy()
@@ -65,18 +65,18 @@ def test_a_band_has_the_entropy_of_its_own_gram_matrix(seed):
 @given(seeds)
 def test_a_head_has_the_entropy_of_its_own_gram_matrix(seed):
     x = states(seed)
-    found = of(x)
+    measured = entropies(x)
     for h in range(3):
         rows = x[:, h].reshape(-1, 8).numpy()
         expected = math.exp(von_neumann(rows.T @ rows))
-        assert float(found.effective_rank(None)[h]) == pytest.approx(expected, rel=1e-9)
-    torch.testing.assert_close(found.band_mean, found.bands.mean(dim=-1))
+        assert float(measured.effective_rank(None)[h]) == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(measured.band_mean, measured.bands.mean(dim=-1))
 
 
 @given(seeds, st.sampled_from([2, 3, 4, 7, 8, 16, 32, None]))
 def test_truncated_effective_rank_is_of_the_largest_eigenvalues(seed, r):
     x = states(seed)
-    rank = of(x).effective_rank(r)
+    rank = entropies(x).effective_rank(r)
     for h in range(3):
         singular = np.linalg.svd(x[:, h].reshape(-1, 8).numpy(), compute_uv=False)
         expected = math.exp(scipy.stats.entropy((singular**2)[:r]))
@@ -84,37 +84,37 @@ def test_truncated_effective_rank_is_of_the_largest_eigenvalues(seed, r):
 
 
 def test_more_eigenvalues_than_there_are_is_all_of_them():
-    found = of(states())
+    measured = entropies(states())
     for r in (8, 9, 64):
-        assert torch.equal(found.effective_rank(r), found.effective_rank(None))
+        assert torch.equal(measured.effective_rank(r), measured.effective_rank(None))
 
 
 def test_with_one_eigenvalue_heads_are_ranked_by_it():
     heads = [(8, 1, 1, 1), (5, 3, 2, 1), (4, 4, 2, 1), (3, 3, 3, 3)]
     x = torch.cat([with_eigenvalues(*values, seed=i) for i, values in enumerate(heads)], dim=1)
     shares = [values[0] / sum(values) for values in heads]
-    rank = of(x).effective_rank(1)
+    rank = entropies(x).effective_rank(1)
     assert rank.tolist() == pytest.approx([1 / share for share in shares])
     assert rank.argsort().tolist() == [0, 1, 2, 3]
 
 
 def test_extremes():
-    even, one = with_eigenvalues(1, 1, 1, 1), with_eigenvalues(1, 0, 0, 0)
-    for x, bands, rank in ((even, math.log(2), 4), (one, 0, 1)):
-        found = of(x)
-        assert found.bands[0].tolist() == pytest.approx([bands] * 2, abs=1e-7)
+    even, single = with_eigenvalues(1, 1, 1, 1), with_eigenvalues(1, 0, 0, 0)
+    for x, bands, rank in ((even, math.log(2), 4), (single, 0, 1)):
+        measured = entropies(x)
+        assert measured.bands[0].tolist() == pytest.approx([bands] * 2, abs=1e-7)
         for r in (4, None):
-            assert float(found.effective_rank(r)) == pytest.approx(rank, abs=1e-6)
+            assert float(measured.effective_rank(r)) == pytest.approx(rank, abs=1e-6)
 
 
 @given(seeds, st.floats(1e-3, 1e3))
 def test_bounds_and_no_scale(seed, scale):
     x = states(seed, tokens=5)
-    found, scaled = of(x), of(scale * x)
-    assert ((found.bands >= 0) & (found.bands <= math.log(2))).all()
-    ranks = found.effective_rank(None)
+    measured, scaled = entropies(x), entropies(scale * x)
+    assert ((measured.bands >= 0) & (measured.bands <= math.log(2))).all()
+    ranks = measured.effective_rank(None)
     assert ((ranks >= 1) & (ranks <= 8)).all()
-    torch.testing.assert_close(scaled.bands, found.bands)
+    torch.testing.assert_close(scaled.bands, measured.bands)
     torch.testing.assert_close(scaled.effective_rank(None), ranks)
 
 
@@ -123,22 +123,22 @@ def test_a_constant_pair_is_a_point_unless_it_turns():
     steps = torch.arange(4000, dtype=torch.float64)
     slow, fast = 1e-6 * steps, 0.7 * steps
     channels = [slow.cos(), fast.cos(), slow.sin(), fast.sin()]
-    bands = of(torch.stack(channels, dim=-1)[None, None]).bands[0]
+    bands = entropies(torch.stack(channels, dim=-1)[None, None]).bands[0]
     assert float(bands[0]) < 1e-4
     assert float(bands[1]) == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_a_head_of_zeros_has_no_entropy():
-    found = of(torch.zeros(1, 1, 5, 8))
-    assert not found.bands.any()
-    assert float(found.effective_rank(8)) == 1
+    measured = entropies(torch.zeros(1, 1, 5, 8))
+    assert not measured.bands.any()
+    assert float(measured.effective_rank(8)) == 1
 
 
 def test_of_a_head_that_rotates_in_half_only_those_pairs_are_bands():
     x = states()
-    bands = of(x, pairs=2).bands
-    torch.testing.assert_close(bands, of(x[..., :4]).bands)  # pairs (0, 2) and (1, 3)
-    assert not torch.isclose(bands, of(x).bands[:, :2]).any()
+    bands = entropies(x, pairs=2).bands
+    torch.testing.assert_close(bands, entropies(x[..., :4]).bands)  # pairs (0, 2) and (1, 3)
+    assert not torch.isclose(bands, entropies(x).bands[:, :2]).any()
 
 
 def test_a_long_text_is_summed_in_parts(monkeypatch):
@@ -179,7 +179,7 @@ def test_stages_differ_in_the_rotation_alone(tiny_decoder):
                         for text in plain.double().tolist()
                     ]
                 )
-                ours, expected = matrix_entropy_of(heads, side, stage, trained), of(rotated)
+                ours, expected = matrix_entropy_of(heads, side, stage, trained), entropies(rotated)
                 for name in ("bands", "eigenvalues"):
                     torch.testing.assert_close(
                         getattr(ours, name), getattr(expected, name), rtol=1e-4, atol=1e-5
@@ -252,10 +252,12 @@ def test_a_question_is_read_as_it_is_also_behind_a_needle_at_the_beginning(tiny_
     for heads in layers:
         for head in range(4):
             weights, _ = attention_of(heads, 0, head)
-            of = view.attention[heads.layer, head]
-            np.testing.assert_allclose(of, weights[-6:].mean(axis=0), atol=1e-5)
+            attention = view.attention[heads.layer, head]
+            np.testing.assert_allclose(attention, weights[-6:].mean(axis=0), atol=1e-5)
             np.testing.assert_allclose(view.last[heads.layer, head], weights[-1], atol=1e-5)
-            assert view.on_needle()[heads.layer, head] == pytest.approx(of[1:9].sum(), abs=1e-6)
+            assert view.on_needle()[heads.layer, head] == pytest.approx(
+                attention[1:9].sum(), abs=1e-6
+            )
             if (heads.layer, head) in view.average:
                 average = [sum(row[j] for row in weights) / 80 for j in range(80)]
                 np.testing.assert_allclose(view.average[heads.layer, head], average, atol=1e-6)

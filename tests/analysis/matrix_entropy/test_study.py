@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 import torch
 
-from tests.analysis.attention_examples import attention_of
+from tests.analysis.attention_examples import attention_of, picture
 from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.matrix_entropy.measure import with_copy
 from trainer.analysis.matrix_entropy.study import MatrixEntropyStudy
@@ -62,9 +62,9 @@ def test_the_numbers_are_those_of_every_head(tiny_decoder):
     model = tiny_decoder()
     section = section_of(target_of(model))
     assert list(section.numbers["heads"]) == list(STAGES)
-    for at, name in STAGES.items():
-        found = section.numbers["heads"][at]
-        assert list(found) == [
+    for version, name in STAGES.items():
+        scores_of_heads = section.numbers["heads"][version]
+        assert list(scores_of_heads) == [
             "band entropy",
             "effective rank, r = 1",
             "effective rank, r = 4",
@@ -72,10 +72,10 @@ def test_the_numbers_are_those_of_every_head(tiny_decoder):
         ]
         for r, key in ((1, ", r = 1"), (4, ", r = 4"), (None, "")):
             expected = of_heads(model, name, lambda rows, r=r: rank(rows, r))
-            np.testing.assert_allclose(found[f"effective rank{key}"], expected, rtol=1e-3)
+            np.testing.assert_allclose(scores_of_heads[f"effective rank{key}"], expected, rtol=1e-3)
         bands = of_heads(model, name, lambda rows: [band(rows, m) for m in range(4)])
-        np.testing.assert_allclose(section.numbers["bands"][at], bands, atol=1e-4)
-        np.testing.assert_allclose(found["band entropy"], bands.mean(axis=-1), atol=1e-4)
+        np.testing.assert_allclose(section.numbers["bands"][version], bands, atol=1e-4)
+        np.testing.assert_allclose(scores_of_heads["band entropy"], bands.mean(axis=-1), atol=1e-4)
     maps, bands, *_ = section.pictures
     assert len(maps.rows) == 2 * (2 * 4 + 2 * 2)
     assert maps.header[4:] == (
@@ -149,7 +149,7 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
         f"Of the 2 query heads of lowest band entropy, {shared} are also among the 2 of lowest "
         "effective rank."
     ) in section.findings
-    attention = next(p for p in section.pictures if p.name == "needle_attention")
+    attention = picture(section, "needle_attention")
     assert {row[0] for row in attention.rows} == {
         "all heads",
         *(f"{k} {n}" for k in ("lowest", "highest") for n in ("band entropy", "effective rank")),
@@ -161,8 +161,7 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
 def test_chosen_heads_are_those_of_the_maps(tiny_decoder):
     section = section_of(target_of(tiny_decoder(), chosen=((0, 1), (1, 3))))
     for name in ("attention_maps", "query_directions"):
-        picture = next(p for p in section.pictures if p.name == name)
-        assert {row[:2] for row in picture.rows} == {(0, 1), (1, 3)}
+        assert {row[:2] for row in picture(section, name).rows} == {(0, 1), (1, 3)}
 
 
 def test_a_model_without_rotation_is_read_all_the_same(tiny_decoder):
@@ -197,8 +196,10 @@ def test_several_texts_are_taken_together(tiny_decoder):
     layers = []
     capture(model, ids, layers.append)
     rows = layers[1].rotated_k[:, 1].double().reshape(-1, 8).numpy()
-    found = section_of(target_of(model, ids)).numbers["heads"]["key post_ntk"]["effective rank"]
-    assert found[1][1] == pytest.approx(rank(rows), rel=1e-4)
+    scores_of_heads = section_of(target_of(model, ids)).numbers["heads"]["key post_ntk"][
+        "effective rank"
+    ]
+    assert scores_of_heads[1][1] == pytest.approx(rank(rows), rel=1e-4)
 
 
 def test_heads_are_shown_with_a_question_by_the_entropy_of_their_keys(tiny_decoder):
@@ -209,12 +210,12 @@ def test_heads_are_shown_with_a_question_by_the_entropy_of_their_keys(tiny_decod
     section = section_of(target_of(model, needle=NeedleSettings(by="key"), question=prompt))
     ranks = of_heads(model, "rotated_k", rank).repeat(2, axis=1)
     order = [divmod(int(i), 4) for i in np.argsort(ranks, axis=None, kind="stable")]
-    picture = next(p for p in section.pictures if p.name == "needle_heads")
-    shown = {row[:2] for row in picture.rows}
+    drawn = picture(section, "needle_heads")
+    shown = {row[:2] for row in drawn.rows}
     assert {order[0], order[-1]} <= shown
     layers = []
     capture(model, IDS, layers.append)
-    rows = {row[:4]: row[4] for row in picture.rows}
+    rows = {row[:4]: row[4] for row in drawn.rows}
     for layer, head in shown:
         weights, _ = attention_of(layers[layer], 0, head)
         for key in range(80):
@@ -224,7 +225,7 @@ def test_heads_are_shown_with_a_question_by_the_entropy_of_their_keys(tiny_decod
     last = np.array([[attention_of(h, 0, i)[0][-1] for i in range(4)] for h in layers])
     on_needle = last[..., 1:9].sum(axis=-1)
     np.testing.assert_allclose(section.numbers["last_token_on_needle"], on_needle, atol=1e-5)
-    lowest = np.mean([on_needle[at] for at in order[:2]])
+    lowest = np.mean([on_needle[version] for version in order[:2]])
     (sentence,) = (f for f in section.findings if f.startswith("Of the last token alone"))
     assert f"{lowest:.1%} for lowest effective rank of keys" in sentence
     assert any(f.startswith("The 6 tokens of the question put") for f in section.findings)
@@ -241,5 +242,8 @@ def test_heads_are_ranked_in_the_text_that_has_the_needle_where_that_is_asked_fo
         lowest = [divmod(int(i), 4) for i in np.argsort(ranks, axis=None, kind="stable")[:2]]
         last = np.array(section.numbers["last_token_on_needle"])
         (sentence,) = (f for f in section.findings if f.startswith("Of the last token alone"))
-        assert f"{np.mean([last[at] for at in lowest]):.1%} for lowest effective rank" in sentence
-        assert ("ranked by what they are in that text" in section.text) == (ranked_on == "prompt")
+        assert (
+            f"{np.mean([last[place] for place in lowest]):.1%} for lowest effective rank"
+            in sentence
+        )
+        assert ("ranked by their entropies in that text" in section.text) == (ranked_on == "prompt")

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.analysis.attention_examples import picture
 from tests.analysis.offset_features.test_study import TURN, loud, pairs_of
-from trainer.analysis.offset_features.study import OffsetChanges
+from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.studies.study import Target
 
 IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))
@@ -49,11 +50,6 @@ def means_of(model):
     ]
 
 
-def picture(section, name):
-    (found,) = (one for one in section.pictures if one.name == name)
-    return found
-
-
 def test_every_pair_of_both_models_is_in_the_file(section, models):
     rows = picture(section, "offset_changes_by_pair").rows
     before, after = map(means_of, models)
@@ -77,9 +73,9 @@ def test_both_models_are_counted_by_their_own_bounds_and_the_later_one_by_the_ea
     rows = {(row[0], row[4]): row for row in section.grids[0].rows}
     for name, model, length in cases:
         thetas = {(a, h, m): theta for a, h, m, theta, *_ in pairs_of(model)}
-        large = [one for one in means_of(model) if one[3] >= 6]
-        under = [one for one in large if thetas[one[:3]] * length < TURN]
-        within = [one for one in under if one[4] >= math.pi + thetas[one[:3]] * length / 2]
+        large = [pair for pair in means_of(model) if pair[3] >= 6]
+        under = [pair for pair in large if thetas[pair[:3]] * length < TURN]
+        within = [pair for pair in under if pair[4] >= math.pi + thetas[pair[:3]] * length / 2]
         row = rows[name, "6"]
         assert row[5:8] == (
             len(large), f"{len(under) / len(large):.0%}", f"{len(within) / len(large):.0%}"

@@ -23,7 +23,7 @@ def looped(heads, head, pair, queries):
     if spectrum.alibi:
         slope = alibi_slopes(heads.q.shape[1])[head]
     pairs = len(spectrum.inv_freq)
-    found = []
+    measured = []
     for q, k in zip(
         heads.rotated_q[:, head].double(), heads.rotated_k[:, kv].double(), strict=True
     ):
@@ -43,9 +43,9 @@ def looped(heads, head, pair, queries):
                 exp = [math.exp(s - slope * (i - j)) for j, s in enumerate(capped)]
                 learned = 0.0 if heads.sinks is None else math.exp(heads.sinks[head])
                 weights.append(exp[0] / (sum(exp) + learned))
-            margins = [of[0] - sum(of[1:]) / i for of in (plain, *by_pair)]
-            found.append([*weights, *margins])
-    weight, without, margin, *parts = np.mean(found, axis=0)
+            margins = [scores_of[0] - sum(scores_of[1:]) / i for scores_of in (plain, *by_pair)]
+            measured.append([*weights, *margins])
+    weight, without, margin, *parts = np.mean(measured, axis=0)
     return weight, without, margin, parts
 
 
@@ -61,19 +61,19 @@ def looped(heads, head, pair, queries):
 )
 def test_weights_and_margins_against_loops(name, changes, queries):
     heads = replace(layer_of_heads(name, kv_heads=1), **changes)
-    found = sink_part(heads, 3, 1, control=0)
+    measured = sink_part(heads, 3, 1, control=0)
     weight, without, margin, parts = looped(heads, 3, 1, queries)
-    assert found.control == pytest.approx(looped(heads, 3, 0, queries)[1], rel=1e-4)
-    assert (found.weight, found.without) == pytest.approx((weight, without), rel=1e-4)
-    assert found.explained == pytest.approx(1 - without / weight, abs=1e-4)
-    assert found.margin == pytest.approx(margin, rel=1e-3, abs=1e-4)
-    np.testing.assert_allclose(found.parts, parts, rtol=1e-3, atol=1e-4)
+    assert measured.control == pytest.approx(looped(heads, 3, 0, queries)[1], rel=1e-4)
+    assert (measured.weight, measured.without) == pytest.approx((weight, without), rel=1e-4)
+    assert measured.explained == pytest.approx(1 - without / weight, abs=1e-4)
+    assert measured.margin == pytest.approx(margin, rel=1e-3, abs=1e-4)
+    np.testing.assert_allclose(measured.parts, parts, rtol=1e-3, atol=1e-4)
 
 
 def test_a_window_keeps_queries_that_see_the_first_token():
     heads = layer_of_heads(window=12)
-    found = sink_part(heads, 2, 0)
-    assert found.weight == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
+    measured = sink_part(heads, 2, 0)
+    assert measured.weight == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
     assert sink_part(layer_of_heads(window=1), 2, 0) is None
 
 
@@ -81,15 +81,15 @@ def test_the_bias_of_a_head_stays():
     heads = layer_of_heads()
     spectrum = replace(heads.encoding.spectra[0], alibi=True)
     heads = replace(heads, encoding=heads.encoding.map(lambda _: spectrum))
-    found = sink_part(heads, 1, 2)
-    assert found.without == pytest.approx(looped(heads, 1, 2, range(10, 40))[1], rel=1e-4)
+    measured = sink_part(heads, 1, 2)
+    assert measured.without == pytest.approx(looped(heads, 1, 2, range(10, 40))[1], rel=1e-4)
 
 
 def test_of_a_long_text_some_queries_are_read(monkeypatch):
     monkeypatch.setattr(attention, "QUERIES", 3)
     heads = layer_of_heads(T=41)
-    found = sink_part(heads, 0, 0)
-    assert found.weight == pytest.approx(looped(heads, 0, 0, (10, 25, 40))[0], rel=1e-4)
+    measured = sink_part(heads, 0, 0)
+    assert measured.weight == pytest.approx(looped(heads, 0, 0, (10, 25, 40))[0], rel=1e-4)
 
 
 def test_a_sink_by_one_feature_is_explained_by_it():
@@ -101,13 +101,13 @@ def test_a_sink_by_one_feature_is_explained_by_it():
     k[..., 3] -= 6
     k[:, :, 0, 3] += 12
     made = replace(heads, q=q, k=k, rotated_q=turned(q, spectrum), rotated_k=turned(k, spectrum))
-    found = sink_part(made, 1, 3, control=0)
-    assert found.control > 0.99
-    assert found.weight > 0.99
-    assert found.without == pytest.approx(np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2)
-    assert found.explained > 0.9
-    assert found.parts.argmax() == 3
+    measured = sink_part(made, 1, 3, control=0)
+    assert measured.control > 0.99
+    assert measured.weight > 0.99
+    assert measured.without == pytest.approx(np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2)
+    assert measured.explained > 0.9
+    assert measured.parts.argmax() == 3
     first, mean = k[:, 0, 0, [3, 7]].norm(dim=-1).mean(), k[:, 0][..., [3, 7]].mean((0, 1)).norm()
-    assert found.first_key == pytest.approx(float(first / mean), rel=1e-4)
-    assert found.parts[3] == pytest.approx(found.margin, rel=0.05)
-    assert torch.isfinite(torch.tensor(found.parts)).all()
+    assert measured.first_key == pytest.approx(float(first / mean), rel=1e-4)
+    assert measured.parts[3] == pytest.approx(measured.margin, rel=0.05)
+    assert torch.isfinite(torch.tensor(measured.parts)).all()

@@ -48,9 +48,9 @@ def rope(rotary_dim, base, length):
 def test_table_2_from_dimensions_base_and_length_alone(
     spectrum, context_length, percent, mean_angle
 ):
-    found = bounds(spectrum, context_length)
-    assert round(100 * found.possible.mean()) == percent
-    assert round(found.angle[found.possible].mean(), 2) == mean_angle
+    measured = bounds(spectrum, context_length)
+    assert round(100 * measured.possible.mean()) == percent
+    assert round(measured.angle[measured.possible].mean(), 2) == mean_angle
 
 
 def test_section_4_3_phi_1_begins_with_feature_11():
@@ -71,8 +71,8 @@ def test_the_bounds_are_definition_3_1(theta, phi, context_length):
 
 
 def test_pairs_that_stand_still_are_no_offset_features():
-    found = bounds(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64)
-    assert not found.possible[4:].any()
+    measured = bounds(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64)
+    assert not measured.possible[4:].any()
 
 
 def planted(angle, *, radius=10.0, pair=3, T=50):
@@ -97,13 +97,13 @@ def features_of(heads):
 
 
 def test_a_planted_pair_is_found_with_its_radii_and_angle():
-    found = features_of(planted(4.5))
-    assert len(found.angle) == 4 * 4
-    assert (found.context_length, {*found.scale}) == (50, {8**-0.5})
-    (at,) = np.flatnonzero((found.query_radius > 1) & (found.key_radius > 1))
-    assert (found.layer[at], found.head[at], found.pair[at]) == (5, 2, 3)
-    assert found.angle[at] == pytest.approx(4.5, abs=0.02)
-    assert found.key_radius[at] == pytest.approx(10, abs=0.1)
+    measured = features_of(planted(4.5))
+    assert len(measured.angle) == 4 * 4
+    assert (measured.context_length, {*measured.scale}) == (50, {8**-0.5})
+    (index,) = np.flatnonzero((measured.query_radius > 1) & (measured.key_radius > 1))
+    assert (measured.layer[index], measured.head[index], measured.pair[index]) == (5, 2, 3)
+    assert measured.angle[index] == pytest.approx(4.5, abs=0.02)
+    assert measured.key_radius[index] == pytest.approx(10, abs=0.1)
 
 
 @pytest.mark.parametrize(("above", "lower", "relaxed"), [(0.1, 1, 1), (-0.05, 0, 1), (-0.2, 0, 0)])
@@ -126,32 +126,32 @@ def test_recall_knows_large_keys_at_high_frequency():
 
 def test_contributions_are_dot_products_of_rotated_means():
     heads = layer_of_heads(D=8)
-    found = contributions(features_of(heads), 0, 3, [0, 1, 17])
+    measured = contributions(features_of(heads), 0, 3, [0, 1, 17])
     spectrum = heads.encoding.spectra[1]
     q, k = heads.q[:, 3].double().mean((0, 1)), heads.k[:, 1].double().mean((0, 1))
-    for at, distance in enumerate([0, 1, 17]):
+    for index, distance in enumerate([0, 1, 17]):
         query = turned(q.expand(1, 1, 18, 8), spectrum)[0, 0, distance]
         for pair in range(4):
             expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
-            assert found[pair, at] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+            assert measured[pair, index] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
 
 
 def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
     heads = layer_of_heads(D=8)
     scaled = heads.encoding.map(
-        lambda one: replace(one, rotary_scale=1.2).with_temperature(scale=1.5)
+        lambda spectrum: replace(spectrum, rotary_scale=1.2).with_temperature(scale=1.5)
     )
-    plain, found = (
+    plain, measured = (
         contributions(features_of(replace(heads, encoding=encoding)), 0, 3, [0, 1, 17])
         for encoding in (heads.encoding, scaled)
     )
-    np.testing.assert_allclose(found, 1.2**2 * 1.5 * plain)
+    np.testing.assert_allclose(measured, 1.2**2 * 1.5 * plain)
 
 
 def test_a_layer_without_rotation_has_no_features():
-    found = features_of(layer_of_heads("nope"))
-    assert len(found.angle) == 0
-    assert found.mean_lower_bound is None
+    measured = features_of(layer_of_heads("nope"))
+    assert len(measured.angle) == 0
+    assert measured.mean_lower_bound is None
 
 
 HALF = Spectrum((1.0, 0.1))
@@ -167,10 +167,10 @@ def layer(seed, texts=2):
 
 
 def test_every_moving_pair_against_a_loop():
-    found, both = AngleStability(), [layer(0), layer(1)]
-    for one in both:
-        found.update(one)
-    result = found.result()
+    measured, both = AngleStability(), [layer(0), layer(1)]
+    for heads in both:
+        measured.update(heads)
+    result = measured.result()
     expected = []
     for of_keys in (False, True):
         for head in range(2 if of_keys else 4):
@@ -181,8 +181,8 @@ def test_every_moving_pair_against_a_loop():
                     continue
                 points = [
                     complex(row[pair], row[pair + pairs])
-                    for one in both
-                    for text in (one.k if of_keys else one.q)
+                    for heads in both
+                    for text in (heads.k if of_keys else heads.q)
                     for row in text[head].double()
                 ]
                 mean = sum(points) / len(points)
@@ -199,10 +199,10 @@ def test_a_fixed_angle_has_no_variance_and_opposite_ones_cancel():
     still = torch.ones(1, 2, 8, 6)
     turned = still * torch.tensor([1.0, -1.0]).repeat(4)[None, None, :, None]
     encoding = LayerEncoding.of((HALF, HALF))
-    one = Heads(0, encoding, still, turned, still, turned, 64)
-    found = AngleStability()
-    found.update(one)
-    result = found.result()
+    heads = Heads(0, encoding, still, turned, still, turned, 64)
+    measured = AngleStability()
+    measured.update(heads)
+    result = measured.result()
     np.testing.assert_allclose(result.variance[~result.of_keys], 0, atol=1e-6)
     np.testing.assert_allclose(result.variance[result.of_keys], 1, atol=1e-6)
 

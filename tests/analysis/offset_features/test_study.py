@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.analysis.attention_examples import picture
 from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.heads import OffsetSteps
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
@@ -109,8 +110,8 @@ def test_the_strongest_pair_is_followed_over_all_distances(tiny_decoder, negated
         with torch.no_grad():
             model.layers[1].self_attn.q_proj.weight.neg_()
     section = section_of(Target("tiny", model, IDS))
-    slow = [one for one in pairs_of(model) if one[3] < TURN / C]
-    layer, head, pair, theta, q, k = max(slow, key=lambda one: abs(one[4]) * abs(one[5]))
+    slow = [row for row in pairs_of(model) if row[3] < TURN / C]
+    layer, head, pair, theta, q, k = max(slow, key=lambda row: abs(row[4]) * abs(row[5]))
     # The query turns, the key stands still.
     parts = [
         (q * cmath.exp(1j * theta * d) * k.conjugate()).real / math.sqrt(8) for d in range(C + 1)
@@ -129,10 +130,12 @@ def test_the_strongest_pair_is_followed_over_all_distances(tiny_decoder, negated
         text += f"not always below that up to {C} tokens: no offset feature."
     assert text in section.findings
     assert ("an offset feature" in text) != negated
-    curves = next(p for p in section.pictures if p.name == "offset_contributions")
+    curves = picture(section, "offset_contributions")
+    term = [row[4] for row in curves.rows if row[:3] == (layer, head, f"pair {pair}")]
+    np.testing.assert_allclose(curves.figure.axes[0].lines[0].get_ydata(), term)
     by_row = {row[:4]: row[4] for row in curves.rows}
     assert by_row[layer, head, f"pair {pair}", 5] == pytest.approx(parts[5], rel=1e-4)
-    of_head = [one for one in pairs_of(model) if one[:2] == (layer, head)]
+    of_head = [row for row in pairs_of(model) if row[:2] == (layer, head)]
     total = sum((a * cmath.exp(5j * t) * b.conjugate()).real for *_, t, a, b in of_head)
     all_pairs = by_row[layer, head, "all pairs", 5]
     assert all_pairs == pytest.approx(total / math.sqrt(8), rel=1e-4)
@@ -154,12 +157,14 @@ def test_bounds_after_a_rescaling_are_those_of_its_frequencies(tiny_decoder, met
     section = section_of(Target("tiny", model, IDS))
     assert section.numbers["extended_length"] == 90  # of the text, which is longer than C
     change = METHODS[method](90 / C)
-    found = section.numbers["methods"][method]
+    measured = section.numbers["methods"][method]
     turned = np.array([change(m, theta) * 90 for _, _, m, theta, _, _ in pairs_of(model)])
-    assert found["share"] == pytest.approx((turned < TURN).mean())
-    assert found["mean_lower_bound"] == pytest.approx((math.pi + turned[turned < TURN] / 2).mean())
+    assert measured["share"] == pytest.approx((turned < TURN).mean())
+    assert measured["mean_lower_bound"] == pytest.approx(
+        (math.pi + turned[turned < TURN] / 2).mean()
+    )
     large, upper, lower, _ = recounted(model, 6, 90, change)
-    assert found["recall"][0]["upper"] == pytest.approx(upper / large)
+    assert measured["recall"][0]["upper"] == pytest.approx(upper / large)
     (row,) = (row for row in section.grids[1].rows if row[0] == method)
     assert row[1] == 90
     assert row[4:] == (f"{upper / large:.0%}", f"{lower / large:.0%}")
@@ -169,11 +174,6 @@ def test_bounds_after_a_rescaling_are_those_of_its_frequencies(tiny_decoder, met
     theta = model.layout.layers[0].spectra[0].inv_freq[2]
     turns = change(2, theta) * 90 / TURN
     assert bounds[method, 2] == pytest.approx((turns, math.pi * (1 + turns)))
-
-
-def test_position_interpolation_leaves_the_bounds_as_they_were(tiny_decoder):
-    methods = section_of(Target("tiny", loud(tiny_decoder), IDS)).numbers["methods"]
-    assert methods["PI"] == methods["as trained"]
 
 
 def test_a_short_text_is_extended_to_four_times_the_training_length(tiny_decoder):
@@ -187,18 +187,6 @@ def test_quiet_keys_leave_the_table_empty(tiny_decoder):
     longest = max(abs(k) for *_, k in pairs_of(model))
     assert f"No pair has a radius of 6; the largest is {longest:.2f}." in section.findings
     assert section.grids[0].rows[0] == ("6", 0, "–", "–", "–")
-
-
-def test_points_are_those_of_chosen_heads(tiny_decoder):
-    model = loud(tiny_decoder)
-    section = section_of(Target("tiny", model, IDS, chosen=((1, 2), (1, 3))))
-    points = next(p for p in section.pictures if p.name == "offset_feature_points")
-    assert {row[:2] for row in points.rows} == {(1, 2), (1, 3)}
-    layers = []
-    capture(model, IDS, layers.append)
-    layer, head, pair, token, *values = points.rows[5]
-    q, k = layers[layer].q[0, head, token], layers[layer].k[0, head // 2, token]
-    assert values == pytest.approx([*q[[pair, pair + 4]].tolist(), *k[[pair, pair + 4]].tolist()])
 
 
 @pytest.mark.parametrize(
@@ -224,27 +212,16 @@ def test_layouts_of_several_kinds_have_all_pictures(tiny_decoder, positional):
     assert len(drawn) == moving
 
 
-def test_layers_without_rotation_have_no_pairs(tiny_decoder):
-    model = loud(tiny_decoder, layers=["rope", "nope"])
-    section = section_of(Target("tiny", model, IDS))
-    assert {row[0] for row in section.pictures[0].rows} == {0}
-
-
 def test_without_slow_pairs_the_strongest_one_is_shown_and_is_no_feature(tiny_decoder):
     model = loud(tiny_decoder, encodings={"rope": {"base": 1.5}})
     section = section_of(Target("tiny", model, IDS))
     assert section.findings[0].startswith("0% of 32 pairs")
     assert not any("under the upper bound is" in finding for finding in section.findings)
     assert "sinks" not in section.numbers
-    layer, head, pair, *_ = max(pairs_of(model), key=lambda one: abs(one[4]) * abs(one[5]))
+    layer, head, pair, *_ = max(pairs_of(model), key=lambda row: abs(row[4]) * abs(row[5]))
     points = picture(section, "offset_feature_points")
     assert points.rows[0][:3] == (layer, head, pair)
     assert "strongest pairs of these heads" in points.caption
-
-
-def picture(section, name):
-    (found,) = (one for one in section.pictures if one.name == name)
-    return found
 
 
 def test_every_pair_and_every_channel_of_a_chosen_head(tiny_decoder):
@@ -280,10 +257,10 @@ def test_sinks_by_one_feature(tiny_decoder):
     strongest = {}
     for layer, head, pair, theta, q, k in pairs_of(model):
         if theta < TURN / C:
-            found = strongest.setdefault((layer, head), [])
-            found.append((abs(q) * abs(k), pair))
+            measured = strongest.setdefault((layer, head), [])
+            measured.append((abs(q) * abs(k), pair))
     rows = picture(section, "offset_sinks").rows
-    assert {row[:2]: row[2] for row in rows} == {at: max(f)[1] for at, f in strongest.items()}
+    assert {row[:2]: row[2] for row in rows} == {place: max(f)[1] for place, f in strongest.items()}
     sinks = [row for row in rows if row[3] >= 0.1]
     assert sinks
     (sentence,) = (text for text in section.findings if "explains" in text)
@@ -303,14 +280,16 @@ def test_sinks_by_one_feature(tiny_decoder):
 def looped_attention_on_the_token_before(heads, head, pair=None):
     """One query and one key at a time, without a pair's part of the scores where one is given;
     queries are those in the last three quarters of the training length."""
-    found = []
+    measured = []
     for q, k in zip(heads.rotated_q[:, head], heads.rotated_k[:, head // 2], strict=True):
-        left = [c for c in range(8) if pair is None or c not in (pair, pair + 4)]
+        channels = [c for c in range(8) if pair is None or c not in (pair, pair + 4)]
         for i in range(C // 4, C):
-            scores = [float(q[i, left].double() @ k[j, left].double()) for j in range(i + 1)]
+            scores = [
+                float(q[i, channels].double() @ k[j, channels].double()) for j in range(i + 1)
+            ]
             weights = [math.exp((s - max(scores)) / math.sqrt(8)) for s in scores]
-            found.append(weights[i - 1] / sum(weights))
-    return sum(found) / len(found)
+            measured.append(weights[i - 1] / sum(weights))
+    return sum(measured) / len(measured)
 
 
 def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):
@@ -320,7 +299,7 @@ def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_d
     rows = picture(section, "offset_steps").rows
     layers = []
     capture(model, IDS, layers.append)
-    first = [one for one in pairs_of(model) if one[2] == 0]
+    first = [row for row in pairs_of(model) if row[2] == 0]
     assert len(rows) == len(first) == 8
     for row, (layer, head, _, theta, q, k) in zip(rows, first, strict=True):
         assert row[:4] == (layer, head, 0, theta)

@@ -36,10 +36,10 @@ def weights(tokens, shift, window=None):
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_bias_is_that_of_definition_3_1(window):
     heads = layer_of_heads(window=window)
-    found = positional_biases(attention_rows(heads))
+    measured = positional_biases(attention_rows(heads))
     for head in range(4):
         maps = [attention_of(heads, text, head)[0] for text in range(2)]
-        for shift, values in ((0, found["diagonal"]), (1, found["previous"])):
+        for shift, values in ((0, measured["diagonal"]), (1, measured["previous"])):
             expected = np.mean([(weights(40, shift, window) * a).sum() / 40 for a in maps])
             assert values[:, head].mean().item() == pytest.approx(expected, abs=1e-5)
 
@@ -90,10 +90,10 @@ def dense_gradients(model, ids, shift):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_gradients_are_those_of_autograd(tiny_decoder, encoding, shift, softmax):
     model = tiny_decoder(layers=[encoding], model={"softmax": softmax})
-    found = bias_gradients(model, IDS, shift)
+    measured = bias_gradients(model, IDS, shift)
     expected = np.mean([dense_gradients(model, row[None], shift) for row in IDS], axis=0)
-    np.testing.assert_allclose(found.query, expected[0], rtol=1e-3, atol=1e-7)
-    np.testing.assert_allclose(found.key, expected[1], rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(measured.query, expected[0], rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(measured.key, expected[1], rtol=1e-3, atol=1e-7)
 
 
 def test_gradients_leave_the_model_as_it_was(tiny_decoder):
@@ -161,7 +161,7 @@ def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_de
     capture(model, IDS, lambda heads: None)
     for hook in hooks:
         hook.remove()
-    found = prefix_spreads(model, IDS)
+    measured = prefix_spreads(model, IDS)
     expected = []
     for layer in states:
         widest = [
@@ -173,7 +173,7 @@ def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_de
             for text in layer
         ]
         expected.append(np.mean(widest))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(measured, expected, rtol=1e-5)
 
 
 def test_a_small_spread_is_not_lost_beside_a_large_common_vector(tiny_decoder):

@@ -45,8 +45,8 @@ def test_a_pair_that_stands_still_has_factor_one():
 def test_profile_by_distance(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 16)
     heads = layer_of_heads(window=30)
-    found = attention_by_distance(heads, 3, 35)
+    measured = attention_by_distance(heads, 3, 35)
     maps = [attention_of(heads, text, 3)[0] for text in range(2)]
     expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(35)]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(measured, expected, rtol=1e-4, atol=1e-7)
     assert len(attention_by_distance(heads, 0, 1000)) == 40

@@ -23,14 +23,18 @@ NUMBER = re.compile(r"(?<![A-Za-z])[-+−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)
 def check_sections(sections, name):
     """Compare sections with the file of this name, numbers to half a percent.
 
-    With WRITE_SUMS set, the file is written anew, to be read.
+    If WRITE_SUMS is set, the file is written anew, to be read.
     """
-    path, found = FILES / f"{name}.json", {one.key: _sums(one) for one in sections}
+    for section in sections:
+        json.dumps(section.numbers, allow_nan=False)
+        names = [picture.name for picture in section.pictures]
+        assert len(set(names)) == len(names)
+    path, sums = FILES / f"{name}.json", {section.key: _sums(section) for section in sections}
     if os.environ.get("WRITE_SUMS"):
-        path.write_text(_lines(found), encoding="utf-8")
-    found, wanted = (dict(_flat(of)) for of in (found, json.loads(path.read_text("utf-8"))))
-    assert list(found) == list(wanted)
-    assert found == pytest.approx(wanted, rel=5e-3, abs=5e-5, nan_ok=True)
+        path.write_text(_lines(sums), encoding="utf-8")
+    flat, expected = (dict(_flat(tree)) for tree in (sums, json.loads(path.read_text("utf-8"))))
+    assert list(flat) == list(expected)
+    assert flat == pytest.approx(expected, rel=5e-3, abs=5e-5, nan_ok=True)
 
 
 def _sums(section):
@@ -52,8 +56,8 @@ def _sums(section):
 
 
 def _numbers(text):
-    found = (float(n.replace("−", "-").replace(",", "")) for n in NUMBER.findall(text))
-    return [float(f"{value:.4g}") for value in found]
+    values = (float(n.replace("−", "-").replace(",", "")) for n in NUMBER.findall(text))
+    return [float(f"{value:.4g}") for value in values]
 
 
 def _sum(values):
@@ -71,27 +75,33 @@ def _of_column(column):
 
 
 def _of_panel(axes):
-    """Sum lines, points and images; reference lines and legends are a matter of taste."""
+    """Sum lines, points, bands and images, and note the logarithmic axes: 1 for x, 2 for y.
+
+    Reference lines and legends are a matter of taste.
+    """
     data = [np.concatenate(line.get_data()) for line in axes.lines if len(line.get_xdata()) > 2]
     data += [image.get_array().ravel() for image in axes.images]
-    for one in axes.collections:
-        if isinstance(one, PathCollection):
-            data.append(one.get_offsets().ravel())
-    return _sum(np.ma.concatenate(data)) if data else []
+    for drawn in axes.collections:
+        if isinstance(drawn, PathCollection):
+            data.append(drawn.get_offsets().ravel())
+        else:
+            data += [path.vertices.ravel() for path in drawn.get_paths()]
+    logarithmic = (axes.get_xscale() == "log") + 2 * (axes.get_yscale() == "log")
+    return [*_sum(np.ma.concatenate(data)), logarithmic] if data else []
 
 
 def _of_values(value):
     if isinstance(value, dict):
-        return {key: _of_values(of) for key, of in value.items()}
+        return {key: _of_values(inner) for key, inner in value.items()}
     try:
         return _sum(np.array(value, dtype=float))
     except (TypeError, ValueError):
         return _numbers(str(value))
 
 
-def _lines(found):
+def _lines(sums):
     """Return JSON with a line for each finding, table, picture and number."""
-    text = json.dumps(found, indent=1, ensure_ascii=False)
+    text = json.dumps(sums, indent=1, ensure_ascii=False)
     inner = re.compile(r"\n {4,}|\n {3}(?=[\]}])")
     return re.sub(r",(?=\S)", ", ", inner.sub("", text)) + "\n"
 
@@ -99,8 +109,8 @@ def _lines(found):
 def _flat(value, name=""):
     """Yield every number with the path to it."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, of in items:
-        if isinstance(of, dict | list):
-            yield from _flat(of, f"{name}.{key}")
+    for key, inner in items:
+        if isinstance(inner, dict | list):
+            yield from _flat(inner, f"{name}.{key}")
         else:
-            yield f"{name}.{key}", of
+            yield f"{name}.{key}", inner

@@ -11,7 +11,7 @@ import torch
 from tests.analysis.studies.sums import check_sections
 from trainer.analysis.capture import NeedlePrompt
 from trainer.analysis.drop import DropStudy
-from trainer.analysis.offset_features.study import OffsetChanges
+from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.settings import AttenuationSettings, NeedleSettings, ShortTime
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.study import Target, run
@@ -74,19 +74,19 @@ def mixed(target):
 
 def peaked(target):
     """Heads of sharp attention, on a text that is no longer than the training length."""
-    of = target("peaked", training_length=T, layers=["rope", "p_rope"], prompt=prompt(64))
+    sharp = target("peaked", training_length=T, layers=["rope", "p_rope"], prompt=prompt(64))
     with torch.no_grad():
-        for block in of.model.layers:
+        for block in sharp.model.layers:
             block.self_attn.k_proj.weight.mul_(30)
             block.self_attn.k_proj.weight[:, 0] += 20
-    return of
+    return sharp
 
 
 @pytest.mark.parametrize("build", [rotating, bare, mixed, peaked], ids=lambda build: build.__name__)
 def test_sections_of_one_model(build, target):
-    of = build(target)
-    possible = {key: study for key, study in STUDIES.items() if not study.problems(of)}
-    check_sections(run([study(of) for study in possible.values()], of), build.__name__)
+    model = build(target)
+    possible = [study for study in STUDIES.values() if not study.problems(model)]
+    check_sections(run([study(model) for study in possible], model), build.__name__)
 
 
 def test_sections_of_two_models(target):

@@ -22,48 +22,19 @@ CHUNK = 2048
 """Positions converted to float64 at a time."""
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The clusters of every head by prefix length, ``[layers, heads, lengths]``.
+MEASURES = (
+    *("query_cosine", "key_cosine", "cross_cosine"),
+    *("query_dot", "key_dot", "cross_dot"),
+    *("query_stable_rank", "key_stable_rank"),
+    *("silhouette", "davies_bouldin"),
+)
+"""Measures of a head's clusters by prefix length, ``[layers, heads, lengths]``.
 
-    ``query_*``: among queries, per query head; ``key_*``: among keys, per key-value head;
-    ``cross_*``: between queries and the keys that they read, per query head. ``*_cosine``,
-    ``*_dot``: means over all pairs of two different vectors. ``*_stable_rank``: |X|_F^2 / |X|_2^2,
-    about the origin. ``silhouette``, ``davies_bouldin``: separation of the two clusters, per query
-    head.
-    """
-
-    query_cosine: Array
-    key_cosine: Array
-    cross_cosine: Array
-    query_dot: Array
-    key_dot: Array
-    cross_dot: Array
-    query_stable_rank: Array
-    key_stable_rank: Array
-    silhouette: Array
-    davies_bouldin: Array
-
-
-@dataclass(frozen=True)
-class ClusterResult:
-    """Geometry ``plain``, before the encoding, and ``rotated``, as the scores use queries and keys.
-
-    ``*_fsv_ratio``: first singular value after the encoding over that before it, ``[layers, heads,
-    lengths]``, without the queries' temperature. A rotation leaves |X|_F unchanged (Lemma 2), so
-    this is the root of the ratio of stable ranks. ``*_first_share``: share of the first principal
-    component in the variance about the origin, before the encoding, over the whole text, ``[layers,
-    heads]``.
-    """
-
-    layers: list[int]
-    lengths: list[int]
-    plain: Geometry
-    rotated: Geometry
-    query_fsv_ratio: Array
-    key_fsv_ratio: Array
-    query_first_share: Array
-    key_first_share: Array
+``query_*``: among queries, per query head; ``key_*``: among keys, per key-value head; ``cross_*``:
+between queries and the keys that they read, per query head. ``*_cosine``, ``*_dot``: means over all
+pairs of two different vectors. ``*_stable_rank``: |X|_F^2 / |X|_2^2, about the origin.
+``silhouette``, ``davies_bouldin``: separation of the two clusters, per query head.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,15 +120,14 @@ def sample_positions(length: int, points: int, seed: int) -> Array:
 class Clusters:
     """Collect the geometry of every layer; pass :meth:`update` to ``capture``.
 
-    Args:
-        points: number of queries and of keys in the samples for silhouette and Davies-Bouldin.
-        seed: seed of these samples.
+    ``points``: number of queries and of keys in the samples for silhouette and Davies-Bouldin;
+    ``seed``: seed of these samples. ``lengths``: of the prefixes, in tokens.
     """
 
     def __init__(self, points: int = 512, seed: int = 0) -> None:
         self.points, self.seed = points, seed
         self.lengths: list[int] = []
-        self._averages = Averages()
+        self.averages = Averages()
 
     def update(self, heads: Heads) -> None:
         """Add one layer of one or more texts, all of the same length of at least two tokens."""
@@ -174,30 +144,23 @@ class Clusters:
             before = values[f"plain.{side}_stable_rank"]
             values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
             values[f"{side}_first_share"] = 1 / before[..., -1]
-        self._averages.add(heads.layer, **values)
+        self.averages.add(heads.layer, **values)
 
-    def result(self) -> ClusterResult:
-        """Return means over the texts added so far."""
-        stacked = self._averages.stacked
+    def result(self) -> dict[str, Array]:
+        """Return means over the texts added so far.
 
-        def geometry(name: str) -> Geometry:
-            return Geometry(**{key: stacked(f"{name}.{key}") for key in Geometry.__annotations__})
-
-        return ClusterResult(
-            self._averages.layers,
-            self.lengths,
-            geometry("plain"),
-            geometry("rotated"),
-            **{
-                f"{side}_{what}": stacked(f"{side}_{what}")
-                for side in ("query", "key")
-                for what in ("fsv_ratio", "first_share")
-            },
-        )
+        ``plain.NAME`` and ``rotated.NAME`` for each of :data:`MEASURES`: before the encoding, and
+        as the scores use queries and keys. ``*_fsv_ratio``: first singular value after the encoding
+        over that before it, ``[layers, heads, lengths]``, without the queries' temperature. A
+        rotation leaves |X|_F unchanged (Lemma 2), so this is the root of the ratio of stable ranks.
+        ``*_first_share``: share of the first principal component in the variance about the origin,
+        before the encoding, over the whole text, ``[layers, heads]``.
+        """
+        return self.averages.all_stacked()
 
 
 @dataclass(frozen=True)
-class Panel:
+class Projection:
     """Points of a prefix: ``keys`` ``[points, 2]``, ``queries`` ``[query heads, points, 2]``.
 
     ``positions``: positions of the points in the text. ``stable_rank``: stable rank of all keys of
@@ -220,7 +183,7 @@ class Snapshot:
     layer: int
     kv_head: int
     origin: Array
-    panels: list[Panel]
+    panels: list[Projection]
 
 
 def snapshot(
@@ -229,14 +192,8 @@ def snapshot(
     """Project prefixes of a text, before and after the encoding, on one plane.
 
     The plane is spanned by the first two principal components of keys and queries together, before
-    the encoding, over the first of the ``lengths``.
-
-    Args:
-        heads: a layer; only its first text is shown.
-        kv_head: the key-value head.
-        lengths: lengths of the prefixes in tokens; each gets two panels.
-        points: number of points of a cluster.
-        seed: seed of the choice of points.
+    the encoding, over the first of the ``lengths``. Only the layer's first text is shown, with at
+    most ``points`` points of a cluster.
     """
     group = heads.queries_per_key
     shared = slice(kv_head * group, (kv_head + 1) * group)
@@ -255,11 +212,11 @@ def snapshot(
     # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
     plane = plane * np.sign(plane[np.abs(plane).argmax(axis=0), [0, 1]])
 
-    def panel(length: int, rotated: bool) -> Panel:
+    def panel(length: int, rotated: bool) -> Projection:
         k, q = clouds[rotated]
         chosen = sample_positions(length, points, seed)
         spectrum = np.linalg.eigvalsh(k[:length].T @ k[:length])
-        return Panel(
+        return Projection(
             length,
             rotated,
             chosen,

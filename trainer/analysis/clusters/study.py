@@ -4,21 +4,29 @@ Sec. 3.1, App. A.3 and A.10; Fig. 2, 3, 4, 10, 11, 13 and 14)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from trainer.analysis.arrays import Array, to_json
 from trainer.analysis.capture import Heads
-from trainer.analysis.clusters.measure import ClusterResult, Clusters, Snapshot, snapshot
-from trainer.analysis.studies.section import Grid, Indicator, Picture, Section
-from trainer.analysis.studies.study import Study, Target, Versions, before, versions
+from trainer.analysis.clusters.measure import MEASURES, Clusters, Snapshot, snapshot
+from trainer.analysis.studies.section import (
+    Grid,
+    Indicator,
+    Picture,
+    Rows,
+    Section,
+    last_within,
+    long_rows,
+)
+from trainer.analysis.studies.study import Study, Target, before, extremes, versions
 from trainer.common.words import counted
 from trainer.plotting.lines import Frame, Panel, Series, by_length, log_if_wide, over_heads
 from trainer.plotting.points import GroupCloud, group_clouds, histogram
 
-MEASURES = {
+TITLES = {
     "silhouette": "silhouette score (1: apart, 0: overlapping)",
     "davies_bouldin": "Davies–Bouldin index (low: apart), median",
     "key_cosine": "cosine, keys with keys",
@@ -27,11 +35,17 @@ MEASURES = {
     "key_stable_rank": "stable rank of keys",
     "query_stable_rank": "stable rank of queries",
 }
-SHOWN, POINTS = 3, 256
+SIDES = {"key": "keys", "query": "queries"}
+COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
+POINTS = 256
+HEADER = ("version", "measure", "layer", "head", "length", "value")
 
 
 class ClustersStudy(Study):
-    """Width and distance of the clouds of queries and keys, before and after the rotation."""
+    """Width and distance of the clouds of queries and keys, before and after the rotation.
+
+    ``result``: see :meth:`Clusters.result`.
+    """
 
     key: ClassVar[str] = "clusters"
     title: ClassVar[str] = "Clusters of queries and keys"
@@ -41,16 +55,17 @@ class ClustersStudy(Study):
         super().__init__(target)
         self.clusters = Clusters(seed=target.seed)
         self.versions = versions(target)
+        self.result: dict[str, Array] = {}
         self._snapshots: list[Snapshot] = []
         inside = min(target.training_length, target.length)
-        self._panels = list(dict.fromkeys([inside, target.length]))
+        self._prefixes = list(dict.fromkeys([inside, target.length]))
 
     def on_layer(self, heads: Heads) -> None:
         """Measure all heads, and project the heads that may be shown."""
         self.clusters.update(heads)
         for kv_head in self._pictured(heads):
             self._snapshots.append(
-                snapshot(heads, kv_head, self._panels, points=POINTS, seed=self.target.seed)
+                snapshot(heads, kv_head, self._prefixes, points=POINTS, seed=self.target.seed)
             )
 
     def _pictured(self, heads: Heads) -> list[int]:
@@ -61,14 +76,15 @@ class ClustersStudy(Study):
 
     def section(self) -> Section:
         """Write the section: curves by length, distributions over heads, pictures of some heads."""
-        result = self.clusters.result()
-        pictures = ClusterPictures(result, self.versions, self.target.training_length)
-        shown = self._shown(result)
-        which = (
-            "as chosen"
-            if self.target.chosen
-            else "those whose separation suffers most, medium and least"
-        )
+        self.result = self.clusters.result()
+        pictures = [
+            self._pairs("cosine"),
+            *([self._clouds()] if self._snapshots else []),
+            self._separation(),
+            self._singular_values(),
+            self._first_component(),
+            self._pairs("dot"),
+        ]
         return Section(
             self.key,
             self.title,
@@ -76,8 +92,8 @@ class ClustersStudy(Study):
             "queries and between both say how narrow each cloud is and whether they lie on "
             "opposite sides of the origin; silhouette score and Davies–Bouldin index say how well "
             "they are separated. The stable rank is about 1 for a tight cloud away from the "
-            "origin and grows as the cloud spreads around it; it can at most be the number of "
-            "channels of a head."
+            "origin and grows as the cloud spreads around it, up to the number of channels of a "
+            "head."
             + (
                 " Both versions, before and after the rotation, come from the same forward pass "
                 "of the model as it is."
@@ -93,135 +109,103 @@ class ClustersStudy(Study):
             ),
             "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.1, App. A.3, A.10; Fig. 2, 3, 4, 10, "
             "11, 13, 14.",
-            self._findings(result),
-            (
-                pictures.pairs("cosine"),
-                *([pictures.snapshots(shown, which)] if shown else []),
-                pictures.separation(self.clusters.points),
-                pictures.singular_values(),
-                pictures.first_component(),
-                pictures.pairs("dot"),
-            ),
-            (self._table(pictures),),
-            self._numbers(result),
+            tuple(self._findings()),
+            tuple(pictures),
+            (self._table(),),
+            self._numbers(),
         )
 
-    @property
-    def _within(self) -> int:
-        """Index of the longest prefix within the training length."""
-        inside = [i for i, n in enumerate(self.clusters.lengths) if self._is_within(n)]
-        return max(inside, default=0)
+    def _places(self) -> dict[int, int]:
+        """Return the longest prefix within the training length and the longest one, with the index
+        of each."""
+        lengths = self.clusters.lengths
+        within = last_within(lengths, self.target.training_length)
+        return {lengths[index]: index for index in (within, len(lengths) - 1)}
 
-    def _is_within(self, length: int) -> bool:
-        return length <= self.target.training_length
-
-    def _findings(self, result: ClusterResult) -> tuple[str, ...]:
-        within, C = self._within, self.target.training_length
-        shares = result.key_first_share, result.query_first_share
+    def _findings(self) -> list[str]:
+        C, result = self.target.training_length, self.result
+        keys, queries = (100 * result[f"{side}_first_share"].mean() for side in SIDES)
         findings = [
-            f"{before(self.versions).capitalize()} one direction holds "
-            f"{100 * shares[0].mean():.0f}% of the "
-            f"variance of keys and {100 * shares[1].mean():.0f}% of that of queries about the "
-            f"origin, mean over heads (RoPE-ID: over 75% in Llama 3)."
+            f"{before(self.versions).capitalize()} one direction holds {keys:.0f}% of the variance "
+            f"of keys and {queries:.0f}% of the variance of queries about the origin, mean over "
+            "heads (RoPE-ID: over 75% in Llama 3)."
         ]
-        places = {result.lengths[i]: i for i in (within, -1)}
-        for n, at in places.items():
-            geometry = result.rotated
-            cross = geometry.cross_cosine[..., at]
+        for n, index in self._places().items():
+            cross, silhouette, rank = (
+                result[f"rotated.{name}"][..., index]
+                for name in ("cross_cosine", "silhouette", "key_stable_rank")
+            )
             findings.append(
-                f"At {n:,} tokens{'' if self._is_within(n) else f' ({n / C:g} C)'} the cosine "
+                f"At {n:,} tokens{'' if n <= C else f' ({n / C:g} C)'} the cosine "
                 f"between queries and keys as they meet is {cross.mean():+.3f}, and below 0 in "
                 f"{100 * (cross < 0).mean():.0f}% of {cross.size} heads; the silhouette score is "
-                f"{geometry.silhouette[..., at].mean():.3f} and the stable rank of keys "
-                f"{geometry.key_stable_rank[..., at].mean():.2f}."
+                f"{silhouette.mean():.3f} and the stable rank of keys {rank.mean():.2f}."
             )
-        if "plain" in self.versions:
-            ratio = result.key_fsv_ratio.mean(axis=(0, 1))
-            plain_rank, rank = (
-                g.key_stable_rank.mean(axis=(0, 1)) for g in (result.plain, result.rotated)
-            )
-            findings += [
-                f"The rotation leaves {ratio[at]:.2f} of the first singular value of keys at "
-                f"{n:,} tokens, mean over heads, and their stable rank is "
-                f"{rank[at] / plain_rank[at]:.2f} times that before it."
-                for n, at in places.items()
-            ]
-            findings.append(
-                "Theorem 1 expects at least 2 times in the limit, for keys along one direction "
-                "all of whose channels rotate."
-            )
-        else:
+        if "plain" not in self.versions:
             findings.append(
                 "No head rotates, so queries and keys meet as they were projected: whatever "
                 "changes with length is in the states themselves."
             )
-        return tuple(findings)
-
-    def _shown(self, result: ClusterResult) -> list[Snapshot]:
-        """Return the chosen heads, or those whose separation suffers most, medium and least."""
-        if self.target.chosen or len(self._snapshots) <= SHOWN:
-            return self._snapshots
-        group = result.rotated.silhouette.shape[1] // result.key_fsv_ratio.shape[1]
-
-        def loss(one: Snapshot) -> float:
-            query_heads = slice(one.kv_head * group, (one.kv_head + 1) * group)
-            layer = result.layers.index(one.layer)
-            scores = result.rotated.silhouette[layer, query_heads].mean(axis=0)
-            return float(scores[-1] - scores[self._within])
-
-        ordered = sorted(self._snapshots, key=loss)
-        return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-
-    def _table(self, pictures: ClusterPictures) -> Grid:
-        lengths = pictures.result.lengths
-        places = list(dict.fromkeys([self._within, len(lengths) - 1]))
-        header = [
-            f"{lengths[at]:,} tokens, {label}"
-            for at in places
-            for label, _ in self.versions.values()
+            return findings
+        ratio, plain, rotated = (
+            result[name].mean(axis=(0, 1))
+            for name in ("key_fsv_ratio", "plain.key_stable_rank", "rotated.key_stable_rank")
+        )
+        findings += [
+            f"The rotation leaves {ratio[index]:.2f} of the first singular value of keys at "
+            f"{n:,} tokens, mean over heads, and multiplies their stable rank by "
+            f"{rotated[index] / plain[index]:.2f}."
+            for n, index in self._places().items()
         ]
+        findings.append(
+            "Theorem 1 expects at least 2 times in the limit, for keys along one direction "
+            "all of whose channels rotate."
+        )
+        return findings
 
-        def value(version: str, measure: str, at: int) -> str:
-            of = pictures.values(version, measure)[..., at]
-            return f"{(np.median if measure == 'davies_bouldin' else np.mean)(of):.3f}"
+    def _table(self) -> Grid:
+        def value(version: str, measure: str, index: int) -> str:
+            values = self.result[f"{version}.{measure}"][..., index]
+            return f"{(np.median if measure == 'davies_bouldin' else np.mean)(values):.3f}"
 
+        columns = [
+            (n, index, version) for n, index in self._places().items() for version in self.versions
+        ]
         return Grid(
             "Queries and keys within the training length and at the longest one; means over heads.",
-            ("measure", *header),
+            ("measure", *(f"{n:,} tokens, {self.versions[v][0]}" for n, _, v in columns)),
             [
-                (text, *(value(v, measure, at) for at in places for v in self.versions))
-                for measure, text in MEASURES.items()
+                (title, *(value(version, measure, index) for _, index, version in columns))
+                for measure, title in TITLES.items()
             ],
         )
 
-    def _numbers(self, result: ClusterResult) -> dict[str, Any]:
-        measures = list(type(result.plain).__annotations__)
-        numbers: dict[str, Any] = {
-            "lengths": result.lengths,
-            "layers": result.layers,
+    def _numbers(self) -> dict[str, Any]:
+        lists = {name: to_json(values) for name, values in self.result.items()}
+        ratios = [f"{side}_{name}" for name in ("fsv_ratio", "first_share") for side in SIDES]
+        return {
+            "lengths": self.clusters.lengths,
+            "layers": self.clusters.averages.layers,
             "training_length": self.target.training_length,
             **{
-                version: {
-                    name: to_json(getattr(getattr(result, version), name)) for name in measures
-                }
+                version: {measure: lists[f"{version}.{measure}"] for measure in MEASURES}
                 for version in ("plain", "rotated")
             },
-            "key_fsv_ratio": to_json(result.key_fsv_ratio),
-            "query_fsv_ratio": to_json(result.query_fsv_ratio),
-            "key_first_share": to_json(result.key_first_share),
-            "query_first_share": to_json(result.query_first_share),
+            **{name: lists[name] for name in ratios},
+            "glance": [indicator.to_dict() for indicator in self._glance()],
         }
-        return numbers | {"glance": [one.to_dict() for one in self._glance(result)]}
 
-    def _glance(self, result: ClusterResult) -> list[Indicator]:
-        lengths, C = result.lengths, self.target.training_length
-        rank = result.rotated.key_stable_rank.mean(axis=(0, 1))
+    def _glance(self) -> list[Indicator]:
+        lengths, C = self.clusters.lengths, self.target.training_length
+        separation, rank, plain = (
+            self.result[name].mean(axis=(0, 1))
+            for name in ("rotated.silhouette", "rotated.key_stable_rank", "plain.key_stable_rank")
+        )
         name, meaning = "Stable rank of keys", "low: one tight cloud"
         if "plain" in self.versions:
-            rank = rank / result.plain.key_stable_rank.mean(axis=(0, 1))
+            rank = rank / plain
             name += ", after / before rotation"
             meaning = "1: the rotation leaves the cloud tight"
-        separation = result.rotated.silhouette.mean(axis=(0, 1))
         return [
             Indicator(
                 "Separation of keys and queries",
@@ -234,63 +218,14 @@ class ClustersStudy(Study):
             Indicator(name, lengths, rank.tolist(), C, "low", meaning),
         ]
 
-
-COSINES = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
-LENGTH = "length of the text (tokens)"
-Table = tuple[tuple[str, ...], list[tuple[Any, ...]]]
-
-
-@dataclass(frozen=True)
-class ClusterPictures:
-    """Draws ``result`` in the versions that differ; ``trained``: the model's training length."""
-
-    result: ClusterResult
-    versions: Versions
-    trained: int
-
-    def values(self, version: str, measure: str) -> Array:
-        """Return a measure of :class:`Geometry` for one version, ``[layers, heads, lengths]``."""
-        values: Array = getattr(getattr(self.result, version), measure)
-        return values
-
-    def lines(self, measure: str, *, median: bool = False) -> list[Series]:
-        """Return a curve by length for each version."""
-        return [
-            over_heads(
-                label, style, self.result.lengths, self.values(version, measure), median=median
-            )
-            for version, (label, style) in self.versions.items()
-        ]
-
-    def rows(self, names: Sequence[str], *, ratios: bool = False) -> Table:
-        """Return header and rows of a CSV file: every head at every length."""
-        rows: list[tuple[Any, ...]] = []
-        sets = [(v, name, self.values(v, name)) for v in self.versions for name in names]
-        if ratios and "plain" in self.versions:
-            sets += [("ratio", "key_fsv", self.result.key_fsv_ratio)]
-            sets += [("ratio", "query_fsv", self.result.query_fsv_ratio)]
-        for version, name, of in sets:
-            rows += [
-                (version, name, layer, head, self.result.lengths[i], float(value))
-                for (layer, head, i), value in np.ndenumerate(of)
-            ]
-        return ("version", "measure", "layer", "head", "length", "value"), rows
-
-    def pairs(self, kind: str) -> Picture:
+    def _pairs(self, kind: str) -> Picture:
         """Draw means over pairs of vectors: ``kind`` is ``cosine`` (Fig. 2, 13) or ``dot`` (Fig.
         10)."""
-        names = [f"{side}_{kind}" for side in COSINES]
         label = {"cosine": "mean cosine", "dot": "mean dot product"}[kind]
-        figure = by_length(
-            [
-                Panel(
-                    title, self.lines(f"{side}_{kind}"), Frame("", label if side == "key" else "")
-                )
-                for side, title in COSINES.items()
-            ],
-            x_label=LENGTH,
-            trained=self.trained,
-        )
+        panels = [
+            Panel(title, self._lines(f"{side}_{kind}"), Frame("", label if side == "key" else ""))
+            for side, title in COMPARED.items()
+        ]
         reading = (
             "Near 1: a narrow cloud; between queries and keys, below 0: on opposite sides. Curves "
             "that bend at the training length say that a longer text is out of the distribution."
@@ -299,46 +234,48 @@ class ClusterPictures:
         )
         return Picture(
             f"clusters_{kind}",
-            figure,
+            self._by_length(panels),
             f"{label.capitalize()} of all pairs within a head, by the length of the prefix. Line: "
             f"mean over heads; shaded: 80% of them. {reading}",
-            *self.rows(names),
+            HEADER,
+            self._rows(*(f"{side}_{kind}" for side in COMPARED)),
         )
 
-    def singular_values(self) -> Picture:
+    def _singular_values(self) -> Picture:
         """Draw stable ranks and the ratios of first singular values after the rotation (Fig. 4)."""
+        ranks, ratios = (
+            [f"{side}_{name}" for side in SIDES] for name in ("stable_rank", "fsv_ratio")
+        )
         panels = [
-            Panel("keys", self.lines("key_stable_rank"), Frame("", "stable rank")),
-            Panel("queries", self.lines("query_stable_rank"), Frame("", "")),
+            Panel("keys", self._lines(ranks[0]), Frame("", "stable rank")),
+            Panel("queries", self._lines(ranks[1]), Frame("", "")),
         ]
-        names = ["key_stable_rank", "query_stable_rank"]
+        rows = self._rows(*ranks)
         caption = (
             "Stable rank of a head's keys and queries by the length of the prefix; mean and 80% of "
             "heads. Rising past the training length: the clouds spread around the origin."
         )
         if "plain" in self.versions:
-            for side, of in (
-                ("keys", self.result.key_fsv_ratio),
-                ("queries", self.result.query_fsv_ratio),
+            for name, side, y_label in zip(
+                ratios, SIDES.values(), ("after / before", ""), strict=True
             ):
-                title, y = f"{side}: FSV ratio", "after / before" if side == "keys" else ""
-                label, style = self.versions["rotated"]
-                mean = over_heads(label, style, self.result.lengths, of)
-                panels.append(Panel(title, [mean], Frame("", y), of.reshape(-1, of.shape[-1])))
+                ratio = self.result[name]
+                mean = over_heads(*self.versions["rotated"], self.clusters.lengths, ratio)
+                heads = ratio.reshape(-1, ratio.shape[-1])
+                panels.append(Panel(f"{side}: FSV ratio", [mean], Frame("", y_label), heads))
+                key = ("ratio", name.removesuffix("_ratio"))
+                rows += long_rows({key: ratio}, places=self.clusters.lengths)
             caption += (
                 " Below: first singular value after the rotation over that before it, a thin line "
                 "a head. 1: untouched; falling past the training length: the cloud's mean drifts "
                 "to the origin."
             )
-        figure = by_length(panels, x_label=LENGTH, trained=self.trained, columns=2, height=2.0)
-        return Picture("clusters_singular_values", figure, caption, *self.rows(names, ratios=True))
+        figure = self._by_length(panels, columns=2, height=2.0)
+        return Picture("clusters_singular_values", figure, caption, HEADER, rows)
 
-    def first_component(self) -> Picture:
+    def _first_component(self) -> Picture:
         """Draw the share of the variance that lies along one direction (Fig. 4, left)."""
-        shares = {
-            "keys": 100 * self.result.key_first_share,
-            "queries": 100 * self.result.query_first_share,
-        }
+        shares = {title: 100 * self.result[f"{side}_first_share"] for side, title in SIDES.items()}
         return Picture(
             "clusters_first_component",
             histogram(shares, "variance of the first component (%)", low=0, high=100),
@@ -346,59 +283,88 @@ class ClusterPictures:
             f"{before(self.versions)}, over the whole text; dashed: the mean. Far right: a tight "
             "cloud away from the origin, or a needle through it.",
             ("side", "layer", "head", "share"),
-            [
-                (side, *at, float(value) / 100)
-                for side, of in shares.items()
-                for at, value in np.ndenumerate(of)
-            ],
+            long_rows({(title,): share / 100 for title, share in shares.items()}),
         )
 
-    def separation(self, points: int) -> Picture:
-        """Draw silhouette score and Davies–Bouldin index of samples of ``points`` a cloud (Fig.
-        11)."""
+    def _separation(self) -> Picture:
+        """Draw silhouette score and Davies–Bouldin index of samples (Fig. 11)."""
         # Medians: a head whose two clouds share a centre has an unbounded index.
-        medians = self.lines("davies_bouldin", median=True)
+        medians = self._lines("davies_bouldin", median=True)
         panels = [
-            Panel("silhouette score", self.lines("silhouette"), Frame("", "")),
+            Panel("silhouette score", self._lines("silhouette"), Frame("", "")),
             Panel("Davies–Bouldin index", medians, Frame("", "", log_if_wide)),
         ]
         return Picture(
             "clusters_separation",
-            by_length(panels, x_label=LENGTH, trained=self.trained),
-            f"How well queries and keys are separated, from samples of up to {points} of each; "
-            "mean of the score, median of the index, and 80% of heads. A falling score and a "
-            "rising index: they overlap.",
-            *self.rows(["silhouette", "davies_bouldin"]),
+            self._by_length(panels),
+            "How well queries and keys are separated, from samples of up to "
+            f"{self.clusters.points} of each; mean of the score, median of the index, and 80% of "
+            "heads. A falling score and a rising index: they overlap.",
+            HEADER,
+            self._rows("silhouette", "davies_bouldin"),
         )
 
-    def snapshots(self, shown: Sequence[Snapshot], which: str) -> Picture:
-        """Draw clouds in the plane of their first two principal components (Fig. 3, 14)."""
+    def _clouds(self) -> Picture:
+        """Draw the clouds of some heads in the plane of their first two principal components (Fig.
+        3, 14)."""
+        shown, choice = self._snapshots, "as chosen"
+        if not self.target.chosen:
+            shown = extremes(shown, key=self._lost_separation)
+            choice = "those whose separation suffers most, medium and least"
         rows: dict[str, list[GroupCloud]] = {}
-        points: list[tuple[Any, ...]] = []
-        for one in shown:
-            group = one.panels[0].queries.shape[0]
+        points: Rows = []
+        for head in shown:
+            group = head.panels[0].queries.shape[0]
             names = ["keys", *(f"queries {i}" if group > 1 else "queries" for i in range(group))]
-            row = rows.setdefault(f"layer {one.layer}, key head {one.kv_head}", [])
-            for panel in one.panels:
+            row = rows.setdefault(f"layer {head.layer}, key head {head.kv_head}", [])
+            for panel in head.panels:
                 version = "rotated" if panel.rotated else "plain"
                 if version not in self.versions:
                     continue
-                of = dict(zip(names, [panel.keys, *panel.queries], strict=True))
+                groups = dict(zip(names, [panel.keys, *panel.queries], strict=True))
                 title = f"{self.versions[version][0]}\n{panel.length:,} tokens"
-                row.append(GroupCloud(f"{title} ({panel.stable_rank:.2f})", of, one.origin))
+                row.append(GroupCloud(f"{title} ({panel.stable_rank:.2f})", groups, head.origin))
                 points += [
-                    (one.layer, one.kv_head, panel.length, version, name, int(at), *map(float, xy))
-                    for name, cloud in of.items()
-                    for at, xy in zip(panel.positions, cloud, strict=True)
+                    (head.layer, head.kv_head, panel.length, version, name, position, *xy)
+                    for name, cloud in groups.items()
+                    for position, xy in zip(panel.positions.tolist(), cloud.tolist(), strict=True)
                 ]
         first = shown[0].panels[0]
         return Picture(
             "clusters_snapshots",
             group_clouds(rows),
-            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {which}. Every "
-            f"row is one plane, that of the first two principal components at {first.length:,} "
-            f"tokens {before(self.versions)}; a sample of {len(first.positions)} or more points a "
-            "cloud; in brackets the stable rank of the keys.",
+            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {choice}. Every "
+            "row is one plane, spanned by the first two principal components at "
+            f"{first.length:,} tokens {before(self.versions)}; a sample of {len(first.positions)} "
+            "or more points a cloud; in brackets the stable rank of the keys.",
             ("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
             points,
         )
+
+    def _lost_separation(self, head: Snapshot) -> float:
+        """Return how a head's silhouette score changes past the training length."""
+        scores = self.result["rotated.silhouette"][self.clusters.averages.layers.index(head.layer)]
+        group = len(scores) // self.result["key_fsv_ratio"].shape[1]
+        mean = scores[head.kv_head * group : (head.kv_head + 1) * group].mean(axis=0)
+        within, *_ = self._places().values()
+        return float(mean[-1] - mean[within])
+
+    def _lines(self, measure: str, *, median: bool = False) -> list[Series]:
+        lengths = self.clusters.lengths
+        return [
+            over_heads(*look, lengths, self.result[f"{version}.{measure}"], median=median)
+            for version, look in self.versions.items()
+        ]
+
+    def _by_length(self, panels: Sequence[Panel], **layout: Any) -> Figure:
+        trained = self.target.training_length
+        return by_length(panels, x_label="length of the text (tokens)", trained=trained, **layout)
+
+    def _rows(self, *measures: str) -> Rows:
+        """Return every head's measures at every length."""
+        values = {
+            (version, measure): self.result[f"{version}.{measure}"]
+            for version in self.versions
+            for measure in measures
+        }
+        return long_rows(values, places=self.clusters.lengths)

@@ -30,18 +30,14 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
     "blackman": torch.blackman_window,
     "rectangular": torch.ones,
 }
-"""Windows by their names in :data:`~trainer.analysis.settings.WINDOWS`."""
+"""Windows by their names in :data:`~trainer.analysis.settings.Window`."""
 
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
-    """Compute SpectrumFE (Eq. 5 to 7): entropy of the mean power of overlapping frames.
+    """Compute SpectrumFE (Eq. 5 to 7), the entropy of the mean power of overlapping frames:
+    ``[...]`` float64, between 0 and 1.
 
-    Args:
-        signal: ``[..., T]``; tokens after the last whole frame are ignored.
-        frames: length, distance and window of the frames.
-
-    Returns:
-        ``[...]`` float64, between 0 and 1.
+    Tokens of the ``signal`` ``[..., T]`` after the last whole frame are ignored.
 
     Raises:
         UserError: the signal is shorter than a frame, or the frames are invalid.
@@ -60,14 +56,8 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
 
 
 def sequence_fe(signal: Tensor) -> Tensor:
-    """Compute SequenceFE (Eq. 8 to 10): entropy of the power of the whole signal at 1 <= k <
-    floor(T / 2).
-
-    Args:
-        signal: ``[..., T]``.
-
-    Returns:
-        ``[...]`` float64, between 0 and 1.
+    """Compute SequenceFE (Eq. 8 to 10), the entropy of the power of the whole signal ``[..., T]``
+    at 1 <= k < floor(T / 2): ``[...]`` float64, between 0 and 1.
 
     Raises:
         UserError: there are fewer than two frequencies.
@@ -114,12 +104,8 @@ def frequency_entropies(
     """Compute the frequency entropies of every layer in one forward pass.
 
     Norms are taken before the encoding: a rotation does not change them, and a temperature would.
-
-    Args:
-        model: a decoder, with the layout to measure.
-        ids: ``[B, T]`` texts; entropies are averaged over them.
-        measures: names in :data:`MEASURES`.
-        frames: frames of SpectrumFE.
+    ``ids``: ``[B, T]`` texts; entropies are averaged over them. ``measures``: names in
+    :data:`MEASURES`.
 
     Raises:
         UserError: the texts are too short for a measure.
@@ -138,7 +124,7 @@ def frequency_entropies(
 def frequency_entropy_of(
     heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
 ) -> FrequencyEntropy:
-    """Compute the entropies of one captured layer; raises what :func:`frequency_entropies` does."""
+    """Compute the entropies of one captured layer; raises as :func:`frequency_entropies` does."""
     return FrequencyEntropy(*(_of_side(heads, x, measures, frames) for x in (heads.q, heads.k)))
 
 
@@ -233,11 +219,7 @@ def attenuated(
     head_dim: int,
 ) -> tuple[Layout, int]:
     """Attenuate the rotated pairs that a gate selects by ``alpha``, queries and keys by their own
-    entropies (Eq. 11 and 12).
-
-    Returns:
-        the changed layout, and the number of attenuated pairs.
-    """
+    entropies (Eq. 11 and 12); return the changed layout and the number of attenuated pairs."""
     layers, total = [], 0
     for encoding, entropy in zip(layout.layers, entropies, strict=True):
         (query, of_query), (key, of_key) = (
@@ -264,12 +246,8 @@ def weights(
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
-    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel.
-
-    Returns:
-        the factors ``[H][D]``, 1 where a pair does not rotate, and the number of pairs whose factor
-            differs from 1.
-    """
+    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel, ``[H][D]``, 1
+    where a pair does not rotate; also return the number of pairs whose factor is not 1."""
     rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
     per_key = len(weights) // len(encoding.spectra)
     for head, row in enumerate(rows):

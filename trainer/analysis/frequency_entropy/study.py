@@ -3,10 +3,12 @@ Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 17)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.arrays import (
@@ -14,45 +16,63 @@ from trainer.analysis.arrays import (
     Side,
     cell_means,
     finite,
+    mean_over_heads,
     pair_counts,
     pair_norms,
     stack_layers,
     to_json,
 )
 from trainer.analysis.capture import Heads
-from trainer.analysis.frequency_entropy.figures import (
-    COLUMNS,
-    SIDES,
-    EntropyPictures,
-    HeadNorms,
-    Values,
-)
 from trainer.analysis.frequency_entropy.measure import (
     MEASURES,
     NAMES,
     FrequencyEntropy,
-    Gate,
-    Gates,
-    Sweep,
-    frequency_entropies,
     frequency_entropy_of,
-    sweep,
+)
+from trainer.analysis.frequency_entropy.parts import (
+    NEAR,
+    attenuation_part,
+    shorter_texts_part,
+    strongest_pairs,
 )
 from trainer.analysis.settings import rules
-from trainer.analysis.studies.section import Part, Picture, Section, joined
+from trainer.analysis.studies.section import Part, Picture, Section, joined, long_rows
 from trainer.analysis.studies.study import Study, Target
-from trainer.plotting.lines import curves
-from trainer.plotting.points import pair_scatter
+from trainer.plotting.maps import Scale, draw_map, heat_maps
+from trainer.plotting.points import entropy_axis, layer_panels, pair_scatter
+from trainer.plotting.style import BLUE, WIDTH, blank, paper_style
 from trainer.positional.layout import LayerEncoding
 
 CELLS = 256
 PERIODIC = 0.6
 """SequenceFE below which a pair counts as periodic (Sec. 5.2)."""
+COLUMNS = 4
+"""Largest number of layers or heads beside each other."""
+SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
+LOW = {
+    "spectrum": "Low values are frequency bands.",
+    "sequence": "Low values are periods.",
+}
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms ``[pairs, cells]`` of the pairs of one query head and of the keys that it reads, means
+    over the tokens of a cell; ``key_head``: index of the key-value head."""
+
+    layer: int
+    head: int
+    key_head: int
+    norms: Mapping[Side, Array]
 
 
 class FrequencyEntropyStudy(Study):
     """SpectrumFE and SequenceFE of every layer, head and pair, also on the target's prefixes, and
-    perplexity with extreme pairs attenuated."""
+    perplexity with extreme pairs attenuated.
+
+    ``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no
+    such pair.
+    """
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
@@ -61,11 +81,28 @@ class FrequencyEntropyStudy(Study):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.frames = target.frames
+        self.cell = -(-target.length // CELLS)
         long = target.length >= self.frames.frame
         self.measures = [m for m in MEASURES if m != "spectrum" or long]
+        self.values: dict[tuple[str, Side], Array] = {}
         self._layers: list[FrequencyEntropy] = []
         self._norms: dict[tuple[int, int], HeadNorms] = {}
-        self._shown = _layers_to_show(target)
+        encodings = target.model.layout.layers
+        self._still = [i for i, encoding in enumerate(encodings) if not _rotates(encoding)]
+        self._shown = self._layers_to_show()
+        gates = [rule for gate in target.attenuation.gates for rule in rules(gate)]
+        self._thresholds: dict[str, Sequence[float]] = {
+            name: sorted({tau for measure, _, tau in gates if measure == m})
+            for m, name in NAMES.items()
+        }
+
+    def _layers_to_show(self) -> list[int]:
+        """Return layers that have a head whose norms are shown: the chosen ones, or the first, the
+        middle, the last and one without rotation."""
+        if self.target.chosen:
+            return list(dict.fromkeys(layer for layer, _ in self.target.chosen))
+        last = len(self.target.model.layout.layers) - 1
+        return sorted({0, last // 2, last, *self._still[:1]})
 
     def on_layer(self, heads: Heads) -> None:
         """Compute the entropies of all pairs, and norms of the heads that are shown."""
@@ -76,33 +113,37 @@ class FrequencyEntropyStudy(Study):
             # Without a chosen head, show the one with the most concentrated pair.
             entropy = entropies.query[self.measures[0]].nan_to_num(nan=1.0)
             chosen = [int(entropy.amin(dim=-1).argmin())]
-        cell = -(-self.target.length // CELLS)
         for head in chosen:
             key = head // heads.queries_per_key
             norms: dict[Side, Array] = {
-                "query": _norm_map(heads, heads.q, head, cell),
-                "key": _norm_map(heads, heads.k, key, cell),
+                "query": _norm_map(heads, heads.q, head, self.cell),
+                "key": _norm_map(heads, heads.k, key, self.cell),
             }
-            self._norms[heads.layer, head] = HeadNorms(heads.layer, head, key, cell, norms)
+            self._norms[heads.layer, head] = HeadNorms(heads.layer, head, key, norms)
 
     def section(self) -> Section:
         """Write the section: scatter plots, maps, and the attenuation."""
-        values: Values = {
+        self.values = {
             (m, side): stack_layers(
                 [(layer.query if side == "query" else layer.key)[m] for layer in self._layers]
             )
             for m in self.measures
             for side in SIDES
         }
-        queries = {m: values[m, "query"] for m in self.measures}
-        part = joined(
-            [
-                shorter_texts_part(self.target, queries, list(self._norms)),
-                attenuation_part(self.target, self.measures, self._layers),
-            ]
-        )
-        pictures = self._pictures(values)
+        queries = {m: self.values[m, "query"] for m in self.measures}
         frame, hop = self.frames.frame, self.frames.step
+        numbers = {
+            "tokens": self.target.length,
+            "frames": {"window": self.frames.window, "frame": frame, "hop": hop},
+            "entropy": {
+                f"{NAMES[m]} {side}": to_json(values) for (m, side), values in self.values.items()
+            },
+        }
+        parts = [
+            Part(tuple(self._findings()), tuple(self._pictures()), numbers=numbers),
+            shorter_texts_part(self.target, queries, list(self._norms)),
+            attenuation_part(self.target, self.measures, self._layers),
+        ]
         return Section(
             self.key,
             self.title,
@@ -121,37 +162,10 @@ class FrequencyEntropyStudy(Study):
             ),
             "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10 "
             "and 15–21.",
-            (*self._findings(values), *part.findings),
-            (*pictures, *part.pictures),
-            numbers={
-                "tokens": self.target.length,
-                "frames": {"window": self.frames.window, "frame": frame, "hop": hop},
-                "entropy": {f"{NAMES[m]} {side}": to_json(of) for (m, side), of in values.items()},
-                **part.numbers,
-            },
+            **vars(joined(parts)),
         )
 
-    def _pictures(self, values: Values) -> list[Picture]:
-        layers = self.target.model.layout.layers
-        still = frozenset(i for i, encoding in enumerate(layers) if not _rotates(encoding))
-        gates = [rule for gate in self.target.attenuation.gates for rule in rules(gate)]
-        thresholds = {m: sorted({tau for of, _, tau in gates if of == m}) for m in MEASURES}
-        pictures = EntropyPictures(values, still, self.target.pair_axis, thresholds)
-        some = self._shown[:COLUMNS]
-        heads = [self._norms[at] for at in dict.fromkeys(self.target.chosen or self._norms)]
-        rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
-        drawn = [pictures.scatter(some, side) for side in SIDES]
-        drawn += [
-            pictures.heads(row, side, number)
-            for side in SIDES
-            for number, row in enumerate(rows, start=1)
-        ]
-        drawn.append(pictures.means())
-        if len(some) < len(layers):
-            drawn += [pictures.layers(measure) for measure in self.measures]
-        return drawn
-
-    def _findings(self, values: Values) -> list[str]:
+    def _findings(self) -> list[str]:
         findings = []
         if "spectrum" not in self.measures:
             findings.append(
@@ -159,36 +173,150 @@ class FrequencyEntropyStudy(Study):
                 f"has {self.target.length:,}."
             )
         for m in self.measures:
-            low, middle, high = np.quantile(finite(values[m, "query"]), [0.05, 0.5, 0.95])
+            low, middle, high = np.quantile(finite(self.values[m, "query"]), [0.05, 0.5, 0.95])
             findings.append(
                 f"{NAMES[m]} of query pairs: median {middle:.2f}, nine in ten between {low:.2f} "
                 f"and {high:.2f}."
             )
         if "spectrum" in self.measures:
-            findings.append(_band(values["spectrum", "query"]))
-        findings += [_periods(values["sequence", side], kind) for side, kind in SIDES.items()]
+            findings.append(_band(self.values["spectrum", "query"]))
+        findings += [_periods(self.values["sequence", side], kind) for side, kind in SIDES.items()]
         turning = np.array([_rotates(e) for e in self.target.model.layout.layers])
         if turning.any() and not turning.all():
             for m in self.measures:
-                with_it, without = (
-                    finite(values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
+                rotating, still = (
+                    finite(self.values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
                 )
                 findings.append(
-                    f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
-                    f"{without:.2f} in the others."
+                    f"Mean {NAMES[m]} of queries is {rotating:.2f} in layers that rotate and "
+                    f"{still:.2f} in the others."
                 )
         return findings
 
+    def _pictures(self) -> list[Picture]:
+        layers = self._shown[:COLUMNS]
+        heads = [self._norms[place] for place in dict.fromkeys(self.target.chosen or self._norms)]
+        rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
+        drawn = [self._scatter(layers, side) for side in SIDES]
+        drawn += [
+            self._heads(row, side, number)
+            for side in SIDES
+            for number, row in enumerate(rows, start=1)
+        ]
+        drawn.append(self._means())
+        if len(layers) < len(self.target.model.layout.layers):
+            drawn += [self._all_layers(measure) for measure in self.measures]
+        return drawn
 
-def _layers_to_show(target: Target) -> list[int]:
-    """Return layers that have a head whose norms are shown: the chosen ones, or the first, the
-    middle, the last and one without rotation."""
-    if target.chosen:
-        return list(dict.fromkeys(layer for layer, _ in target.chosen))
-    encodings = target.model.layout.layers
-    still = [layer for layer, encoding in enumerate(encodings) if not _rotates(encoding)]
-    last = len(encodings) - 1
-    return sorted({0, last // 2, last, *still[:1]})
+    def _scatter(self, layers: Sequence[int], side: Side) -> Picture:
+        """Draw all heads of some layers (Fig. 3)."""
+        values = {m: self.values[m, side] for m in self.measures}
+        panels = {
+            NAMES[m]: {self._title(layer): entropy[layer] for layer in layers}
+            for m, entropy in values.items()
+        }
+        thresholds = [
+            f"{' and '.join(f'{tau:g}' for tau in taus)} of {name}"
+            for name, taus in self._thresholds.items()
+            if taus
+        ]
+        dashed = f" Dashed: the thresholds {' and '.join(thresholds)}." if thresholds else ""
+        return Picture(
+            f"frequency_entropy_{SIDES[side]}",
+            pair_scatter(panels, self._thresholds, self.target.pair_axis),
+            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
+            f"by the pair's index, a colour for each head.{dashed} Low SpectrumFE: bands; "
+            "low SequenceFE: periods.",
+            ("layer", "head", "pair", *panels),
+            [
+                (*place, *(float(entropy[place]) for entropy in values.values()))
+                for place, first in np.ndenumerate(values[self.measures[0]])
+                if place[0] in layers and np.isfinite(first)
+            ],
+        )
+
+    def _heads(self, shown: Sequence[HeadNorms], side: Side, number: int) -> Picture:
+        """Draw entropies and norms of single heads, a column each (Fig. 1, 2, 5 and 8 to 10)."""
+        readers = "" if side == "query" else " that these heads read"
+        cells = range(0, self.target.length, self.cell)
+        return Picture(
+            f"frequency_entropy_heads_{SIDES[side]}" + (f"_{number}" if number > 1 else ""),
+            self._head_columns(shown, side),
+            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]}{readers}, a head in a "
+            f"column; below it the norms of its pairs along the first text (means over "
+            f"{self.cell} tokens, logarithmic colour). A bright row is a frequency band and "
+            "has a low SpectrumFE, stripes across a row are periods and have a low SequenceFE.",
+            ("layer", "query_head", "side", "pair", "from_token", "norm"),
+            long_rows({(h.layer, h.head, side): h.norms[side] for h in shown}, places=cells),
+        )
+
+    def _head_columns(self, shown: Sequence[HeadNorms], side: Side) -> Figure:
+        """Draw heads beside each other: entropies by pair, and below them the norms by token."""
+        pairs = max(len(head.norms[side]) for head in shown)
+        scale = Scale("l2 norm of the pair", log=True)
+        norm = scale.norm([head.norms[side] for head in shown])
+        count = len(self.measures)
+        with paper_style():
+            figure = blank(0.6 + 1.35 * count + 1.9, width=WIDTH * (0.6 + 0.1 * len(shown)))
+            grid = figure.subplots(
+                *(count + 1, len(shown)),
+                squeeze=False,
+                sharey="row",
+                height_ratios=[1.0] * count + [1.4],
+            )
+            for column, head in zip(grid.T, shown, strict=True):
+                norms, still = head.norms[side], head.layer in self._still
+                index = head.head if side == "query" else head.key_head
+                title = f"layer {head.layer}, head {head.head}"
+                column[0].set_title(title + ("\nno rotation" if still else ""), pad=3)
+                for axes, m in zip(column, self.measures, strict=False):
+                    entropy = self.values[m, side][head.layer, index, : len(norms)]
+                    axes.plot(entropy, "o", color=BLUE, markersize=2.2, markeredgewidth=0)
+                    entropy_axis(axes, self._thresholds[NAMES[m]])
+                    axes.locator_params(axis="x", integer=True)
+                column[count - 1].set_xlabel("pair index")
+                image = draw_map(column[-1], norms, scale, norm, (self.cell, 1))
+                column[-1].set_ylim(pairs - 0.5, -0.5)
+                column[-1].locator_params(integer=True, nbins=5)
+                column[-1].set_xlabel("token")
+            labels = [*(NAMES[m] for m in self.measures), "pair index"]
+            for axes, label in zip(grid[:, 0], labels, strict=True):
+                axes.set_ylabel(label)
+            figure.colorbar(image, ax=list(grid[-1]), label=scale.label, pad=0.02)
+        return figure
+
+    def _means(self) -> Picture:
+        """Draw means over heads, by layer and pair."""
+        means = {
+            (NAMES[m], side): mean_over_heads(entropy) for (m, side), entropy in self.values.items()
+        }
+        panels = {f"{name} of {SIDES[side]}": mean for (name, side), mean in means.items()}
+        scales = [Scale("entropy")] * len(panels)
+        return Picture(
+            "frequency_entropy_layers",
+            heat_maps(panels, scales, x=self.target.pair_axis, y="layer"),
+            "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
+            "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at the "
+            "same pair in many layers.",
+            ("measure", "side", "layer", "pair", "mean_over_heads"),
+            long_rows(means),
+        )
+
+    def _all_layers(self, measure: str) -> Picture:
+        """Draw queries of all heads of all layers (Fig. 6 and 7); the CSV file has the keys too."""
+        name = NAMES[measure]
+        panels = {self._title(i): heads for i, heads in enumerate(self.values[measure, "query"])}
+        return Picture(
+            f"frequency_entropy_all_layers_{measure}",
+            layer_panels(panels, self._thresholds[name], self.target.pair_axis, name),
+            f"{name} (0 to 1) of every pair of the queries of all layers, a colour for "
+            f"each head. Dashed: the thresholds. {LOW[measure]} The file has keys too.",
+            ("side", "layer", "head", "pair", name),
+            long_rows({(side,): self.values[measure, side] for side in SIDES}, known=True),
+        )
+
+    def _title(self, layer: int) -> str:
+        return f"layer {layer}" + (", no rotation" if layer in self._still else "")
 
 
 def _rotates(encoding: LayerEncoding) -> bool:
@@ -203,12 +331,12 @@ def _norm_map(heads: Heads, x: Tensor, head: int, cell: int) -> Array:
 
 def _band(entropy: Array) -> str:
     """Describe where the heads have their strongest band."""
-    lowest = np.nanargmin(entropy.reshape(-1, entropy.shape[-1]), axis=-1)
+    lowest = strongest_pairs(entropy)
     band = int(np.bincount(lowest).argmax())
     share = float((np.abs(lowest - band) <= NEAR).mean())
     return (
-        f"The strongest frequency band of queries is most often pair {band}; {share:.0%} of heads "
-        f"have theirs within {NEAR} pairs of it."
+        f"The strongest frequency band of queries is most often pair {band}; in {share:.0%} of "
+        f"heads it lies within {NEAR} pairs of that."
     )
 
 
@@ -220,164 +348,5 @@ def _periods(entropy: Array, kind: str) -> str:
         f"{PERIODIC}"
     )
     if not periodic.any():
-        return f"{text}: none has a clear period."
+        return f"{text}: no pair has a clear period."
     return f"{text}, most of them in layer {periodic.argmax()} ({periodic.max():,})."
-
-
-NEAR = 2
-"""Distance in pairs that counts as the same place."""
-
-
-def shorter_texts_part(
-    target: Target, whole: Mapping[str, Array], shown: Collection[tuple[int, int]]
-) -> Part:
-    """Compare entropies of queries on the target's prefixes with the whole text's (App. F, Fig. 15
-    to 17).
-
-    Args:
-        target: a model and its text.
-        whole: entropies on the whole text, ``[layers, heads, pairs]`` by measure.
-        shown: (layer, query head) of the pictures.
-    """
-    prefixes = sorted({n for n in target.prefixes if n < target.length})
-    if not prefixes:
-        return Part()
-    by_length: dict[int, Mapping[str, Array]] = {}
-    for n in prefixes:
-        measures = [m for m in whole if m != "spectrum" or n >= target.frames.frame]
-        layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
-        by_length[n] = {m: stack_layers([layer.query[m] for layer in layers]) for m in measures}
-    by_length[target.length] = whole
-    lengths = list(by_length)
-    missing: Array = np.full(next(iter(whole.values())).shape, np.nan)
-    by_measure = {m: np.stack([by_length[n].get(m, missing) for n in lengths]) for m in whole}
-    panels = {
-        NAMES[m]: {f"L{i}H{j}": values[:, i, j] for i, j in shown}
-        for m, values in by_measure.items()
-    }
-    picture = Picture(
-        "frequency_entropy_lengths",
-        pair_scatter(panels, {}, target.pair_axis, ("tokens", [f"{n:,}" for n in lengths])),
-        "Frequency entropy (0 to 1) of the query pairs of one head a layer, on the first tokens of "
-        "the text and on the whole of it. Points on top of each other: bands and periods are where "
-        "they are at every length.",
-        ("tokens", "layer", "head", "pair", *(NAMES[m] for m in whole)),
-        [
-            (lengths[n], layer, head, pair, *(float(v[n, layer, head, pair]) for v in each))
-            for each in [list(by_measure.values())]
-            for layer, head in shown
-            for n, pair in np.ndindex(len(lengths), missing.shape[-1])
-            if any(np.isfinite(v[n, layer, head, pair]) for v in each)
-        ],
-    )
-    return Part(
-        tuple(_findings({m: (lengths, values) for m, values in by_measure.items()})), (picture,)
-    )
-
-
-def _findings(by_measure: Mapping[str, tuple[list[int], Array]]) -> list[str]:
-    """Compare entropies on the shortest text that has a measure with the whole text's."""
-    findings = []
-    for m, (lengths, values) in by_measure.items():
-        with_it = [k for k, of in enumerate(values) if np.isfinite(of).any()]
-        if len(with_it) < 2:
-            continue
-        first, whole = values[with_it[0]], values[-1]
-        lowest = [np.nanargmin(of.reshape(-1, of.shape[-1]), axis=-1) for of in (first, whole)]
-        same = (np.abs(lowest[0] - lowest[1]) <= NEAR).mean()
-        findings.append(
-            f"From {lengths[with_it[0]]:,} to {lengths[-1]:,} tokens {NAMES[m]} of a query pair "
-            f"changes by {np.nanmean(np.abs(whole - first)):.3f} on average; in {same:.0%} of "
-            f"heads the pair where it is lowest stays within {NEAR} of its place."
-        )
-    return findings
-
-
-def attenuation_part(
-    target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
-) -> Part:
-    """Measure perplexity of the page's texts by gate and alpha (Sec. 5.2, Fig. 4).
-
-    ``measures``: measures for which the text is long enough; gates of others are skipped.
-    ``entropies``: entropies on the page's texts. A model without rotation, or with an intervention,
-    is not measured.
-    """
-    settings, layout = target.attenuation, target.model.layout
-    gates = [
-        together
-        for together in (tuple(Gate(*rule) for rule in rules(gate)) for gate in settings.gates)
-        if all(gate.measure in measures for gate in together)
-    ]
-    busy = any(layer.intervention for layer in layout.layers)
-    if not (settings.alphas and gates and layout.rotates) or busy:
-        return Part(numbers={"sweep": []})
-    ids, most = target.ids[: settings.texts], target.length - 1
-    where = "the text that they were chosen on"
-    chosen = target.choice
-    if chosen is None and settings.choice_length is not None:
-        chosen = target.ids[:, : settings.choice_length]
-        where = f"that text; they were chosen on its first {chosen.shape[1]:,} tokens"
-    elif chosen is not None:
-        where = f"it; they were chosen on {chosen.shape[1]:,} tokens of validation text"
-    if chosen is not None:
-        asked = sorted({gate.measure for together in gates for gate in together})
-        entropies = frequency_entropies(target.model, chosen, asked, target.frames)
-    lengths = dict.fromkeys(min(n, most) for n in settings.tokens or [most])
-    by_length = [
-        sweep(target.model, ids[:, : n + 1], entropies, gates, settings.alphas) for n in lengths
-    ]
-    sweeps = [one for of_length in by_length for one in of_length]
-    return Part(
-        tuple(_finding(one) for one in sweeps if one.pairs),
-        tuple(_picture(one, where, alone=len(by_length) == 1) for one in by_length),
-        numbers={
-            "sweep": [
-                {"gate": in_words(one.gates), "tokens": one.tokens, "pairs": one.pairs}
-                | {f"alpha={alpha:g}": value for alpha, value in one.perplexity.items()}
-                for one in sweeps
-            ]
-        },
-    )
-
-
-def in_words(gates: Gates) -> str:
-    """Describe gates in words."""
-    return " or ".join(
-        f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau:g}"
-        for gate in gates
-    )
-
-
-def _finding(one: Sweep) -> str:
-    weakest = min(one.perplexity)
-    return (
-        f"With the {one.pairs:,} pairs of {in_words(one.gates)} at {weakest:g} of their size, "
-        f"perplexity of {one.tokens:,} tokens goes from {one.perplexity[1.0]:.2f} to "
-        f"{one.perplexity[weakest]:.2f}."
-    )
-
-
-def _picture(sweeps: Sequence[Sweep], where: str, *, alone: bool) -> Picture:
-    lines = {
-        f"{in_words(s.gates)}\n({s.pairs:,} pairs)": (
-            list(s.perplexity),
-            list(s.perplexity.values()),
-        )
-        for s in sweeps
-    }
-    tokens = sweeps[0].tokens
-    return Picture(
-        "attenuation" if alone else f"attenuation_{tokens}",
-        curves(
-            lines, x="factor α on the chosen pairs of queries and keys", y="perplexity", log_y=True
-        ),
-        f"Perplexity of the first {tokens:,} tokens of the text with the pairs of extreme entropy "
-        f"multiplied by α, queries and keys each by their own entropy, on {where}. A rise to the "
-        "left: these pairs matter; sets of very different size cannot be compared.",
-        ("tokens", "gate", "pairs", "alpha", "perplexity"),
-        [
-            (s.tokens, in_words(s.gates), s.pairs, alpha, perplexity)
-            for s in sweeps
-            for alpha, perplexity in sorted(s.perplexity.items())
-        ],
-    )

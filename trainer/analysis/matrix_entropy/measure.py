@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Side, pair_counts, stack_heads
+from trainer.analysis.arrays import Array, Place, Side, pair_counts, stack_heads
 from trainer.analysis.attention import head_attention
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
-from trainer.analysis.sinks.measure import attention_map
+from trainer.analysis.sinks import attention_map
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
@@ -144,7 +144,7 @@ class NeedleView:
     mean attention ``[layers, query heads, T]``; ``last``: attention of the last token alone. For
     each chosen (layer, head): ``average`` ``[T]``, mean attention over all queries, where a query
     counts as 0 for keys after it; ``maps``, see
-    :func:`~trainer.analysis.sinks.measure.attention_map`; ``similarity`` ``[queries, D]``, cosines
+    :func:`~trainer.analysis.sinks.attention_map`; ``similarity`` ``[queries, D]``, cosines
     of the last queries with the eigenvectors of all the head's queries, in descending order of
     eigenvalues. Each eigenvector has the sign of the mean query along it.
     """
@@ -152,9 +152,9 @@ class NeedleView:
     prompt: NeedlePrompt
     attention: Array
     last: Array
-    average: dict[tuple[int, int], Array]
-    maps: dict[tuple[int, int], Array]
-    similarity: dict[tuple[int, int], Array]
+    average: dict[Place, Array]
+    maps: dict[Place, Array]
+    similarity: dict[Place, Array]
 
     @property
     def needle(self) -> slice:
@@ -172,8 +172,8 @@ class NeedleView:
 
 
 def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
-    """Write the last tokens of ``ids`` ``[1, T]`` at a tenth of the text as well; return the text
-    and the copy's position."""
+    """Also write the last tokens of ``ids`` ``[1, T]`` at a tenth of the text; return the text and
+    the copy's position."""
     T = ids.shape[1]
     tokens, start = max(1, min(COPIED, T // 8)), int(DEPTH * T)
     changed = ids.clone()
@@ -192,13 +192,15 @@ def copy_prompt(ids: Tensor) -> NeedlePrompt:
 
 
 def needle_view(
-    model: LanguageModel, prompt: NeedlePrompt, chosen: Collection[tuple[int, int]]
+    model: LanguageModel, prompt: NeedlePrompt, chosen: Collection[Place]
 ) -> NeedleView:
     """Read the first of the prompts."""
     queries = prompt.question
     attention: list[Array] = []
     final: list[Array] = []
-    view = NeedleView(prompt, np.empty(0), np.empty(0), {}, {}, {})
+    average: dict[Place, Array] = {}
+    maps: dict[Place, Array] = {}
+    similarity: dict[Place, Array] = {}
 
     def on_layer(heads: Heads) -> None:
         T = heads.q.shape[2]
@@ -210,12 +212,12 @@ def needle_view(
         final.append(rows[:, -1].cpu().numpy())
         for layer, head in chosen:
             if layer == heads.layer:
-                view.average[layer, head] = _average(heads, head)
-                view.maps[layer, head] = attention_map(heads, head, size=CELLS)
-                view.similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
+                average[layer, head] = _average(heads, head)
+                maps[layer, head] = attention_map(heads, head, size=CELLS)
+                similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
 
     capture(model, prompt.ids[:1], on_layer)
-    return replace(view, attention=np.stack(attention), last=np.stack(final))
+    return NeedleView(prompt, np.stack(attention), np.stack(final), average, maps, similarity)
 
 
 def _average(heads: Heads, head: int) -> Array:

@@ -11,7 +11,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from trainer.analysis.arrays import Array, Side, mean_over_heads, stack_layers, to_json
+from trainer.analysis.arrays import (
+    Array,
+    Place,
+    Side,
+    mean_over_heads,
+    ranked,
+    stack_layers,
+    to_json,
+)
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.analysis.matrix_entropy.measure import (
     MatrixEntropy,
@@ -21,7 +29,8 @@ from trainer.analysis.matrix_entropy.measure import (
     matrix_entropy_of,
     needle_view,
 )
-from trainer.analysis.studies.section import Grid, Picture, Section
+from trainer.analysis.sinks import MAP_HEADER, draw_attention_maps
+from trainer.analysis.studies.section import Grid, Picture, Section, long_rows, wide_rows
 from trainer.analysis.studies.study import Study, Target
 from trainer.plotting.lines import curves, spans
 from trainer.plotting.maps import Scale, heat_maps
@@ -36,6 +45,8 @@ ATTENDING: Stage = "post_ntk"
 LISTED = 3
 BANDS, ALL, SHOWN = "band entropy", "effective rank", "effective rank, r = 16"
 At = tuple[Side, Stage]
+Scores = dict[str, Array]
+"""``[layers, heads]`` by name: the mean over bands, and the effective ranks."""
 
 
 class MatrixEntropyStudy(Study):
@@ -63,17 +74,18 @@ class MatrixEntropyStudy(Study):
 
     def section(self) -> Section:
         """Write the section: maps, a ranking, and attention of the extreme heads on a needle."""
-        scores = {at: _scores(layers) for at, layers in self._entropies.items()}
+        scores = {version: _scores(layers) for version, layers in self._entropies.items()}
         bands = {
-            at: stack_layers([one.bands for one in layers])
-            for at, layers in self._entropies.items()
+            version: stack_layers([layer.bands for layer in layers])
+            for version, layers in self._entropies.items()
         }
         shown = [BANDS, SHOWN if SHOWN in scores["query", ATTENDING] else ALL]
-        by = self.target.needle.by
-        ranks = self._in_the_prompt(by) if self._ranked_apart else scores[by, ATTENDING]
+        needle = self.target.needle
+        ranked_apart = needle.ranked_on == "prompt"
+        ranks = self._in_the_prompt(needle.by) if ranked_apart else scores[needle.by, ATTENDING]
         copies = self.target.model.config.num_attention_heads // len(ranks[ALL][0])
         ranking = {
-            name + (" of keys" if by == "key" else ""): ranks[name].repeat(copies, axis=1)
+            name + (" of keys" if needle.by == "key" else ""): ranks[name].repeat(copies, axis=1)
             for name in shown
         }
         extreme = ExtremeHeads(self.target, ranking)
@@ -86,8 +98,8 @@ class MatrixEntropyStudy(Study):
             "The effective rank is exp of the entropy of all eigenvalues, or of the r largest; for "
             "r = 1 it is 1 over the largest share. A head of low entropy has a few directions in "
             "which all its tokens add up. For attention the text is read again with "
-            f"{extreme.what}: a needle for heads that retrieve."
-            + (" These heads are ranked by what they are in that text." * self._ranked_apart),
+            f"{extreme.needle}: a needle for heads that retrieve."
+            + (" The heads are ranked by their entropies in that text." if ranked_apart else ""),
             (
                 "Σ = Σⱼ kⱼ kⱼᵀ / tr",
                 "H(f) = −tr(Σ(f) log Σ(f)),  0 ≤ H(f) ≤ log 2,  Σ(f): the 2 × 2 block of pair f",
@@ -98,26 +110,22 @@ class MatrixEntropyStudy(Study):
             (
                 _head_maps(scores, shown),
                 self._band_maps(bands),
-                _ranks(scores),
+                _ranks(scores["query", ATTENDING]),
                 *extreme.pictures(),
             ),
             (_ranking(scores),),
             {
                 "tokens": self.target.length,
                 "heads": {
-                    f"{side} {stage}": {name: to_json(of) for name, of in by_name.items()}
-                    for (side, stage), by_name in scores.items()
+                    " ".join(version): {name: to_json(values) for name, values in by_name.items()}
+                    for version, by_name in scores.items()
                 },
-                "bands": {f"{side} {stage}": to_json(of) for (side, stage), of in bands.items()},
+                "bands": {" ".join(version): to_json(values) for version, values in bands.items()},
                 **extreme.numbers(),
             },
         )
 
-    @property
-    def _ranked_apart(self) -> bool:
-        return self.target.needle.ranked_on == "prompt"
-
-    def _in_the_prompt(self, side: Side) -> dict[str, Array]:
+    def _in_the_prompt(self, side: Side) -> Scores:
         """Compute scores of all heads in the text with the needle."""
         entropies: list[MatrixEntropy] = []
         layout = self.target.model.layout
@@ -129,29 +137,27 @@ class MatrixEntropyStudy(Study):
         return _scores(entropies)
 
     def _band_maps(self, bands: Mapping[At, Array]) -> Picture:
-        means = {at: mean_over_heads(values) for at, values in bands.items()}
+        means = {version: mean_over_heads(values) for version, values in bands.items()}
         return Picture(
             "band_entropy",
             heat_maps(
-                {f"{SIDES[side]}, {STAGES[stage]}": of for (side, stage), of in means.items()},
+                {f"{SIDES[side]}, {STAGES[stage]}": m for (side, stage), m in means.items()},
                 Scale("entropy (nats)", 0, math.log(2)),
                 x=self.target.pair_axis,
                 y="layer",
             ),
             "Entropy of every band (nats, at most log 2 = 0.69), mean over the heads of a layer."
             + (
-                " The rotation spreads fast pairs over all directions; those that stay dark turn "
+                " The rotation spreads fast pairs over all directions; pairs that stay dark turn "
                 "too little in this text."
                 if self.target.rotates
                 else ""
             ),
             ("side", "stage", "layer", "pair", "mean_over_heads"),
-            [(*at, *i, float(v)) for at, of in means.items() for i, v in np.ndenumerate(of)],
+            long_rows(means),
         )
 
-    def _findings(
-        self, scores: Mapping[At, Mapping[str, Array]], bands: Mapping[At, Array]
-    ) -> list[str]:
+    def _findings(self, scores: Mapping[At, Scores], bands: Mapping[At, Array]) -> list[str]:
         size, findings = self.target.model.config.head_size, []
         for side, kind in SIDES.items():
             ranks = (
@@ -162,14 +168,14 @@ class MatrixEntropyStudy(Study):
                 f"Mean effective rank of {kind}: {', '.join(ranks)}, of {size} channels."
             )
         for side, kind in SIDES.items():
-            of = bands[side, ATTENDING]
-            turns = self._turns(of.shape)
+            entropy = bands[side, ATTENDING]
+            turns = self._turns(entropy.shape)
             slow, fast = (turns > 0) & (turns < 1), turns >= 1
             if slow.any() and fast.any():
                 findings.append(
                     f"Bands of {kind} that turn less than once in the training length have a mean "
-                    f"entropy of {of[slow].mean():.2f} nats as they attend, faster ones "
-                    f"{of[fast].mean():.2f}."
+                    f"entropy of {entropy[slow].mean():.2f} nats as they attend, faster ones "
+                    f"{entropy[fast].mean():.2f}."
                 )
         return findings
 
@@ -186,72 +192,75 @@ class MatrixEntropyStudy(Study):
         return turns * self.target.training_length / (2 * math.pi)
 
 
-def _scores(layers: list[MatrixEntropy]) -> dict[str, Array]:
-    """Return ``[layers, heads]`` by name: the mean over bands, and the effective ranks."""
-    scores = {BANDS: torch.stack([one.band_mean for one in layers])}
+def _scores(layers: list[MatrixEntropy]) -> Scores:
+    scores = {BANDS: torch.stack([layer.band_mean for layer in layers])}
     for r in (*(r for r in RANKS if r < layers[0].eigenvalues.shape[-1]), None):
         name = ALL if r is None else f"{ALL}, r = {r}"
-        scores[name] = torch.stack([one.effective_rank(r) for one in layers])
+        scores[name] = torch.stack([layer.effective_rank(r) for layer in layers])
     return {name: values.cpu().numpy() for name, values in scores.items()}
 
 
-def _head_maps(scores: Mapping[At, Mapping[str, Array]], shown: list[str]) -> Picture:
-    units = {BANDS: Scale("nats")}
-    panels = {(side, name): scores[side, ATTENDING][name] for name in shown for side in SIDES}
-    names = list(scores["query", ATTENDING])
+def _head_maps(scores: Mapping[At, Scores], shown: list[str]) -> Picture:
+    panels = {
+        f"{name} of {title}": scores[side, ATTENDING][name]
+        for name in shown
+        for side, title in SIDES.items()
+    }
+    scales = [Scale("nats" if title.startswith(BANDS) else "rank") for title in panels]
+    names = [re.sub(r"\W+", "_", name) for name in scores["query", ATTENDING]]
     return Picture(
         "head_entropy",
-        heat_maps(
-            {f"{name} of {SIDES[side]}": of for (side, name), of in panels.items()},
-            [units.get(name, Scale("rank")) for _, name in panels],
-            x="head",
-            y="layer",
-        ),
+        heat_maps(panels, scales, x="head", y="layer"),
         "Matrix entropy of every head as it attends: the mean over its bands (nats) and its "
         "truncated effective rank, each panel with its own colours. Dark: low entropy. The file "
         "has every rank and every stage.",
-        ("side", "stage", "layer", "head", *(re.sub(r"\W+", "_", name) for name in names)),
+        ("side", "stage", "layer", "head", *names),
         [
-            (*at, *place, *(float(by_name[name][place]) for name in names))
-            for at, by_name in scores.items()
-            for place in np.ndindex(by_name[BANDS].shape)
+            (*version, *row)
+            for version, by_name in scores.items()
+            for row in wide_rows(list(by_name.values()))
         ],
     )
 
 
-def _ranks(scores: Mapping[At, Mapping[str, Array]]) -> Picture:
+def _ranks(scores: Scores) -> Picture:
     means = {
-        name: of.mean(axis=1) for name, of in scores["query", ATTENDING].items() if name != BANDS
+        name.removeprefix(f"{ALL}, ") if name != ALL else "all": ranks.mean(axis=1)
+        for name, ranks in scores.items()
+        if name != BANDS
     }
-    labels = {name: name.removeprefix(f"{ALL}, ") if name != ALL else "all" for name in means}
+    layers = range(len(scores[ALL]))
     return Picture(
         "effective_rank",
         curves(
-            {labels[k]: (list(range(len(v))), v.tolist()) for k, v in means.items()},
+            {label: (layers, mean.tolist()) for label, mean in means.items()},
             x="layer",
             y="effective rank of queries",
         ),
         "Truncated effective rank of the queries as they attend, mean over the heads of a layer. "
-        "The smaller r, the fewer directions decide; r = 1 is 1 over the share of the largest in "
-        "all, and may lie above r = 4.",
-        ("layer", *(labels[name] for name in means)),
-        [(i, *map(float, row)) for i, row in enumerate(zip(*means.values(), strict=True))],
+        "The smaller r, the fewer directions decide; r = 1 is 1 over the share of the largest "
+        "eigenvalue in all, and may lie above r = 4.",
+        ("layer", *means),
+        wide_rows(list(means.values())),
     )
 
 
-def _ranking(scores: Mapping[At, Mapping[str, Array]]) -> Grid:
-    def listed(of: Array, places: list[tuple[int, int]]) -> str:
-        return ", ".join(f"L{i}H{j} ({of[i, j]:.2f})" for i, j in places)
+def _ranking(scores: Mapping[At, Scores]) -> Grid:
+    def listed(values: Array, places: list[Place]) -> str:
+        return ", ".join(f"L{i}H{j} ({values[i, j]:.2f})" for i, j in places)
 
     return Grid(
         f"The {LISTED} heads of lowest and of highest entropy as they attend, by each measure "
         "(layer, head, and its value: nats for band entropy, else the effective rank).",
         ("by", "measure", "lowest", "highest"),
         [
-            (SIDES[side], name, listed(of, order[:LISTED]), listed(of, order[: -LISTED - 1 : -1]))
-            for side in SIDES
-            for name, of in scores[side, ATTENDING].items()
-            for order in [ranked(of)]
+            (
+                *(title, name),
+                listed(values, ranked(values)[:LISTED]),
+                listed(values, ranked(values)[: -LISTED - 1 : -1]),
+            )
+            for side, title in SIDES.items()
+            for name, values in scores[side, ATTENDING].items()
         ],
     )
 
@@ -259,13 +268,6 @@ def _ranking(scores: Mapping[At, Mapping[str, Array]]) -> Grid:
 HEADS, CELLS, POINTS = 16, 128, 2048
 AVERAGE, LAST = "average", "last token"
 ALL_HEADS = "all heads"
-Place = tuple[int, int]
-
-
-def ranked(scores: Array) -> list[Place]:
-    """Return (layer, head) of ``[layers, heads]`` in ascending order of scores."""
-    order = np.argsort(scores, axis=None, kind="stable")
-    return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
 
 
 def prompt_of(target: Target) -> NeedlePrompt:
@@ -280,10 +282,10 @@ class ExtremeHeads:
     Maps show the target's chosen heads, or the first of every group.
     """
 
-    def __init__(self, target: Target, scores: Mapping[str, Array]) -> None:
+    def __init__(self, target: Target, scores: Scores) -> None:
         self.groups: dict[str, list[Place]] = {}
-        for name, of in scores.items():
-            order = ranked(of)
+        for name, values in scores.items():
+            order = ranked(values)
             count = max(1, min(HEADS, len(order) // 4))
             self.groups[f"lowest {name}"] = order[:count]
             self.groups[f"highest {name}"] = order[: -count - 1 : -1]
@@ -292,21 +294,24 @@ class ExtremeHeads:
         if not self.shown:
             for name, ((i, j), *_) in self.groups.items():
                 self.shown.setdefault((i, j), f"L{i}H{j}: {name}")
-        asked = target.question is not None
-        self.what, self.looking = (
-            ("a statement in it and a question for it at its end", "tokens of the question")
-            if asked
-            else ("its last tokens written near its beginning as well", "last queries")
+        self.needle, self.queries = (
+            "its last tokens written near its beginning as well",
+            "last queries",
         )
-        prompt = prompt_of(target)
-        self.view: NeedleView = needle_view(target.model, prompt, self.shown)
+        if target.question is not None:
+            self.needle = "a statement in it and a question for it at its end"
+            self.queries = "tokens of the question"
+        self.view: NeedleView = needle_view(target.model, prompt_of(target), self.shown)
+
+    def _last_on_needle(self) -> Array:
+        """Sum the attention of the last token over the needle, ``[layers, query heads]``."""
+        return self.view.last[..., self.view.needle].sum(axis=-1)
 
     def findings(self) -> list[str]:
-        """Report how the groups overlap and where their attention is."""
+        """Report how the groups overlap, and how much they attend to the needle."""
         names, view = list(self.groups), self.view
         low, other = (self.groups[names[i]] for i in (0, 2))
-        needle, first = view.on_needle(), view.attention[..., 0]
-        last = view.last[..., view.needle].sum(axis=-1)
+        needle, first, last = view.on_needle(), view.attention[..., 0], self._last_on_needle()
         tokens, T = view.needle.stop - view.needle.start, self.length
         even = np.mean([tokens / keys for keys in range(T - view.queries + 1, T + 1)])
         overlap = (
@@ -315,7 +320,7 @@ class ExtremeHeads:
         )
         return [
             *([overlap] if len(low) > 1 else []),
-            f"The {view.queries} {self.looking} put {needle.mean():.1%} of their attention on the "
+            f"The {view.queries} {self.queries} put {needle.mean():.1%} of their attention on the "
             f"needle ({tokens} tokens) and {first.mean():.1%} on the first token, mean over all "
             f"heads; spread evenly, {even:.1%} would be on the needle.",
             *(
@@ -333,104 +338,96 @@ class ExtremeHeads:
         return {
             "attention_on_needle": to_json(self.view.on_needle()),
             "attention_on_first_token": to_json(self.view.attention[..., 0]),
-            "last_token_on_needle": to_json(self.view.last[..., self.view.needle].sum(axis=-1)),
+            "last_token_on_needle": to_json(self._last_on_needle()),
         }
 
     def pictures(self) -> list[Picture]:
         """Draw attention by position, attention maps, and directions."""
         return [self._attention(), self._heads(), self._maps(), self._directions()]
 
+    def _buckets(self, count: int) -> tuple[Array, Array]:
+        """Return the starts and the widths of at most ``count`` buckets of positions."""
+        starts = np.arange(0, self.length, -(-self.length // count))
+        return starts, np.diff([*starts, self.length])
+
     def _attention(self) -> Picture:
-        step = -(-self.length // CELLS)
-        starts = np.arange(0, self.length, step)
-        widths = np.diff([*starts, self.length])
-        of_groups = {ALL_HEADS: self.view.attention.mean(axis=(0, 1))} | {
-            name: _mean(self.view.attention, places) for name, places in self.groups.items()
-        }
-        means = {k: np.add.reduceat(v, starts) / widths for k, v in of_groups.items()}
-        middle = (self.view.needle.start + self.view.needle.stop) / 2
+        """Draw the attention of each group by the key's position."""
+        starts, widths = self._buckets(CELLS)
+        attention = self.view.attention
+        groups = {ALL_HEADS: attention.mean(axis=(0, 1))}
+        groups |= {name: _mean(attention, places) for name, places in self.groups.items()}
+        means = {name: np.add.reduceat(mean, starts) / widths for name, mean in groups.items()}
+        middles = (starts + widths / 2).tolist()
+        needle = (self.view.needle.start + self.view.needle.stop) / 2
         return Picture(
             "needle_attention",
             curves(
-                {k: ((starts + widths / 2).tolist(), v.tolist()) for k, v in means.items()},
+                {name: (middles, mean.tolist()) for name, mean in means.items()},
                 x="position of the key (tokens)",
                 y="mean attention a key",
                 log_y=True,
                 marked=False,
-                vertical=(middle, "needle"),
+                vertical=(needle, "needle"),
             ),
-            f"Attention of the {self.view.queries} {self.looking} by the key's position, mean over "
-            f"the heads of a group and over {step} keys (logarithmic). The first point holds the "
-            "first token; a peak at the needle that stands out from the rest is retrieval.",
+            f"Attention of the {self.view.queries} {self.queries} by the key's position, mean over "
+            f"the heads of a group and over {widths[0]} keys (logarithmic). The first point holds "
+            "the first token; a peak at the needle that stands out from the others is retrieval.",
             ("group", "from_token", "mean_attention"),
-            [
-                (name, int(start), float(value))
-                for name, of in means.items()
-                for start, value in zip(starts, of, strict=True)
-            ],
+            long_rows({(name,): mean for name, mean in means.items()}, places=starts.tolist()),
         )
 
     def _heads(self) -> Picture:
-        step = -(-self.length // POINTS)
-        starts = np.arange(0, self.length, step)
-        widths = np.diff([*starts, self.length])
-        panels = {}
-        for at, title in self.shown.items():
-            for kind, of in ((AVERAGE, self.view.average[at]), (LAST, self.view.last[at])):
-                panels[at, kind, title] = np.add.reduceat(of, starts) / widths
+        """Draw the attention of single heads by the key's position."""
+        starts, widths = self._buckets(POINTS)
+        panels = {
+            (*place, kind): np.add.reduceat(attention[place], starts) / widths
+            for place in self.shown
+            for kind, attention in ((AVERAGE, self.view.average), (LAST, self.view.last))
+        }
+        titles = [f"{title}\n{kind}" for title in self.shown.values() for kind in (AVERAGE, LAST)]
         needle = self.view.needle
         return Picture(
             "needle_heads",
             spans(
-                {f"{title}\n{kind}": of.tolist() for (_, kind, title), of in panels.items()},
+                dict(zip(titles, (values.tolist() for values in panels.values()), strict=True)),
                 starts.tolist(),
                 marked=(needle.start, needle.stop),
                 x="position of the key (tokens)",
                 y="attention weight",
             ),
             "Attention of single heads by the key's position (each panel with its own scale): the "
-            "mean over all queries, of which one gives nothing to what is behind it, and that of "
-            "the last token alone. Dashed, and shaded: the needle, from token "
+            "mean over all queries, where a query counts as 0 for keys after it, and the attention "
+            "of the last token alone. Dashed, and shaded: the needle, from token "
             f"{needle.start:,} to {needle.stop - 1:,}.",
             ("layer", "head", "of", "from_token", "mean_attention"),
-            [
-                (*at, kind, int(start), float(value))
-                for (at, kind, _), of in panels.items()
-                for start, value in zip(starts, of, strict=True)
-            ],
+            long_rows(panels, places=starts.tolist()),
         )
 
     def _maps(self) -> Picture:
-        maps = {at: self.view.maps[at] for at in self.shown}
+        """Draw attention maps of single heads."""
+        maps = {place: self.view.maps[place] for place in self.shown}
         step = -(-self.length // len(next(iter(maps.values()))))
-        causal = {at: np.where(of > 0, of, np.nan) for at, of in maps.items()}
+        figure, rows = draw_attention_maps(
+            maps, list(self.shown.values()), step, low=1e-5, height=2.6
+        )
         return Picture(
             "attention_maps",
-            heat_maps(
-                {title: causal[at] for at, title in self.shown.items()},
-                Scale("attention of a query on a cell", low=1e-5, high=1, log=True),
-                x="key (tokens)",
-                y="query (tokens)",
-                cell=(step, step),
-                height=2.6,
-            ),
+            figure,
             f"Attention of single heads (cells of {step} × {step} tokens, logarithmic "
             "colour). A bright column is a token that all later ones attend to; the needle is "
             f"at {self.view.needle.start:,}.",
-            ("layer", "head", "from_query", "from_key", "attention"),
-            [
-                (*at, i * step, j * step, float(of[i, j]))
-                for at, of in maps.items()
-                for i, j in zip(*np.tril_indices(len(of)), strict=True)
-            ],
+            MAP_HEADER,
+            rows,
         )
 
     def _directions(self) -> Picture:
+        """Draw cosines of the last queries with the directions of all queries."""
         start = self.length - self.view.queries
+        cosines = {place: self.view.similarity[place] for place in self.shown}
         return Picture(
             "query_directions",
             heat_maps(
-                {title: self.view.similarity[at] for at, title in self.shown.items()},
+                {self.shown[place]: values for place, values in cosines.items()},
                 Scale("cosine similarity", -1, 1, signed=True),
                 x="eigenvector of the head's queries, from the largest eigenvalue on",
                 y=f"token, from {start:,} on",
@@ -440,9 +437,8 @@ class ExtremeHeads:
             "stripes down a column are periods.",
             ("layer", "head", "token", "eigenvector", "cosine"),
             [
-                (*at, start + i, j, float(value))
-                for at in self.shown
-                for (i, j), value in np.ndenumerate(self.view.similarity[at])
+                (layer, head, start + token, *direction)
+                for layer, head, token, *direction in long_rows(cosines)
             ],
         )
 

@@ -1,30 +1,26 @@
-"""Pictures of rotary offset features.
+"""Pictures of rotary offset features in one model.
 
-They show all pairs, the strongest heads, how stable angles are, and the bounds after a context
-extension (Rotary Offset Features, Fig. 1, 2, 4, 6 to 8, 11 to 14 and App. C).
+They show all pairs, the strongest heads, and how stable angles are (Rotary Offset Features, Fig. 1,
+2, 4, 6 to 8 and 11 to 13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Arc
 
 from trainer.analysis.arrays import Array
-from trainer.analysis.capture import Heads
-from trainer.analysis.offset_features.drawing import (
-    PAIR_INDEX,
-    Contributions,
-    PairCloud,
-    Radii,
-    angle_axis,
-    by_distance,
-    clouds,
-    radius_and_angle,
-)
 from trainer.analysis.offset_features.measure import (
     COLUMNS,
     RADII,
@@ -32,23 +28,37 @@ from trainer.analysis.offset_features.measure import (
     TURN,
     HeadView,
     OffsetFeatures,
-    OffsetFeatureSearch,
     Stability,
-    bounds,
     contributions,
 )
-from trainer.analysis.studies.section import Grid, Picture
-from trainer.analysis.studies.study import Target
-from trainer.plotting.lines import COLOURS, Frame, Panel, Series, side_by_side
+from trainer.analysis.studies.section import Picture, Rows, long_rows
+from trainer.plotting.lines import legend_above, panel_grid
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.points import HeadCloud, head_points
-from trainer.positional.rescaling import RESCALINGS, rescaled
-from trainer.positional.spectrum import Spectrum
+from trainer.plotting.points import HeadCloud, head_points, index_bar
+from trainer.plotting.style import BLACK, BLUE, GRADED, GREEN, GREY, ORANGE, blank, paper_style
 
+PAIR_INDEX = "pair index, from the fastest on"
 DISTANCES = 400
 COLUMNS_OF_MAPS = 3
 LOUDEST = 0.999
 """Quantile of absolute activations that has the strongest colour."""
+WIDE, MANY = 3, 8
+"""Number of columns of large panels, and largest number of columns of small ones."""
+LONG = 0.9
+"""Quantile of the radii above which a mean is called long."""
+_RADII = ListedColormap(colormaps["viridis_r"](np.linspace(0.12, 1, 256)))
+
+
+def angle_axis(axes: Axes) -> None:
+    """Let y be an angle from 0 to 2 pi."""
+    axes.set_yticks(np.linspace(0, TURN, 5), ["0", "π/2", "π", "3π/2", "2π"])
+    axes.set_ylim(0, TURN)
+
+
+def legend_of_lines(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Draw a legend of the named lines of some panels above all."""
+    lines = [line for axes in panels for line in axes.lines]
+    legend_above(figure, [line for line in lines if not str(line.get_label()).startswith("_")])
 
 
 @dataclass(frozen=True)
@@ -80,32 +90,62 @@ class Feature:
 def first_possible(features: OffsetFeatures) -> list[int]:
     """Return the first pair under the upper bound of every spectrum that has one."""
     firsts: dict[tuple[int, int], int] = {}
-    at = zip(features.layer[features.possible], features.head[features.possible], strict=True)
-    for key, pair in zip(at, features.pair[features.possible].tolist(), strict=True):
-        firsts[key] = min(pair, firsts.get(key, pair))
+    columns = (features.layer, features.head, features.pair)
+    for layer, head, pair in zip(*(column[features.possible] for column in columns), strict=True):
+        firsts[layer, head] = min(int(pair), firsts.get((layer, head), int(pair)))
     return sorted(set(firsts.values()))
 
 
 def scatter(features: OffsetFeatures) -> Picture:
-    """Draw radius and angle of every pair with the bounds (Fig. 8)."""
-    moving = features.inv_freq > 0
-    turns = features.inv_freq * features.context_length / TURN
+    """Draw radius and angle of every pair with the bounds (Fig. 8), by the pair's index and by its
+    turns in the context length, slow pairs to the right."""
+    moving = np.flatnonzero(features.inv_freq > 0)
+    order = moving[np.argsort(features.key_radius[moving])]  # the longest means on top
+    radius, angle, pair = features.key_radius[order], features.angle[order], features.pair[order]
+    turns = features.inv_freq[order] * features.context_length / TURN
     bounds = np.column_stack([features.pair, features.lower_bound])[features.possible]
-    of_pairs = (features.pair, turns, features.key_radius, features.angle)
-    lower = np.unique(bounds, axis=0).reshape(-1, 2).T
+    with paper_style():
+        figure = blank(4.4)
+        (above, above_turns), (below, below_turns) = figure.subplots(
+            2, 2, sharex="col", sharey="row"
+        )
+        below_turns.set_xscale("log")
+        below_turns.invert_xaxis()
+        for x, top, bottom in ((pair, above, below), (turns, above_turns, below_turns)):
+            top.scatter(x, radius, s=5, color=BLUE, alpha=0.5, linewidths=0, rasterized=True)
+            for threshold in RADII:
+                top.axhline(threshold, color=GREY, linewidth=0.8, linestyle=":")
+            size = 3 + 25 * radius / max(radius.max(), 1e-9)
+            points = bottom.scatter(
+                x, angle, c=radius, cmap=_RADII, s=size, linewidths=0, rasterized=True
+            )
+        above.set_ylabel("radius of the mean key")
+        angle_axis(below)
+        below.set_ylabel("angle φ, query to key (rad)")
+        below.set_xlabel(PAIR_INDEX)
+        below.locator_params(axis="x", integer=True)
+        lower = np.unique(bounds, axis=0).reshape(-1, 2).T
+        below.scatter(*lower, marker="_", s=18, color=ORANGE, linewidths=1.2)
+        slow = np.geomspace(min(turns.min(), 0.5), 1, 200)
+        below_turns.plot(slow, math.pi * (1 + slow), color=ORANGE, label="lower bound π + θC/2")
+        below_turns.set_xlabel("turns within the context, θC/2π (logarithmic)")
+        edge: dict[str, Any] = {"color": BLACK, "linewidth": 0.9, "linestyle": "--"}
+        for axes in (above, below):
+            for index in first_possible(features):
+                axes.axvline(index - 0.5, **edge)
+        for axes in (above_turns, below_turns):
+            axes.axvline(1, **edge, label="upper bound 2π/C")
+        legend_of_lines(figure, [below_turns])
+        figure.colorbar(points, ax=figure.axes, label="radius of the mean key", aspect=30)
     return Picture(
         "offset_features",
-        radius_and_angle(
-            Radii(*(values[moving] for values in of_pairs)),
-            RADII,
-            first_possible(features),
-            (lower[0], lower[1]),
-        ),
+        figure,
         "Every rotary pair of every query head, on the left by its index, on the right by its "
         f"turns within C = {features.context_length:,} tokens, slow pairs to the right: the radius "
         "of its mean key, and the angle from its mean query to its mean key (rad), larger and "
         "darker with the radius. Dashed: the upper bound; orange: the lower bound; dotted: the "
-        "radii of the table. Large pairs should lie right of the one and above the other.",
+        "radii of the table. Large pairs should lie right of the upper bound and above the lower "
+        "one.",
         COLUMNS,
         list(zip(*(getattr(features, name).tolist() for name in COLUMNS), strict=True)),
     )
@@ -115,10 +155,10 @@ def channels(shown: Sequence[Feature]) -> Picture:
     """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
     columns = min(COLUMNS_OF_MAPS, len(shown))
     maps = {
-        f"{one.head}, {name}": getattr(one.view, of)
+        f"{feature.head}, {name}": getattr(feature.view, attribute)
         for start in range(0, len(shown), columns)
-        for name, of in (("queries", "query_map"), ("keys", "key_map"))
-        for one in shown[start : start + columns]
+        for name, attribute in (("queries", "query_map"), ("keys", "key_map"))
+        for feature in shown[start : start + columns]
     }
     size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
     view = shown[0].view
@@ -138,60 +178,58 @@ def channels(shown: Sequence[Feature]) -> Picture:
         "offset feature is two bands of one colour that far apart. Single tokens that break a "
         "band of the keys are attention sinks.",
         ("layer", "head", "of", "channel", "from_token", "activation"),
-        [
-            (one.view.layer, one.view.head, name, channel, cell * one.view.cell, float(value))
-            for one in shown
-            for name, values in (("query", one.view.query_map), ("key", one.view.key_map))
-            for (channel, cell), value in np.ndenumerate(values)
-        ],
-    )
-
-
-def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
-    """Draw the points of the features (Fig. 7)."""
-    panels = [_cloud(one, one.pair, trained, one.name) for one in shown]
-    kind = "under the upper bound" if shown[0].possible else "of these heads"
-    return Picture(
-        "offset_feature_points",
-        clouds(panels),
-        f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
-        f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the query "
-        "turns within the training length. A key far from the others, near the origin or towards "
-        "the queries, such as often the first one, is an attention sink.",
-        POINTS_HEADER,
-        [row for one in shown for row in _point_rows(one.view, one.pair)],
-    )
-
-
-def points_of_head(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
-    """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
-    drawn = [pair for pair in pairs if pair < one.view.pairs] or range(one.view.pairs)
-    panels = [
-        _cloud(one, pair, trained, f"{pair}: {_rounded(one.turns[pair] * trained / TURN)} turns")
-        for pair in drawn
-    ]
-    return Picture(
-        f"offset_points_{one.head}",
-        clouds(panels, small=len(panels) > 3),
-        f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {one.view.layer} "
-        f"head {one.view.head}, before the rotation, a {_each(one.view.step)}, by the pair's "
-        "index and its turns within the training length. Each panel has its own scale; lines: the "
-        "means. Slow pairs whose queries and keys point away from each other are offset features.",
-        POINTS_HEADER,
-        [row for pair in drawn for row in _point_rows(one.view, pair)],
+        long_rows(
+            {
+                (feature.view.layer, feature.view.head, name): values
+                for feature in shown
+                for name, values in (
+                    ("query", feature.view.query_map),
+                    ("key", feature.view.key_map),
+                )
+            },
+            places=range(0, view.cell * view.key_map.shape[1], view.cell),
+        ),
     )
 
 
 POINTS_HEADER = ("layer", "head", "pair", "token", "query_1", "query_2", "key_1", "key_2")
 
 
-def _cloud(one: Feature, pair: int, trained: int, title: str) -> PairCloud:
-    return PairCloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
+def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
+    """Draw the points of the features (Fig. 7)."""
+    kind = "under the upper bound" if shown[0].possible else "of these heads"
+    return Picture(
+        "offset_feature_points",
+        _draw_clouds([(feature, feature.pair, feature.name) for feature in shown], trained),
+        f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
+        f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the query "
+        "turns within the training length. A key far from the others, near the origin or towards "
+        "the queries, such as often the first one, is an attention sink.",
+        POINTS_HEADER,
+        [row for feature in shown for row in _point_rows(feature.view, feature.pair)],
+    )
 
 
-def _point_rows(view: HeadView, pair: int) -> Iterator[tuple[float, ...]]:
-    for number, values in enumerate(np.hstack(view.points(pair)).tolist()):
-        yield (view.layer, view.head, pair, number * view.step, *values)
+def points_of_head(feature: Feature, trained: int, pairs: Sequence[int]) -> Picture:
+    """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
+    view, turns = feature.view, feature.turns * trained / TURN
+    drawn = [pair for pair in pairs if pair < view.pairs] or range(view.pairs)
+    panels = [(feature, pair, f"{pair}: {_rounded(turns[pair])} turns") for pair in drawn]
+    return Picture(
+        f"offset_points_{feature.head}",
+        _draw_clouds(panels, trained, small=len(panels) > 3),
+        f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {view.layer} "
+        f"head {view.head}, before the rotation, a {_each(view.step)}, by the pair's "
+        "index and its turns within the training length. Each panel has its own scale; lines: the "
+        "means. Slow pairs whose queries and keys point away from each other are offset features.",
+        POINTS_HEADER,
+        [row for pair in drawn for row in _point_rows(view, pair)],
+    )
+
+
+def _point_rows(view: HeadView, pair: int) -> Rows:
+    points = np.hstack(view.points(pair)).tolist()
+    return [(view.layer, view.head, pair, i * view.step, *point) for i, point in enumerate(points)]
 
 
 def _rounded(turns: float) -> str:
@@ -202,52 +240,148 @@ def _each(step: int) -> str:
     return "point for each token" if step == 1 else f"point for one in {step} tokens"
 
 
+def _draw_clouds(
+    panels: Sequence[tuple[Feature, int, str]], trained: int, *, small: bool = False
+) -> Figure:
+    """Draw points of pairs in their plane, with the means and the rotation as an arc.
+
+    ``panels``: a head, a pair and a title each. ``small``: for the many pairs of a head.
+    """
+    columns = min(MANY, math.ceil(math.sqrt(len(panels)))) if small else min(WIDE, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with paper_style():
+        figure = blank(0.4 + (6.6 / columns if small else 2.3) * rows)
+        grid = panel_grid(figure, len(panels), columns, x="first channel", y="second channel")
+        for axes, (feature, pair, title) in zip(grid, panels, strict=True):
+            turned = float(feature.turns[pair]) * trained
+            _draw_cloud(axes, *feature.view.points(pair), turned, small=small)
+            axes.set_title(title, pad=2 if small else 3, fontsize=6 if small else 8)
+        legend_of_lines(figure, grid[:1])
+    return figure
+
+
+def _draw_cloud(axes: Axes, query: Array, key: Array, turned: float, *, small: bool) -> None:
+    """Draw queries and keys ``[T, 2]``; ``turned``: rotation within the context length, radians."""
+    for points, colour, name in ((query, BLUE, "queries"), (key, ORANGE, "keys")):
+        axes.scatter(
+            points[:, 0],
+            points[:, 1],
+            s=0.6 if small else 2,
+            color=colour,
+            alpha=0.35,
+            linewidths=0,
+            rasterized=True,
+        )
+        axes.plot([], [], "o", markersize=4, color=colour, alpha=0.6, label=name)
+    for points, colour in ((query, BLUE), (key, ORANGE)):
+        mean = points.mean(axis=0)
+        if small:
+            axes.plot(*zip((0, 0), mean, strict=True), color=BLACK, linewidth=0.8)
+        else:
+            arrow = {"arrowstyle": "->", "color": BLACK, "linewidth": 1.6}
+            axes.annotate("", mean, (0, 0), arrowprops=arrow)
+        axes.plot(*mean, "o", markersize=2 if small else 4, color=colour, markeredgecolor=BLACK,
+                  markeredgewidth=0.4 if small else 1)  # fmt: skip
+    start = math.degrees(math.atan2(*query.mean(axis=0)[::-1]))
+    size = 1.2 * float(np.hypot(*query.mean(axis=0)))
+    end = start + min(math.degrees(turned), 360)
+    width = 0.9 if small else 1.4
+    arc = Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN, linewidth=width)
+    axes.add_patch(arc)
+    axes.plot([], [], color=GREEN, label="turn of the query within C")
+    star: dict[str, Any] = {
+        "markeredgecolor": BLACK,
+        "markeredgewidth": 0.5,
+        "markersize": 5 if small else 8,
+    }
+    axes.plot(*key[0], "*", color=ORANGE, label="key of the first token", **star)
+    axes.axhline(0, color=GREY, linewidth=0.5)
+    axes.axvline(0, color=GREY, linewidth=0.5)
+    axes.grid(visible=False)
+    axes.set_aspect("equal", adjustable="datalim")
+    if small:
+        axes.tick_params(labelsize=5, length=1.5, pad=1)
+        axes.locator_params(nbins=3)
+
+
 def curves(features: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
     """Draw the terms of pairs in the logit, and the sum without the feature (Fig. 4 and 6)."""
     C = features.context_length
     distances = np.unique(np.geomspace(1, C + 1, DISTANCES).astype(int)) - 1
-    panels, rows = [], []
-    for one in shown:
-        at = one.view
-        parts = contributions(features, at.layer, at.head, distances.tolist())
-        panels.append(Contributions(one.name, distances, parts, one.pair))
+    terms = [
+        contributions(features, feature.view.layer, feature.view.head, distances.tolist())
+        for feature in shown
+    ]
+    rows: Rows = []
+    for feature, parts in zip(shown, terms, strict=True):
         total = parts.sum(axis=0)
-        lines = {"all pairs": total, f"all but pair {one.pair}": total - parts[one.pair]}
+        lines = {"all pairs": total, f"all but pair {feature.pair}": total - parts[feature.pair]}
         lines |= {f"pair {pair}": part for pair, part in enumerate(parts)}
-        rows += [
-            (at.layer, at.head, name, distance, value)
-            for name, values in lines.items()
-            for distance, value in zip(distances.tolist(), values.tolist(), strict=True)
-        ]
+        view = feature.view
+        named = {(view.layer, view.head, name): line for name, line in lines.items()}
+        rows += long_rows(named, places=distances.tolist())
     return Picture(
         "offset_contributions",
-        by_distance(panels, C),
-        "What the means of rotary pairs add to the logit by distance. Left: every pair of the "
+        _draw_terms(shown, terms, distances, C),
+        "Terms of the logit from the means of rotary pairs, by distance. Left: every pair of the "
         "head, by its index, and dotted the feature in the title. Right: all pairs together, and "
-        "all but the feature. What these two differ by is what the feature does to far tokens.",
+        "all but the feature. The difference between these two is the feature's effect on far "
+        "tokens.",
         ("layer", "head", "curve", "distance", "part_of_logit"),
         rows,
     )
 
 
-LONG = 0.9
-"""Quantile of the radii above which a mean is called long."""
+def _draw_terms(
+    shown: Sequence[Feature], terms: Sequence[Array], distances: Array, context_length: int
+) -> Figure:
+    """Draw a row for each head: the terms ``[pairs, distances]`` of its pairs, and their sum with
+    and without the feature."""
+    pairs = max(map(len, terms))
+    colours = ScalarMappable(Normalize(0, max(pairs - 1, 1)), GRADED)
+    with paper_style():
+        figure = blank(0.6 + 1.8 * len(shown))
+        grid = figure.subplots(len(shown), 2, sharex=True, squeeze=False)
+        for (by_pair, sums), feature, parts in zip(grid, shown, terms, strict=True):
+            x = distances + 1
+            lines = LineCollection(
+                [np.column_stack([x, part]) for part in parts],
+                colors=colours.to_rgba(np.arange(len(parts))),
+                linewidths=0.8,
+                rasterized=True,
+            )
+            by_pair.add_collection(lines)
+            by_pair.autoscale_view()
+            term, total = parts[feature.pair], parts.sum(axis=0)
+            by_pair.plot(x, term, color=BLACK, linestyle=":", label="the feature")
+            sums.plot(x, total, color=BLACK, label="all pairs")
+            sums.plot(x, total - term, color=BLUE, linestyle="--", label="all but the feature")
+            by_pair.set_title(feature.name, pad=3, loc="left")
+            by_pair.set_ylabel("part of the logit")
+            for axes in (by_pair, sums):
+                axes.axhline(0, color=GREY, linewidth=0.5)
+                axes.axvline(context_length, color=GREY, linewidth=0.8, linestyle="--")
+                axes.set_xscale("log")
+        figure.supxlabel("distance between query and key + 1 (tokens, logarithmic)", fontsize=8)
+        legend_of_lines(figure, grid[0])
+        index_bar(figure, colours, list(grid.flat), "pair index", aspect=30)
+    return figure
 
 
 def stable_angles(stability: Stability, layers: int) -> Picture:
     """Draw circular variance by radius, of queries and of keys (Fig. 2)."""
     clouds = [
         HeadCloud(
-            *(name, stability.layer[of], stability.radius[of], stability.variance[of]),
+            *(name, stability.layer[side], stability.radius[side], stability.variance[side]),
             *("radius of the mean", "circular variance of the angle"),
         )
-        for name, of in (("queries", ~stability.of_keys), ("keys", stability.of_keys))
+        for name, side in (("queries", ~stability.of_keys), ("keys", stability.of_keys))
     ]
     return Picture(
         "offset_angle_stability",
         head_points(clouds, layers),
         "How much the angle of a rotary pair varies over all positions, before the rotation, by "
-        "the radius of its mean: 0 where it never does, 1 where angles cancel. A point a head and "
+        "the radius of its mean: 0 if it never varies, 1 if angles cancel. A point a head and "
         "pair, coloured by layer. Pairs with long means should lie below.",
         STABILITY_COLUMNS,
         list(zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
@@ -255,10 +389,11 @@ def stable_angles(stability: Stability, layers: int) -> Picture:
 
 
 def stability_findings(stability: Stability) -> list[str]:
-    """Compare angles of the tenth of the pairs with the longest means with those of other pairs."""
+    """Compare how much angles vary between the tenth of pairs with the longest means and the
+    others."""
     text = []
-    for name, of in (("queries", ~stability.of_keys), ("keys", stability.of_keys)):
-        radius, variance = stability.radius[of], stability.variance[of]
+    for name, side in (("queries", ~stability.of_keys), ("keys", stability.of_keys)):
+        radius, variance = stability.radius[side], stability.variance[side]
         long = radius > np.quantile(radius, LONG)
         if long.any():
             a, b = np.median(variance[long]), np.median(variance[~long])
@@ -267,135 +402,6 @@ def stability_findings(stability: Stability) -> list[str]:
                 f"variance of {a:.2f}, the others {b:.2f}."
             )
     return text
-
-
-AS_TRAINED, UNSCALED = "as trained", "not rescaled"
-METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
-NAMES = (AS_TRAINED, UNSCALED, *METHODS)
-FACTOR = 4
-"""Factor of the extension if the text is not longer than the training length."""
-
-
-class ExtendedBounds:
-    """Collect features under context extensions: the model's means, judged by the bounds of
-    rescaled frequencies (App. C).
-
-    Bounds are for the training length C as trained, and for the text's length, or 4 C if the text
-    is not longer than C, without rescaling and by each of :data:`METHODS`.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.C = target.training_length
-        self.length = target.length if target.length > self.C else FACTOR * self.C
-        self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
-        self._search = OffsetFeatureSearch()
-
-    def _change(self, name: str, spectrum: Spectrum) -> Spectrum:
-        if name not in METHODS:
-            return spectrum
-        return rescaled(spectrum, RESCALINGS[METHODS[name]], self.C, self.length / self.C)
-
-    def _at(self, name: str) -> int:
-        return self.C if name == AS_TRAINED else self.length
-
-    def update(self, heads: Heads) -> None:
-        """Add one layer."""
-        self._search.update(heads)
-
-    def results(self) -> dict[str, OffsetFeatures]:
-        """Return features by method, the model as trained first."""
-        return {
-            name: self._search.result(self._at(name), partial(self._change, name)) for name in NAMES
-        }
-
-    def findings(self, results: dict[str, OffsetFeatures]) -> list[str]:
-        """Report how many large features are still within both bounds."""
-        before = results[AS_TRAINED].recall[0]
-        if not before.positives:
-            return []
-        within = ", ".join(
-            f"{name} {percent(one.recall[0].lower)}"
-            for name, one in results.items()
-            if name != AS_TRAINED
-        )
-        return [
-            f"At {self.length:,} tokens both bounds hold for these shares of the pairs of radius "
-            f"{RADII[0]:g} or more: {within}; as trained, at {self.C:,}, {percent(before.lower)}."
-        ]
-
-    def grid(self, results: dict[str, OffsetFeatures]) -> Grid:
-        """Make a table of both bounds and their recall by method."""
-        return Grid(
-            f"The bounds at {self.C:,} tokens as trained, and at {self.length:,} tokens by "
-            "rescaling, for the means of the model as it is: pairs under the upper bound, their "
-            f"mean lower bound, and the shares of the pairs of radius {RADII[0]:g} or more under "
-            "the upper and above the lower bound.",
-            ("method", "length", "under UB", "mean LB (rad)", "UB recall", "LB recall"),
-            [
-                (
-                    name,
-                    self._at(name),
-                    *(percent(one.share), number(one.mean_lower_bound)),
-                    *(percent(one.recall[0].upper), percent(one.recall[0].lower)),
-                )
-                for name, one in results.items()
-            ],
-        )
-
-    def picture(self, features: OffsetFeatures) -> Picture:
-        """Draw the first spectrum that rotates with lower bounds, and the large features as
-        trained."""
-        assert self.spectrum is not None
-        large, pairs = features.key_radius >= RADII[0], len(self.spectrum.inv_freq)
-        turns: list[Series] = []
-        lower: list[Series] = []
-        rows: list[tuple[str, int, float, float]] = []
-        for number, name in enumerate(NAMES):
-            length = self._at(name)
-            limits = bounds(self._change(name, self.spectrum).at(length, self.C), length)
-            turned = limits.inv_freq * length / TURN
-            # Lines of some methods coincide: let neighbours differ in their dashes too.
-            style = number + len(COLOURS) * (number % 3)
-            for lines, y, shown in (
-                (turns, turned, turned > 0),
-                (lower, limits.angle, limits.possible),
-            ):
-                at = np.flatnonzero(shown)
-                lines.append(Series(name, style, at.tolist(), y[at].tolist(), marked=False))
-            rows += [
-                (name, pair, *values)
-                for pair, values in enumerate(
-                    zip(turned.tolist(), limits.angle.tolist(), strict=True)
-                )
-            ]
-
-        def prepare_turns(axes: Axes) -> None:
-            axes.set_yscale("log")
-            axes.set_xlim(-0.5, pairs - 0.5)
-
-        def prepare_angles(axes: Axes) -> None:
-            place = features.pair[large], features.angle[large]
-            axes.scatter(*place, s=8, color="#b0b0b0", linewidths=0, rasterized=True)
-            angle_axis(axes)
-            axes.set_xlim(-0.5, pairs - 0.5)
-
-        panels = [
-            Panel(
-                *("upper bound", turns),
-                Frame("", "turns within the length", prepare_turns, horizontal=((1, "one turn"),)),
-            ),
-            Panel("lower bounds", lower, Frame("", "angle φ (rad)", prepare_angles)),
-        ]
-        return Picture(
-            "extended_bounds",
-            side_by_side(panels, x_label=PAIR_INDEX, height=2.6, balanced=True),
-            f"The bounds at {self.C:,} tokens as trained and at {self.length:,} tokens by "
-            "rescaling. Left: turns of every pair within the length (logarithmic); below the "
-            "dotted line it can be an offset feature. Right: the lower bounds of these pairs, and "
-            f"in grey the angles of the pairs of radius {RADII[0]:g} or more.",
-            ("method", "pair", "turns", "lower_bound"),
-            rows,
-        )
 
 
 def percent(share: float | None) -> str:

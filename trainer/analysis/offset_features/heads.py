@@ -18,12 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.analysis.arrays import Array, to_json
+from trainer.analysis.arrays import Array, finite, to_json
 from trainer.analysis.attention import sampled_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.measure import TURN, OffsetFeatures
-from trainer.analysis.studies.section import Grid, Part, Picture
-from trainer.analysis.studies.study import Target
+from trainer.analysis.studies.section import Grid, Part, Picture, Rows
 from trainer.common.words import counted
 from trainer.plotting.points import HeadCloud, head_points
 
@@ -34,7 +33,7 @@ class SinkPart:
 
     ``weight``: that attention; ``without``: without the pair's part of the scores; ``control``:
     without another pair's part, NaN if there is no other. ``first_key``: length of the first key in
-    the pair, before the encoding, divided by that of the mean key. ``margin``: the scaled margin of
+    the pair, before the encoding, over the length of the mean key. ``margin``: the scaled margin of
     the scores; ``parts`` ``[pairs]``: the part of each pair.
     """
 
@@ -60,14 +59,14 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     sampled = sampled_attention(heads, head)
     if sampled is None:
         return None
-    kv, at, q, k = sampled.kv_head, sampled.at, sampled.q, sampled.k
+    kv, positions, q, k = sampled.kv_head, sampled.positions, sampled.q, sampled.k
     pairs = sampled.pairs
 
     def weight(without: int | None = None) -> float:
         return float(sampled.weights(without)[..., 0].double().mean())
 
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
-    others = k[:, 1:].double().cumsum(dim=1)[:, at - 1] / at[:, None]
+    others = k[:, 1:].double().cumsum(dim=1)[:, positions - 1] / positions[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
     turning = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0)
     keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
@@ -90,6 +89,9 @@ SINK_HEADER = (
 )
 
 
+Columns = dict[str, Array]
+
+
 class OffsetSinks:
     """Collect the effect of each head's strongest pair under the upper bound on its sink."""
 
@@ -101,97 +103,105 @@ class OffsetSinks:
         if (sink := sink_part(heads, head, pair, fast)) is not None:
             self._parts.append(sink)
 
-    def part(self, target: Target) -> Part:
-        """Return a figure, a table and findings; empty if no head has such a pair."""
-        parts = self._parts
-        if not parts:
+    def part(self, layers: int) -> Part:
+        """Return a figure, a table and findings; empty if no head has such a pair.
+
+        ``layers``: number of the model's layers.
+        """
+        if not self._parts:
             return Part()
-        sinks = sorted((one for one in parts if one.weight >= SINK), key=lambda one: -one.weight)
-        rows = [_sink_row(one) for one in parts]
-        columns = dict(zip(SINK_HEADER, zip(*rows, strict=True), strict=True))
+        rows = [_sink_row(sink) for sink in self._parts]
+        columns = dict(zip(SINK_HEADER, map(np.array, zip(*rows, strict=True)), strict=True))
+        order = np.argsort(-columns["attention"], kind="stable")
+        order = order[columns["attention"][order] >= SINK]
+        sinks = {name: values[order] for name, values in columns.items()}
         return Part(
-            tuple(_sink_findings(sinks, len(parts))),
-            (_sink_picture(parts, rows, len(target.model.layout.layers)),),
-            (_sink_table(sinks[:SHOWN], len(sinks)),) if sinks else (),
-            {"sinks": {name: to_json(np.array(values)) for name, values in columns.items()}},
+            tuple(_sink_findings(sinks, len(rows))),
+            (_sink_picture(columns, rows, layers),),
+            (_sink_table(sinks),) if len(order) else (),
+            {"sinks": {name: to_json(values) for name, values in columns.items()}},
         )
 
 
-def _sink_row(one: SinkPart) -> tuple[float, ...]:
-    best = int(one.parts.argmax())
+def _sink_row(sink: SinkPart) -> tuple[float, ...]:
+    best = int(sink.parts.argmax())
     return (
-        *(one.layer, one.head, one.pair, one.weight, one.without, one.explained),
-        *(one.control, one.first_key),
-        *(one.margin, float(one.parts[one.pair]), best, float(one.parts[best])),
+        *(sink.layer, sink.head, sink.pair, sink.weight, sink.without, sink.explained),
+        *(sink.control, sink.first_key),
+        *(sink.margin, float(sink.parts[sink.pair]), best, float(sink.parts[best])),
     )
 
 
-def _sink_findings(sinks: list[SinkPart], heads: int) -> list[str]:
-    if not sinks:
+def _sink_findings(sinks: Columns, heads: int) -> list[str]:
+    """Describe the heads with a sink, out of ``heads`` with a pair under the upper bound."""
+    count, explained, control = len(sinks["head"]), sinks["explained"], ""
+    if not count:
         return [
             f"None of {counted(heads, 'head')} with a pair under the upper bound puts {SINK:.0%} "
             "of its attention on the first token: there is no sink to explain."
         ]
-    explained = np.array([one.explained for one in sinks])
-    before, after = np.mean([(one.weight, one.without) for one in sinks], axis=0)
-    controls = [one.control for one in sinks if not np.isnan(one.control)]
-    control = f" (without its strongest faster pair {np.mean(controls):.0%})" if controls else ""
-    most = sum(int(one.parts.argmax()) == one.pair for one in sinks)
+    without_fast = finite(sinks["attention_without_fast_pair"])
+    if without_fast.size:
+        control = f" (without its strongest faster pair {without_fast.mean():.0%})"
+    strongest = int((sinks["strongest_pair"] == sinks["pair"]).sum())
     return [
-        f"Of {counted(heads, 'head')} with a pair under the upper bound, {len(sinks)} put "
-        f"{SINK:.0%} or more of their attention on the first token, {before:.0%} on average. "
-        f"Without the strongest such pair of each it is {after:.0%}{control}: that one pair "
-        f"explains {np.median(explained):.0%} of it in the median head, and more than half in "
+        f"Of {counted(heads, 'head')} with a pair under the upper bound, {count} put "
+        f"{SINK:.0%} or more of their attention on the first token, "
+        f"{sinks['attention'].mean():.0%} on average. Without the strongest such pair of each it "
+        f"is {sinks['attention_without'].mean():.0%}{control}: that one pair explains "
+        f"{np.median(explained):.0%} of it in the median head, and more than half in "
         f"{(explained > 0.5).sum()}.",
-        f"In {most} of these {len(sinks)} heads no other pair does more to raise the score of the "
-        "first key above those of others. In the pair taken out the first key is "
-        f"{np.median([one.first_key for one in sinks]):.2f} times as long as the mean key in the "
-        "median head.",
+        f"In {strongest} of these {count} heads no other pair does more to raise the score of the "
+        "first key above the scores of other keys. In the pair taken out the first key is "
+        f"{np.median(sinks['first_key']):.2f} times as long as the mean key in the median head.",
     ]
 
 
-def _sink_picture(parts: list[SinkPart], rows: list[tuple[float, ...]], layers: int) -> Picture:
-    layer, weight, without, margin, of_pair = (
-        np.array([row[SINK_HEADER.index(name)] for row in rows])
-        for name in ("layer", "attention", "attention_without", "margin", "margin_of_pair")
-    )
-    first = "attention on the first token"
+def _sink_picture(columns: Columns, rows: Rows, layers: int) -> Picture:
+    layer, first = columns["layer"], "attention on the first token"
     panels = (
-        HeadCloud("", layer, weight, without, first, f"{first}\nwithout the pair", diagonal=True),
         HeadCloud(
-            "", layer, margin, of_pair, "score of the first key over others", "of it, the pair's"
+            *("", layer, columns["attention"], columns["attention_without"]),
+            *(first, f"{first}\nwithout the pair"),
+            diagonal=True,
+        ),
+        HeadCloud(
+            *("", layer, columns["margin"], columns["margin_of_pair"]),
+            *("score of the first key over others", "of it, the pair's"),
         ),
     )
     return Picture(
         "offset_sinks",
         head_points(panels, layers),
-        "What the strongest pair under the upper bound does for the sink of its head, a point a "
+        "Effect of the strongest pair under the upper bound on the sink of its head, a point a "
         "head, means over queries in the last three quarters of the training length. Left: "
-        "attention on the first token, and what it is with this pair's part taken out of all "
+        "attention on the first token, as it is and with this pair's part taken out of all "
         "scores; points far below the dotted line have a sink by one feature. Right: how far the "
         "score of the first key lies above the mean of the other keys in sight (before a softcap), "
-        "and how much of that is the pair's.",
+        "and the pair's part of that.",
         SINK_HEADER,
         rows,
     )
 
 
-def _sink_table(shown: list[SinkPart], sinks: int) -> Grid:
+def _sink_table(sinks: Columns) -> Grid:
+    count = len(sinks["head"])
+    shown = [dict(zip(sinks, row, strict=True)) for row in zip(*sinks.values(), strict=True)]
     return Grid(
-        f"Heads with a sink by its weight, {len(shown)} of {sinks}: attention on the first token "
-        "as it is and without the strongest pair under the upper bound; how far the score of the "
-        "first key lies above the others', the pair's part of that, and the pair with the largest "
-        "part.",
+        f"Heads with a sink by its weight, {min(SHOWN, count)} of {count}: attention on the first "
+        "token as it is and without the strongest pair under the upper bound; how far the score of "
+        "the first key lies above the others', the pair's part of that, and the pair with the "
+        "largest part.",
         ("head", "pair", "attention", "without", "explained", "score", "the pair's", "largest"),
         [
             (
-                f"L{one.layer}H{one.head}",
-                str(one.pair),
-                *(f"{value:.1%}" for value in (one.weight, one.without, one.explained)),
-                *(f"{one.margin:.1f}", f"{one.parts[one.pair]:.1f}"),
-                f"{one.parts.max():.1f}, pair {one.parts.argmax()}",
+                f"L{sink['layer']}H{sink['head']}",
+                str(sink["pair"]),
+                *(f"{sink[k]:.1%}" for k in ("attention", "attention_without", "explained")),
+                *(f"{sink[k]:.1f}" for k in ("margin", "margin_of_pair")),
+                f"{sink['margin_of_strongest']:.1f}, pair {sink['strongest_pair']}",
             )
-            for one in shown
+            for sink in shown[:SHOWN]
         ],
     )
 
@@ -205,26 +215,15 @@ STEP_HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Fastest:
-    """Attention of a query head on the token before, as it is and ``without`` the head's fastest
-    pair."""
-
-    layer: int
-    head: int
-    pair: int
-    previous: float
-    without: float
-
-
 class OffsetSteps:
     """Collect the effect of every head's fastest pair on attention on the token before."""
 
     def __init__(self) -> None:
-        self._fastest: list[Fastest] = []
+        self._fastest: dict[tuple[int, int, int], list[float]] = {}
 
     def update(self, heads: Heads) -> None:
-        """Add one layer."""
+        """Add one layer: for each head that rotates, attention on the token before, as it is and
+        without the head's fastest pair."""
         C = heads.training_length
         for head in range(heads.q.shape[1]):
             spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
@@ -232,30 +231,24 @@ class OffsetSteps:
             if not spectrum.rotates or sampled is None:
                 continue
             pair = int(np.argmax(spectrum.inv_freq))
-            rows = range(len(sampled.at))
-            weights = [
-                float(of[:, rows, sampled.at - 1].double().mean())
-                for of in (sampled.weights(), sampled.weights(without=pair))
+            rows = range(len(sampled.positions))
+            self._fastest[heads.layer, head, pair] = [
+                float(weights[:, rows, sampled.positions - 1].double().mean())
+                for weights in (sampled.weights(), sampled.weights(without=pair))
             ]
-            self._fastest.append(Fastest(heads.layer, head, pair, *weights))
 
     def part(self, features: OffsetFeatures, layers: int) -> Part:
         """Return a figure, a table and findings; ``layers``: number of the model's layers."""
         if not self._fastest:
             return Part()
-        places = {
-            place: row
-            for row, place in enumerate(
-                zip(features.layer, features.head, features.pair, strict=True)
-            )
-        }
-        at = np.array([places[one.layer, one.head, one.pair] for one in self._fastest])
-        columns = {name: getattr(features, name)[at] for name in STEP_HEADER[:7]}
+        places = zip(features.layer, features.head, features.pair, strict=True)
+        row_of_place = {place: row for row, place in enumerate(places)}
+        rows = np.array([row_of_place[place] for place in self._fastest])
+        columns = {name: getattr(features, name)[rows] for name in STEP_HEADER[:7]}
         # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
         turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
         columns["steps"] = turned / columns["inv_freq"] - 0.5
-        columns["attention"] = np.array([one.previous for one in self._fastest])
-        columns["attention_without"] = np.array([one.without for one in self._fastest])
+        columns["attention"], columns["attention_without"] = np.array([*self._fastest.values()]).T
         return Part(
             tuple(_step_findings(columns)),
             (_step_picture(columns, layers),),
@@ -264,17 +257,17 @@ class OffsetSteps:
         )
 
 
-def _at_a_step(columns: dict[str, Array]) -> Array:
+def _at_a_step(columns: Columns) -> Array:
     """Select pairs whose term is largest at distance 1, among whole distances."""
     return (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
 
 
-def _large(columns: dict[str, Array]) -> Array:
+def _large(columns: Columns) -> Array:
     radius = columns["key_radius"]
     return radius >= np.quantile(radius, LOUD)
 
 
-def _step_findings(columns: dict[str, Array]) -> list[str]:
+def _step_findings(columns: Columns) -> list[str]:
     at_step, large = _at_a_step(columns), _large(columns)
     by_chance = float(np.minimum(columns["inv_freq"] / TURN, 1).mean())
     heads, least = counted(int(large.sum()), "head"), columns["key_radius"][large].min()
@@ -285,20 +278,20 @@ def _step_findings(columns: dict[str, Array]) -> list[str]:
         f"{at_step.mean():.0%} of all {len(large)}; of angles at random that would be "
         f"{by_chance:.0%}."
     ]
-    for among, of in (
+    for among, name in (
         (large & at_step, "these heads with a long key and that angle"),
         (~(large & at_step), "the others"),
     ):
         if among.any():
             was, now = columns["attention"][among], columns["attention_without"][among]
             text.append(
-                f"In {of} attention on the token before is {was.mean():.1%} on average, and "
+                f"In {name} attention on the token before is {was.mean():.1%} on average, and "
                 f"{now.mean():.1%} without the pair."
             )
     return text
 
 
-def _step_picture(columns: dict[str, Array], layers: int) -> Picture:
+def _step_picture(columns: Columns, layers: int) -> Picture:
     layer, before = columns["layer"], "attention on the token before"
     radius, angle = "radius of the mean key", "angle φ in steps of a token"
     panels = (
@@ -313,9 +306,9 @@ def _step_picture(columns: dict[str, Array], layers: int) -> Picture:
         "offset_steps",
         head_points(panels, layers),
         "The fastest pair of every head, a point a head. Left: the radius of its mean key, and its "
-        "angle from mean query to mean key over what it turns in one token; the part of the logit "
+        "angle from mean query to mean key over its turn in one token; the part of the logit "
         "is largest at that distance, and the dotted line is the token before. Right: attention on "
-        "that token, and what it is with the pair's part taken out of all scores, means over "
+        "that token, as it is and with the pair's part taken out of all scores, means over "
         "queries in the last three quarters of the training length; points below the dotted line "
         "lose such attention without the pair.",
         STEP_HEADER,
@@ -323,7 +316,7 @@ def _step_picture(columns: dict[str, Array], layers: int) -> Picture:
     )
 
 
-def _step_table(columns: dict[str, Array]) -> Grid:
+def _step_table(columns: Columns) -> Grid:
     strength = columns["query_radius"] * columns["key_radius"]
     order = np.argsort(-strength, kind="stable")[:SHOWN]
     return Grid(

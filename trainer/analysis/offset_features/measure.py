@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,8 +73,8 @@ class OffsetFeatures:
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
     :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
-    ``scale``: factor on the dot product of a query and a key in the scores, with that of the
-    encoding (YaRN's attention factor, a temperature).
+    ``scale``: factor on the dot product of a query and a key in the scores, times the encoding's
+    factor (YaRN's attention factor, a temperature).
     """
 
     context_length: int
@@ -90,6 +91,12 @@ class OffsetFeatures:
     share: float
     mean_lower_bound: float | None
     recall: list[Recall]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the share, the mean lower bound and the recall, for JSON."""
+        recall = [asdict(counts) for counts in self.recall]
+        bound = self.mean_lower_bound
+        return {"share": self.share, "mean_lower_bound": bound, "recall": recall}
 
 
 class OffsetFeatureSearch:
@@ -124,30 +131,36 @@ class OffsetFeatureSearch:
         layers = self._averages.layers
         trained = self._training_length
         C = context_length or trained
-        columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
-        for at, layer in enumerate(layers):
+        tables: list[dict[str, Any]] = []
+        for index, layer in enumerate(layers):
             for head in range(q.shape[1]):
                 spectrum = change(self._spectra[layer][head // group]).at(C, trained)
                 encoding_scale = spectrum.rotary_scale**2 * spectrum.temperature.scale
                 limits = bounds(spectrum, C)
                 pairs = len(limits.inv_freq)
-                of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
-                values = (
-                    np.full(pairs, layer),
-                    np.full(pairs, head),
-                    np.arange(pairs),
-                    limits.inv_freq,
-                    np.abs(of_q),
-                    np.abs(of_k),
-                    np.mod(np.angle(of_k) - np.angle(of_q), TURN),
-                    limits.possible,
-                    limits.angle,
-                    np.full(pairs, self._scales[layer] * encoding_scale),
+                query = _complex(q[index, head], pairs)
+                key = _complex(k[index, head // group], pairs)
+                tables.append(
+                    {
+                        "layer": layer,
+                        "head": head,
+                        "pair": np.arange(pairs),
+                        "inv_freq": limits.inv_freq,
+                        "query_radius": np.abs(query),
+                        "key_radius": np.abs(key),
+                        "angle": np.mod(np.angle(key) - np.angle(query), TURN),
+                        "possible": limits.possible,
+                        "lower_bound": limits.angle,
+                        "scale": self._scales[layer] * encoding_scale,
+                    }
                 )
-                for name, value in zip(COLUMNS, values, strict=True):
-                    columns[name].append(value)
-        whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-        return _counted(C, whole)
+        return _counted(C, joined_columns(tables))
+
+
+def joined_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+    """Concatenate tables of equal columns; a single value fills its column."""
+    filled = [dict(zip(t, np.broadcast_arrays(*t.values()), strict=True)) for t in tables]
+    return {name: np.concatenate([table[name] for table in filled]) for name in tables[0]}
 
 
 COLUMNS = (
@@ -199,16 +212,15 @@ def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
 
 
 def common_pairs(
-    one: OffsetFeatures, other: OffsetFeatures
+    first: OffsetFeatures, second: OffsetFeatures
 ) -> tuple[OffsetFeatures, OffsetFeatures]:
     """Restrict both to the entries (layer, head, pair) they share, in the same order.
 
     The counts are recomputed over these entries.
     """
-    keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (one, other)]
-    _, *places = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
-    first, second = (_only(x, at) for x, at in zip((one, other), places, strict=True))
-    return first, second
+    keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (first, second)]
+    _, *rows = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
+    return _only(first, rows[0]), _only(second, rows[1])
 
 
 def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
@@ -218,8 +230,8 @@ def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatur
     return _counted(by.context_length, columns)
 
 
-def _only(features: OffsetFeatures, at: Array) -> OffsetFeatures:
-    columns = {name: getattr(features, name)[at] for name in COLUMNS}
+def _only(features: OffsetFeatures, rows: Array) -> OffsetFeatures:
+    columns = {name: getattr(features, name)[rows] for name in COLUMNS}
     return _counted(features.context_length, columns)
 
 
@@ -227,11 +239,10 @@ def contributions(
     features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
 ) -> Array:
     """Compute the terms that the means of every pair add to the logit of a key so many tokens back
-    (Eq. 14, Fig. 4).
+    (Eq. 14, Fig. 4), ``[pairs, distances]``.
 
-    Returns:
-        ``[pairs, distances]``, scaled like scores. Their sum over pairs is the logit; without one
-            row it is the logit without that pair (Fig. 6).
+    They are scaled like scores. Their sum over pairs is the logit; without a pair's row it is the
+    logit without that pair (Fig. 6).
     """
     chosen = (features.layer == layer) & (features.head == head)
     size = features.query_radius[chosen] * features.key_radius[chosen] * features.scale[chosen]
@@ -278,25 +289,23 @@ class AngleStability:
 
     def result(self) -> Stability:
         """Compute the stability over all positions and texts seen so far."""
-        columns: dict[str, list[Array]] = {name: [] for name in STABILITY_COLUMNS}
-        for name in ("q", "k"):
-            for layer, of_layer in zip(
-                self._averages.layers, self._averages.stacked(name), strict=True
-            ):
-                for head, (mean, direction) in enumerate(of_layer):
-                    spectrum = self._spectra[layer][head // (self._group if name == "q" else 1)]
-                    moving = np.flatnonzero(spectrum.inv_freq)
-                    values = (
-                        np.full(len(moving), name == "k"),
-                        np.full(len(moving), layer),
-                        np.full(len(moving), head),
-                        moving,
-                        np.hypot(*mean[:, moving]),
-                        1 - np.hypot(*direction[:, moving]),
+        tables: list[dict[str, Any]] = []
+        for name, group in (("q", self._group), ("k", 1)):
+            means = self._averages.stacked(name)
+            for layer, layer_means in zip(self._averages.layers, means, strict=True):
+                for head, (mean, direction) in enumerate(layer_means):
+                    moving = np.flatnonzero(self._spectra[layer][head // group].inv_freq)
+                    tables.append(
+                        {
+                            "of_keys": name == "k",
+                            "layer": layer,
+                            "head": head,
+                            "pair": moving,
+                            "radius": np.hypot(*mean[:, moving]),
+                            "variance": 1 - np.hypot(*direction[:, moving]),
+                        }
                     )
-                    for column, value in zip(STABILITY_COLUMNS, values, strict=True):
-                        columns[column].append(value)
-        return Stability(**{name: np.concatenate(parts) for name, parts in columns.items()})
+        return Stability(**joined_columns(tables))
 
 
 def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
@@ -308,7 +317,7 @@ def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
     pairs = len(spectrum.inv_freq)
     channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]], dim=1)
     length = channels.norm(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    means = [of.mean(dim=2, dtype=torch.float64) for of in (channels, channels / length)]
+    means = [x.mean(dim=2, dtype=torch.float64) for x in (channels, channels / length)]
     return torch.nn.functional.pad(torch.stack(means, dim=1), (0, x.shape[-1] // 2 - pairs))
 
 

@@ -1,32 +1,27 @@
-"""The sections on rotary offset features: of one model (Rotary Offset Features, Sec. 4, Table 2),
-and of two models on one text, such as a model and its extension (App. C, Fig. 15 and 16)."""
+"""The section on rotary offset features of one model (Rotary Offset Features, Sec. 4, Table 2), and
+on the bounds after a context extension (App. C, Fig. 14)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.arrays import Array, to_json
-from trainer.analysis.capture import Heads, capture
-from trainer.analysis.offset_features.drawing import (
-    Changes,
-    OnePair,
-    changes_by_pair,
-    pairs_in_both,
-)
+from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.figures import (
-    AS_TRAINED,
-    ExtendedBounds,
+    PAIR_INDEX,
     Feature,
+    angle_axis,
     channels,
     curves,
     feature_points,
-    first_possible,
     number,
     percent,
     points_of_head,
@@ -43,13 +38,14 @@ from trainer.analysis.offset_features.measure import (
     OffsetFeatures,
     OffsetFeatureSearch,
     bounds,
-    common_pairs,
     contributions,
     head_view,
-    with_bounds_of,
 )
-from trainer.analysis.studies.section import Grid, Part, Picture, Section
+from trainer.analysis.studies.section import Grid, Part, Picture, Rows, Section, joined, wide_rows
 from trainer.analysis.studies.study import Study, Target
+from trainer.plotting.lines import COLOURS, Frame, Panel, Series, side_by_side
+from trainer.positional.rescaling import RESCALINGS, rescaled
+from trainer.positional.spectrum import Spectrum
 
 SHOWN = 3
 """Number of features that pictures show if no heads are chosen."""
@@ -89,21 +85,21 @@ class OffsetFeaturesStudy(Study):
         self._stability.update(heads)
         self._steps.update(heads)
         strongest = [
-            one for head in range(heads.q.shape[1]) if (one := self._strongest(means, head))
+            best for head in range(heads.q.shape[1]) if (best := self._strongest(means, head))
         ]
         for possible, _, head, pair, fast in strongest:
             if possible:
                 self._sinks.update(heads, head, pair, fast)
         if self.target.chosen:
             chosen = {head for layer, head in self.target.chosen if layer == heads.layer}
-            strongest = [one for one in strongest if one[2] in chosen]
+            strongest = [pair for pair in strongest if pair[2] in chosen]
         else:
             strongest = sorted(strongest, reverse=True)[:1]
         for possible, strength, head, pair, _ in strongest:
             turns = self._spectrum(means, head)
             view = head_view(heads, head)
             self._features.append(Feature(possible, strength, pair, turns, view))
-        self._features.sort(key=lambda one: (not one.possible, -one.strength))
+        self._features.sort(key=lambda feature: (not feature.possible, -feature.strength))
         if not self.target.chosen:
             del self._features[SHOWN:]
 
@@ -139,8 +135,20 @@ class OffsetFeaturesStudy(Study):
         tables."""
         results = self._extended.results()
         features = results[AS_TRAINED]
-        stability, sinks = self._stability.result(), self._sinks.part(self.target)
-        steps = self._steps.part(features, len(self.target.model.layout.layers))
+        stability, layers = self._stability.result(), len(self.target.model.layout.layers)
+        first = Part(
+            (*_findings(features, self._features), *stability_findings(stability)),
+            (scatter(features), stable_angles(stability, layers), *self._heads(features)),
+            (table(features), self._extended.grid(results)),
+            {
+                "context_length": features.context_length,
+                "extended_length": self._extended.length,
+                "methods": {name: bounded.summary() for name, bounded in results.items()},
+                "features": {name: to_json(getattr(features, name)) for name in COLUMNS},
+            },
+        )
+        last = Part(self._extended.findings(results), (self._extended.picture(features),))
+        effects = (self._sinks.part(layers), self._steps.part(features, layers))
         return Section(
             self.key,
             self.title,
@@ -150,9 +158,9 @@ class OffsetFeaturesStudy(Study):
             "upper bound on its frequency), and the angle from query to key is large enough (the "
             "lower bound). The radius is the length of the mean key; means are over all positions, "
             "before the rotation. Keys of attention sinks leave the mean: they lie near the origin "
-            "or towards the queries, and what that does to attention is measured by taking the "
+            "or towards the queries, and the effect on attention is measured by taking the "
             "pair's part out of all scores. The fastest pair is no such feature: where its angle "
-            "is what it turns in one token, it selects the token before.",
+            "is the angle that it turns in one token, it selects the token before.",
             (
                 "part(δ) = |q̄| |k̄| cos(φ − θ δ) / √D",
                 "upper bound: θ < 2π / C",
@@ -160,40 +168,10 @@ class OffsetFeaturesStudy(Study):
             ),
             "Rotary Offset Features in Large Language Models, Eq. 13–16, Sec. 4.2 and 4.3.1, "
             "Table 2, Fig. 1, 2, 4, 6–8 and 11–14, App. C.",
-            (
-                *_findings(features, self._features),
-                *stability_findings(stability),
-                *sinks.findings,
-                *steps.findings,
-                *self._extended.findings(results),
-            ),
-            (
-                scatter(features),
-                stable_angles(stability, len(self.target.model.layout.layers)),
-                *self._of_heads(features),
-                *sinks.pictures,
-                *steps.pictures,
-                self._extended.picture(features),
-            ),
-            (table(features), self._extended.grid(results), *sinks.grids, *steps.grids),
-            {
-                "context_length": features.context_length,
-                "extended_length": self._extended.length,
-                "methods": {
-                    name: {
-                        "share": one.share,
-                        "mean_lower_bound": one.mean_lower_bound,
-                        "recall": [asdict(recall) for recall in one.recall],
-                    }
-                    for name, one in results.items()
-                },
-                "features": {name: to_json(getattr(features, name)) for name in COLUMNS},
-            }
-            | sinks.numbers
-            | steps.numbers,
+            **vars(joined([first, *effects, last])),
         )
 
-    def _of_heads(self, features: OffsetFeatures) -> list[Picture]:
+    def _heads(self, features: OffsetFeatures) -> list[Picture]:
         """Draw the strongest heads, or the chosen ones that rotate."""
         shown, C = self._features, self.target.training_length
         if not shown:
@@ -202,7 +180,7 @@ class OffsetFeaturesStudy(Study):
         return [
             channels(shown),
             feature_points(shown, C),
-            *(points_of_head(one, C, self.target.pairs) for one in whole),
+            *(points_of_head(feature, C, self.target.pairs) for feature in whole),
             curves(features, shown),
         ]
 
@@ -219,12 +197,15 @@ def table(features: OffsetFeatures) -> Grid:
     return Grid(
         f"Of {len(features.angle):,} pairs, {percent(features.share)} are under the upper bound "
         f"(UB), with a mean lower bound (LB) of {number(features.mean_lower_bound)} rad. Recall: "
-        "the share of the pairs with so long a mean key that is under the one, and above the "
-        "other, or the other less 0.1 rad.",
+        "the share of the pairs with a mean key of the minimal radius or longer that is under the "
+        "upper bound, also above the lower bound, and also above the lower bound less 0.1 rad.",
         ("min. radius", "pairs", "UB recall", "LB recall", "LB − 0.1 recall"),
         [
-            (f"{one.radius:g}", one.positives, *map(percent, (one.upper, one.lower, one.relaxed)))
-            for one in features.recall
+            (
+                *(f"{recall.radius:g}", recall.positives),
+                *map(percent, (recall.upper, recall.lower, recall.relaxed)),
+            )
+            for recall in features.recall
         ],
     )
 
@@ -235,12 +216,12 @@ def _findings(features: OffsetFeatures, shown: Sequence[Feature]) -> list[str]:
         f"{percent(features.share)} of {len(features.angle):,} pairs turn less than once in {C:,} "
         f"tokens; the mean of their lower bounds is {number(features.mean_lower_bound)} rad."
     ]
-    for one in features.recall:
-        if one.positives:
+    for recall in features.recall:
+        if recall.positives:
             text.append(
-                f"Of the {one.positives:,} pairs of radius {one.radius:g} or more, "
-                f"{percent(one.upper)} are under the upper bound, {percent(one.lower)} also above "
-                f"the lower bound, {percent(one.relaxed)} above it less 0.1 rad."
+                f"Of the {recall.positives:,} pairs of radius {recall.radius:g} or more, "
+                f"{percent(recall.upper)} are under the upper bound, {percent(recall.lower)} also "
+                f"above the lower bound, {percent(recall.relaxed)} above it less 0.1 rad."
             )
     if not features.recall[0].positives:
         text.append(
@@ -252,15 +233,15 @@ def _findings(features: OffsetFeatures, shown: Sequence[Feature]) -> list[str]:
     return text
 
 
-def _strongest(features: OffsetFeatures, one: Feature) -> str:
-    at, C = one.view, features.context_length
-    parts = contributions(features, at.layer, at.head, range(C + 1))[one.pair]
+def _strongest(features: OffsetFeatures, feature: Feature) -> str:
+    layer, head, C = feature.view.layer, feature.view.head, features.context_length
+    parts = contributions(features, layer, head, range(C + 1))[feature.pair]
     (row,) = np.flatnonzero(
-        (features.layer == at.layer) & (features.head == at.head) & (features.pair == one.pair)
+        (features.layer == layer) & (features.head == head) & (features.pair == feature.pair)
     )
     angle, lower = features.angle[row], features.lower_bound[row]
     text = (
-        f"The strongest pair under the upper bound is {one.name}: angle {angle:.2f} rad, lower "
+        f"The strongest pair under the upper bound is {feature.name}: angle {angle:.2f} rad, lower "
         f"bound {lower:.2f}. Its part of the logit is {parts[0]:.1f} at distance 0 and "
     )
     if (parts[1:] >= parts[0]).any():
@@ -271,207 +252,125 @@ def _strongest(features: OffsetFeatures, one: Feature) -> str:
     )
 
 
-LONG = 0.9
-"""Quantile of radii from which a pair is large if none reaches the table's smallest radius."""
+AS_TRAINED, UNSCALED = "as trained", "not rescaled"
+METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
+NAMES = (AS_TRAINED, UNSCALED, *METHODS)
+FACTOR = 4
+"""Factor of the extension if the text is not longer than the training length."""
 
 
-class OffsetChanges:
-    """Compare two models that read the same text, up to the shorter training length."""
+class ExtendedBounds:
+    """Collect features under context extensions: the model's means, judged by the bounds of
+    rescaled frequencies (App. C).
 
-    key: ClassVar[str] = "offset_changes"
-    title: ClassVar[str] = "Rotary offset features of two models"
+    Bounds are for the training length C as trained, and for the text's length, or 4 C if the text
+    is not longer than C, without rescaling and by each of :data:`METHODS`.
+    """
 
-    def __init__(self, before: Target, after: Target) -> None:
-        self.before, self.after = before, after
-        self.names = (before.name, after.name)
-        self.length = min(before.length, before.training_length, after.training_length)
+    def __init__(self, target: Target) -> None:
+        self.C = target.training_length
+        self.length = target.length if target.length > self.C else FACTOR * self.C
+        self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
+        self._search = OffsetFeatureSearch()
 
-    def run(self) -> Section:
-        """Read the text with both models and write the section."""
-        before, after = self._features(self.before), self._features(self.after)
-        part = self._heads(before, after)
-        tables = {
-            f"{name}, own bounds": of for name, of in zip(self.names, (before, after), strict=True)
+    def _change(self, name: str, spectrum: Spectrum) -> Spectrum:
+        if name not in METHODS:
+            return spectrum
+        return rescaled(spectrum, RESCALINGS[METHODS[name]], self.C, self.length / self.C)
+
+    def _at(self, name: str) -> int:
+        return self.C if name == AS_TRAINED else self.length
+
+    def update(self, heads: Heads) -> None:
+        """Add one layer."""
+        self._search.update(heads)
+
+    def results(self) -> dict[str, OffsetFeatures]:
+        """Return features by method, the model as trained first."""
+        return {
+            name: self._search.result(self._at(name), partial(self._change, name)) for name in NAMES
         }
-        if part.pictures:
-            was, now = common_pairs(before, after)
-            tables[f"{self.names[1]}, bounds of {self.names[0]}"] = with_bounds_of(now, by=was)
-        return Section(
-            self.key,
-            self.title,
-            f"Two models read the same {self.length:,} tokens: {self.names[0]}, with a context of "
-            f"{before.context_length:,}, and {self.names[1]}, with {after.context_length:,}. A "
-            "longer context moves the bounds: pairs that turned less than once may no longer, and "
-            "of the others the least angle grows. If training follows the bounds, keys of the "
-            "former become shorter and angles of the latter larger.",
-            ("change of the radius = |k̄| after − |k̄| before",),
-            "Rotary Offset Features in Large Language Models, App. C, Fig. 15 and 16, Table 2.",
-            part.findings,
-            part.pictures,
-            (_table(tables),),
-            {
-                "names": list(self.names),
-                "tokens": self.length,
-                "models": {
-                    name: {
-                        "context_length": of.context_length,
-                        "share": of.share,
-                        "mean_lower_bound": of.mean_lower_bound,
-                        "recall": [asdict(recall) for recall in of.recall],
-                    }
-                    for name, of in tables.items()
-                },
-            }
-            | part.numbers,
+
+    def findings(self, results: dict[str, OffsetFeatures]) -> tuple[str, ...]:
+        """Report how many large features are still within both bounds."""
+        before = results[AS_TRAINED].recall[0]
+        if not before.positives:
+            return ()
+        within = ", ".join(
+            f"{name} {percent(features.recall[0].lower)}"
+            for name, features in results.items()
+            if name != AS_TRAINED
+        )
+        return (
+            f"At {self.length:,} tokens both bounds hold for these shares of the pairs of radius "
+            f"{RADII[0]:g} or more: {within}; as trained, at {self.C:,}, {percent(before.lower)}.",
         )
 
-    def _features(self, target: Target) -> OffsetFeatures:
-        search = OffsetFeatureSearch()
-        capture(target.model, target.ids[:, : self.length], search.update)
-        return search.result()
-
-    def _heads(self, before: OffsetFeatures, after: OffsetFeatures) -> Part:
-        shapes = [
-            f"{len(t.model.layout.layers)} x {t.model.config.num_attention_heads}"
-            for t in (self.before, self.after)
-        ]
-        if shapes[0] != shapes[1]:
-            refusal = (
-                f"Heads were not compared: the models have {' and '.join(shapes)} layers and heads."
-            )
-            return Part((refusal,))
-        was, now = common_pairs(before, after)
-        if not len(was.pair):
-            return Part(("Heads were not compared: no layer rotates in both models.",))
-        both = np.maximum(was.key_radius, now.key_radius)
-        large = both >= min(RADII[0], float(np.quantile(both, LONG)))
-        change = now.key_radius - was.key_radius
-        turned = np.mod(now.angle - was.angle + TURN / 2, TURN) - TURN / 2
-        shown = self._shown(was, change)
-        return Part(
-            tuple(self._findings(was, now, change, large)),
-            (
-                self._by_pair(was, now, change, np.where(large, turned, np.nan)),
-                self._of_pairs(was, now, shown),
-            ),
-            numbers={
-                name: to_json(values)
-                for name, values in {
-                    **{name: getattr(was, name) for name in ("layer", "head", "pair")},
-                    "radius_before": was.key_radius,
-                    "radius_after": now.key_radius,
-                    "angle_before": was.angle,
-                    "angle_after": now.angle,
-                }.items()
-            },
-        )
-
-    def _shown(self, was: OffsetFeatures, change: Array) -> list[int]:
-        """Return the chosen pairs, or the two whose mean radius shrank and grew most.
-
-        Without chosen pairs, only pairs that were under the upper bound are considered, if rotating
-        are any.
-        """
-        rotating = np.unique(was.pair)
-        if asked := [pair for pair in self.after.pairs if pair in rotating]:
-            return asked
-        index = np.unique(was.pair[was.possible]) if was.possible.any() else rotating
-        means = [change[was.pair == pair].mean() for pair in index]
-        return sorted({int(index[np.argmin(means)]), int(index[np.argmax(means)])})
-
-    def _findings(
-        self, was: OffsetFeatures, now: OffsetFeatures, change: Array, large: Array
-    ) -> list[str]:
-        first, second = self.names
-        counts = [int((of.key_radius >= RADII[0]).sum()) for of in (was, now)]
-        text = [
-            f"Pairs of radius {RADII[0]:g} or more: {counts[0]:,} in {first}, {counts[1]:,} in "
-            f"{second}; the mean radius of all goes from {was.key_radius.mean():.2f} to "
-            f"{now.key_radius.mean():.2f}."
-        ]
-        for now_possible, what in ((False, "no longer are"), (True, "still are")):
-            among = was.possible & (now.possible == now_possible) & large
-            if among.any():
-                text.append(
-                    f"Keys of the {among.sum():,} long pairs that are under the upper bound in "
-                    f"{first} and {what} in {second} change their radius by "
-                    f"{change[among].mean():+.2f} on average; "
-                    f"{(change[among] < 0).mean():.0%} of them shrink."
+    def grid(self, results: dict[str, OffsetFeatures]) -> Grid:
+        """Make a table of both bounds and their recall by method."""
+        return Grid(
+            f"The bounds at {self.C:,} tokens as trained, and at {self.length:,} tokens by "
+            "rescaling, for the means of the model as it is: pairs under the upper bound, their "
+            f"mean lower bound, and the shares of the pairs of radius {RADII[0]:g} or more under "
+            "the upper and above the lower bound.",
+            ("method", "length", "under UB", "mean LB (rad)", "UB recall", "LB recall"),
+            [
+                (
+                    name,
+                    self._at(name),
+                    *(percent(features.share), number(features.mean_lower_bound)),
+                    *map(percent, (features.recall[0].upper, features.recall[0].lower)),
                 )
-        if counts[1]:
-            own, others = (of.recall[0].lower for of in (now, with_bounds_of(now, by=was)))
-            text.append(
-                f"Of the pairs of {second} with radius {RADII[0]:g} or more, {percent(own)} are "
-                f"within its own bounds and {percent(others)} within those of {first}."
-            )
-        return text
-
-    def _by_pair(
-        self, was: OffsetFeatures, now: OffsetFeatures, change: Array, turned: Array
-    ) -> Picture:
-        first = dict(zip(self.names, map(first_possible, (was, now)), strict=True))
-        return Picture(
-            "offset_changes_by_pair",
-            changes_by_pair(Changes(was.layer, was.pair, change, turned), first),
-            f"From {self.names[0]} to {self.names[1]}, every head by its pair and, in colour and "
-            "within the width of a pair, by its layer. Above: how much longer its mean key became. "
-            "Below: how far the angle from mean query to mean key turned, of the long pairs alone. "
-            "Right of the dashed and dotted lines pairs turn less than once in the context. Where "
-            "training follows the bounds radii shrink between the two lines.",
-            *_rows(was, now),
+                for name, features in results.items()
+            ],
         )
 
-    def _of_pairs(self, was: OffsetFeatures, now: OffsetFeatures, shown: list[int]) -> Picture:
-        panels = []
-        for pair in shown:
-            at = was.pair == pair
-            lower = tuple(
-                float(of.lower_bound[at & of.possible].mean()) if of.possible[at].any() else None
-                for of in (was, now)
-            )
-            radii, angles = (
-                np.stack([getattr(of, name)[at] for of in (was, now)])
-                for name in ("key_radius", "angle")
-            )
-            panels.append(OnePair(pair, radii, angles, (lower[0], lower[1])))
+    def picture(self, features: OffsetFeatures) -> Picture:
+        """Draw the first spectrum that rotates with lower bounds, and the large features as
+        trained."""
+        assert self.spectrum is not None
+        large, pairs = features.key_radius >= RADII[0], len(self.spectrum.inv_freq)
+        turns: list[Series] = []
+        lower: list[Series] = []
+        rows: Rows = []
+        for index, name in enumerate(NAMES):
+            length = self._at(name)
+            limits = bounds(self._change(name, self.spectrum).at(length, self.C), length)
+            turned = limits.inv_freq * length / TURN
+            # Lines of some methods coincide: let neighbours differ in their dashes too.
+            style = index + len(COLOURS) * (index % 3)
+            for lines, y, shown in (
+                (turns, turned, turned > 0),
+                (lower, limits.angle, limits.possible),
+            ):
+                drawn = np.flatnonzero(shown)
+                lines.append(Series(name, style, drawn.tolist(), y[drawn].tolist(), marked=False))
+            rows += [(name, *row) for row in wide_rows([turned, limits.angle])]
+
+        def prepare_turns(axes: Axes) -> None:
+            axes.set_yscale("log")
+            axes.set_xlim(-0.5, pairs - 0.5)
+
+        def prepare_angles(axes: Axes) -> None:
+            place = features.pair[large], features.angle[large]
+            axes.scatter(*place, s=8, color="#b0b0b0", linewidths=0, rasterized=True)
+            angle_axis(axes)
+            axes.set_xlim(-0.5, pairs - 0.5)
+
+        panels = [
+            Panel(
+                *("upper bound", turns),
+                Frame("", "turns within the length", prepare_turns, horizontal=((1, "one turn"),)),
+            ),
+            Panel("lower bounds", lower, Frame("", "angle φ (rad)", prepare_angles)),
+        ]
         return Picture(
-            "offset_changes_of_pairs",
-            pairs_in_both(panels, self.names),
-            "Radius of the mean key and angle from the mean query to it in every head, in both "
-            "models, with a line between the two; dashed and dotted: the lower bounds of the one "
-            "and of the other, where the pair is under its upper bound.",
-            *_rows(was, now, shown),
+            "extended_bounds",
+            side_by_side(panels, x_label=PAIR_INDEX, height=2.6, balanced=True),
+            f"The bounds at {self.C:,} tokens as trained and at {self.length:,} tokens by "
+            "rescaling. Left: turns of every pair within the length (logarithmic); below the "
+            "dotted line it can be an offset feature. Right: the lower bounds of these pairs, and "
+            f"in grey the angles of the pairs of radius {RADII[0]:g} or more.",
+            ("method", "pair", "turns", "lower_bound"),
+            rows,
         )
-
-
-HEADER = ("layer", "head", "pair", "radius_before", "radius_after", "angle_before", "angle_after")
-
-
-def _rows(
-    was: OffsetFeatures, now: OffsetFeatures, pairs: list[int] | None = None
-) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
-    """Return header and rows of a CSV file about these pairs, or about all."""
-    at = np.isin(was.pair, pairs) if pairs is not None else slice(None)
-    columns = (was.layer, was.head, was.pair, was.key_radius, now.key_radius, was.angle, now.angle)
-    return HEADER, list(zip(*(column[at].tolist() for column in columns), strict=True))
-
-
-def _table(models: dict[str, OffsetFeatures]) -> Grid:
-    return Grid(
-        "Share of pairs under the upper bound (UB) and their mean lower bound (LB); of the pairs "
-        "with so long a mean key, the shares that are under the one, and above the other, or the "
-        "other less 0.1 rad.",
-        (
-            *("model", "pairs", "under UB", "mean LB (rad)", "min. radius", "positives"),
-            *("UB recall", "LB recall", "LB − 0.1 recall"),
-        ),
-        [
-            (
-                *(name, len(of.pair), percent(of.share), number(of.mean_lower_bound)),
-                *(f"{one.radius:g}", one.positives),
-                *map(percent, (one.upper, one.lower, one.relaxed)),
-            )
-            for name, of in models.items()
-            for one in of.recall
-        ],
-    )

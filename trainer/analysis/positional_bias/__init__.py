@@ -1,1 +1,1 @@
-"""Positional bias of heads, its gradients, and what a rescaling does to it (DroPE)."""
+"""Positional bias of heads, its gradients, and the effect of a rescaling on it (DroPE)."""

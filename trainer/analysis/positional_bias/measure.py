@@ -72,12 +72,10 @@ class BiasGradients:
 
 
 def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
-    """Compute the gradients of A^c for every head; norms are averaged over texts.
+    """Compute the gradients of A^c for every head; norms are averaged over the texts ``ids`` ``[B,
+    T]``.
 
-    Args:
-        model: usually one at its initialisation.
-        ids: ``[B, T]``.
-        shift: 0 for the diagonal head, 1 for the previous token.
+    ``shift``: 0 for the diagonal head, 1 for the previous token.
     """
     averages = Averages()
 
@@ -160,15 +158,11 @@ def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterato
 
 @torch.no_grad()
 def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
-    """Compute max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over texts.
+    """Compute max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over the texts
+    ``ids`` ``[B, T]``.
 
-    Args:
-        model: any language model.
-        ids: ``[B, T]``.
-
-    Returns:
-        ``[layers + 1]``: for the input of the attention of every block, which is the output of its
-            norm (App. A and Prop. B.3), and for the last norm's output, the input of the head.
+    Returns ``[layers + 1]``: for the input of the attention of every block, which is the output of
+    its norm (App. A and Prop. B.3), and for the last norm's output, the input of the head.
     """
     averages = Averages()
 
@@ -231,12 +225,9 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     vocabulary is limited to the tokens of the text: embeddings are independent, so others change
     nothing.
 
-    Args:
-        model: gives the shape, the encoding (RoPE of base 10,000 if it has none) and the windows.
-        ids: ``[B, T]``; of the first text, at most 512 tokens or the training length are read.
-
-    Returns:
-        None if the shape is too large to be measured on a useful number of tokens.
+    ``model``: gives the shape, the windows and the encoding (without an encoding: RoPE of base
+    10,000). At most 512 tokens or the training length of the first text are read. Returns None if
+    the shape is too large to be measured on a useful number of tokens.
     """
     wanted = min(TOKENS, ids.shape[1], model.layout.training_length)
     cost = _cost_of_a_token(model)
@@ -249,7 +240,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     versions = {"encoded": layout, "nope": drop(layout)}
     measured = [_measure(model, seed, versions, text, len(words)) for seed in range(seeds)]
     gradients, spreads = (
-        {version: np.stack([of[version][kind] for of in measured]) for version in versions}
+        {version: np.stack([seed[version][kind] for seed in measured]) for version in versions}
         for kind in (0, 1)
     )
     return FreshResult(name, tokens, gradients, spreads)
@@ -294,8 +285,8 @@ def _measure(
         layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
         decoder.layout = replace(layout, layers=tuple(layers))
         norms = [
-            np.hypot(one.query, one.key).mean(axis=1)
-            for one in (bias_gradients(decoder, text, shift) for shift in (0, 1))
+            np.hypot(gradients.query, gradients.key).mean(axis=1)
+            for gradients in (bias_gradients(decoder, text, shift) for shift in (0, 1))
         ]
         measured[version] = np.stack(norms), prefix_spreads(decoder, text)
     return measured

@@ -8,18 +8,18 @@ after it. The distance is half the training length, so that no position is beyon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.attention import head_attention
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
-from trainer.analysis.studies.section import Part, Picture
+from trainer.analysis.studies.section import Part, Picture, long_rows, wide_rows
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.points import HeadCloud, head_points
@@ -35,9 +35,6 @@ from trainer.positional.spectrum import Spectrum
 
 LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}
 STYLES = {
-    "encoded": STYLE_NUMBERS["RoPE"],
-    "nope": STYLE_NUMBERS["NoPE from scratch"],
-    "model": 1,
     "trained": STYLE_NUMBERS["RoPE"],
     "yarn": STYLE_NUMBERS["RoPE + YaRN"],
     "pi": STYLE_NUMBERS["RoPE + PI"],
@@ -53,13 +50,15 @@ METHODS: dict[str, Rescaling] = {
     "yarn": ntk_by_parts_turns,
 }
 """Rescalings in Fig. 6 and 11 (Eq. 9 to 11; the last has a ramp over the frequency)."""
+TITLES = {"pi": "PI", "ntk": "NTK-aware", "yarn": "YaRN"}
+FACTORS = (2.0, 3.0, 4.0)
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
     """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
     :data:`METHODS`.
 
-    Frequencies are those of sequences of C tokens. Pairs that do not rotate have the factor 1.
+    Frequencies are taken at a length of C tokens. Pairs that do not rotate have the factor 1.
     """
     inv_freq = spectrum.at(training_length, training_length).inv_freq
     before = np.array(inv_freq)
@@ -96,13 +95,9 @@ def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
 def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
     """Average attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
 
-    Args:
-        heads: a layer; the last ``half`` tokens of its texts repeat the ``half`` tokens before
-            them.
-        head: the query head.
-        half: number of repeated tokens, more than ``reach``.
-        reach: number of keys before and after the first occurrence. Entry ``reach`` is the
-            occurrence, the next one the token after it.
+    The last ``half`` tokens of the texts repeat the ``half`` tokens before them. ``reach``: number
+    of keys before and after the first occurrence, less than ``half``. Entry ``reach`` is the
+    occurrence, the next one the token after it.
     """
     T = heads.q.shape[2]
     attention = head_attention(heads, head, slice(T - half, T))
@@ -119,11 +114,11 @@ def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
     """Compute the total variation distance ``[Hq]``, 0 to 1, between a layer's attention in two
     readings of the same texts, mean over some queries."""
 
-    def of_head(head: int) -> Tensor:
-        one, other = (head_attention(x, head, queries) for x in (heads, others))
-        return (one - other).abs().sum(dim=-1).mean() / 2
+    def shift(head: int) -> Tensor:
+        first, second = (head_attention(reading, head, queries) for reading in (heads, others))
+        return (first - second).abs().sum(dim=-1).mean() / 2
 
-    shifts = [of_head(head) for head in range(heads.q.shape[1])]
+    shifts = [shift(head) for head in range(heads.q.shape[1])]
     return torch.stack(shifts).double().cpu().numpy()
 
 
@@ -141,9 +136,9 @@ class YarnShift:
     token's first occurrence and on the token after it; ``uniform``: the same for uniform attention.
     ``shift`` ``[layers, query heads]``: attention that moves to other keys under YaRN, by queries
     of the second reading. ``positional`` and ``semantic``: (layer, head) of the rotating head with
-    the highest positional bias, and of the one with the highest recall among the others.
-    ``profile``: mean attention of the positional head by distance; ``around``: of the semantic head
-    from 8 tokens before the occurrence to 8 after it; each as ``trained`` and under ``yarn``.
+    the highest positional bias, and of the head with the highest recall among the others.
+    ``profile``: mean attention of the positional head by distance; ``near_repeat``: of the semantic
+    head from 8 tokens before the occurrence to 8 after it; each as ``trained`` and under ``yarn``.
     """
 
     half: int
@@ -153,7 +148,7 @@ class YarnShift:
     positional: tuple[int, int]
     semantic: tuple[int, int]
     profile: dict[str, Array]
-    around: dict[str, Array]
+    near_repeat: dict[str, Array]
 
 
 @torch.no_grad()
@@ -161,13 +156,8 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
     """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN with s =
     2.
 
-    Args:
-        model: a decoder.
-        ids: texts, each after a beginning-of-text token.
-        bias: positional bias ``[layers, query heads]``, the larger of both kinds.
-
-    Returns:
-        None if fewer than two heads rotate, or the texts have fewer than 19 tokens.
+    ``bias``: positional bias ``[layers, query heads]``, the larger of both kinds. Returns None if
+    fewer than two heads rotate, or the texts have fewer than 19 tokens.
     """
     half = (min(ids.shape[1], model.layout.training_length, KEPT) - 1) // 2
     rotating = rotating_heads(model)
@@ -208,12 +198,12 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
         positional,
         semantic,
         {
-            name: attention_by_distance(of[positional[0]], positional[1], half)
-            for name, of in readings.items()
+            name: attention_by_distance(layers[positional[0]], positional[1], half)
+            for name, layers in readings.items()
         },
         {
-            name: attention_around(of[semantic[0]], semantic[1], half, REACH)
-            for name, of in readings.items()
+            name: attention_around(layers[semantic[0]], semantic[1], half, REACH)
+            for name, layers in readings.items()
         },
     )
 
@@ -221,8 +211,8 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
 def rotating_heads(model: LanguageModel) -> Array:
     """Return which query heads rotate, ``[layers, query heads]``."""
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    of_keys = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]
-    return np.repeat(np.array(of_keys), group, axis=1)
+    key_heads = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]
+    return np.repeat(np.array(key_heads), group, axis=1)
 
 
 def _highest(values: Array, among: Array) -> tuple[int, int]:
@@ -241,14 +231,14 @@ class NeedleShift:
     """Attention of a prompt's last token around the needle, as trained and under YaRN (Fig. 8).
 
     ``head``: (layer, query head) of the rotating head that attends most to the needle.
-    ``on_needle``: its attention on the needle, and ``around``: on each token from 8 before the
+    ``on_needle``: its attention on the needle, and ``near_needle``: on each token from 8 before the
     needle to 8 after it, both as ``trained`` and under ``yarn``. ``first``: position of the first
     of these tokens relative to the needle's first token. ``tokens``: number of tokens of a prompt.
     """
 
     head: tuple[int, int]
     on_needle: dict[str, float]
-    around: dict[str, Array]
+    near_needle: dict[str, Array]
     first: int
     tokens: int
 
@@ -281,62 +271,16 @@ def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | No
     trained = last_token()
     with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
         scaled = last_token()
-    on_needle = np.where(rotating, trained[..., inside].sum(axis=-1), -np.inf)
-    layer, head = map(int, np.unravel_index(on_needle.argmax(), on_needle.shape))
-    around = {"trained": trained[layer, head], "yarn": scaled[layer, head]}
+    on_needle = trained[..., inside].sum(axis=-1)
+    place = _highest(on_needle, rotating)
+    near_needle = {"trained": trained[place], "yarn": scaled[place]}
     return NeedleShift(
-        (layer, head),
-        {name: float(values[inside].sum()) for name, values in around.items()},
-        around,
+        place,
+        {name: float(values[inside].sum()) for name, values in near_needle.items()},
+        near_needle,
         shown.start - needle.start,
         T,
     )
-
-
-def rescaled_figure(
-    positional: Mapping[str, Array],
-    semantic: Mapping[str, Array],
-    names: Mapping[str, str],
-    titles: Sequence[str],
-) -> Figure:
-    """Draw mean attention of two heads by layout: by distance, and around an earlier occurrence."""
-    reach = len(next(iter(semantic.values()))) // 2
-    offsets = range(-reach, reach + 1)
-    by_distance = Frame("distance (tokens back)", "mean attention")
-    around = Frame("key, tokens from the earlier occurrence", "mean attention")
-    profiles = {key: values[:BESIDE] for key, values in positional.items()}
-
-    def series(curves: Mapping[str, Array], x: range) -> list[Series]:
-        return [
-            Series(names[key], STYLES[key], list(x)[: len(values)], values.tolist())
-            for key, values in curves.items()
-        ]
-
-    return side_by_side(
-        [
-            Panel(titles[0], series(profiles, range(BESIDE)), by_distance),
-            Panel(titles[1], series(semantic, offsets), around),
-        ]
-    )
-
-
-def needle_figure(
-    around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
-) -> Figure:
-    """Draw attention around a needle by layout; ``first``: position of the first token shown."""
-    frame = Frame("key, tokens from the needle's first", "attention of the last token")
-    series = [
-        Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
-        for key, values in around.items()
-    ]
-    return side_by_side([Panel(title, series, frame)])
-
-
-def shift_figure(bias: Array, shift: Array) -> Figure:
-    """Draw Aᶜ and the attention that YaRN moves, ``[layers, heads]`` each."""
-    label = "attention on other keys\n(total variation)"
-    cloud = HeadCloud.of_layers("", bias, shift, "Aᶜ, the larger of the two", label)
-    return head_points([cloud], len(bias))
 
 
 def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
@@ -348,18 +292,18 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
                 "a training length of 19 tokens or more.",
             )
         )
-    moved = {name: measured.shift[getattr(measured, name)] for name in ("positional", "semantic")}
-    ratio = moved["semantic"] / max(moved["positional"], 1e-12)
+    positional, semantic = _head(measured.positional), _head(measured.semantic)
+    moved, moved_semantic = measured.shift[measured.positional], measured.shift[measured.semantic]
     recall = measured.recall[measured.semantic]
     findings = [
-        f"The head that finds repeated tokens best is {_head(measured.semantic)}: "
+        f"The head that finds repeated tokens best is {semantic}: "
         f"{100 * recall:.1f}% of its attention lies on the earlier occurrence and the token "
-        f"behind it, where uniform attention has {100 * measured.uniform:.1f}%"
+        f"after it, where uniform attention has {100 * measured.uniform:.1f}%"
         + ("." if recall >= 2 * measured.uniform else ", too little to call it a semantic one."),
-        f"YaRN with s = 2 puts {100 * moved['positional']:.1f}% of the attention of the strongest "
-        f"positional head ({_head(measured.positional)}) on other keys, and "
-        f"{100 * moved['semantic']:.1f}% of that of the head that finds repeated tokens, "
-        f"{ratio:.2g} times as much.",
+        f"YaRN with s = 2 puts {100 * moved:.1f}% of the attention of the strongest positional "
+        f"head ({positional}) on other keys, and {100 * moved_semantic:.1f}% of the attention of "
+        "the head that finds repeated tokens, "
+        f"{moved_semantic / max(moved, 1e-12):.2g} times as much.",
     ]
     correlation = rank_correlation(bias, measured.shift)
     if np.isfinite(correlation):
@@ -368,62 +312,60 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
             f"attention that YaRN moves is {correlation:+.2f}"
             + (": the more positional, the less it moves." if correlation < -0.3 else ".")
         )
-    titles = (
-        f"positional: {_head(measured.positional)}",
-        f"finds repeated tokens: {_head(measured.semantic)}",
-    )
-    rows = [
-        (head, layout, offset, float(value))
-        for head, curves, first in (
-            ("positional", measured.profile, 0),
-            ("semantic", measured.around, -(len(measured.around["yarn"]) // 2)),
-        )
-        for layout, curve in curves.items()
-        for offset, value in enumerate(curve, first)
-    ]
     reading = f"on a text whose first {measured.half} tokens are read twice in a row"
-    pictures = (
-        Picture(
-            "attention_under_yarn",
-            rescaled_figure(measured.profile, measured.around, LAYOUTS, titles),
-            f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
-            "strongest positional bias, by distance. Right: the head that attends most to what "
-            "stood there before, on the keys around a token's first occurrence (0) and what "
-            "followed it (1). YaRN also sharpens attention by its temperature.",
-            ("head", "layout", "offset", "attention"),
-            rows,
-        ),
-        Picture(
-            "shift_under_yarn",
-            shift_figure(bias, measured.shift),
-            f"Every head: its positional bias, the larger of both kinds, and how much of its "
-            f"attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
-            f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
-            "right, to be low.",
-            ("layer", "head", "bias", "shift", "recall"),
+    offsets = range(-REACH, REACH + 1)
+    beside = {name: curve[:BESIDE] for name, curve in measured.profile.items()}
+    by_distance = Frame("distance (tokens back)", "mean attention")
+    near_repeat = Frame("key, tokens from the earlier occurrence", "mean attention")
+    curves = Picture(
+        "attention_under_yarn",
+        side_by_side(
             [
-                (*at, float(bias[at]), float(measured.shift[at]), float(measured.recall[at]))
-                for at in np.ndindex(bias.shape)
-            ],
+                Panel(f"positional: {positional}", _lines(beside, range(BESIDE)), by_distance),
+                Panel(
+                    f"finds repeated tokens: {semantic}",
+                    _lines(measured.near_repeat, offsets),
+                    near_repeat,
+                ),
+            ]
         ),
+        f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
+        "strongest positional bias, by distance. Right: the head that attends most to the earlier "
+        "occurrence, on the keys around a token's first occurrence (0) and the token that followed "
+        "it (1). YaRN also sharpens attention by its temperature.",
+        ("head", "layout", "offset", "attention"),
+        [
+            *long_rows({("positional", name): curve for name, curve in measured.profile.items()}),
+            *long_rows(
+                {("semantic", name): curve for name, curve in measured.near_repeat.items()},
+                places=offsets,
+            ),
+        ],
     )
-    return Part(
-        tuple(findings),
-        pictures,
-        numbers={
-            "yarn": {
-                "repeated_tokens": measured.half,
-                "positional_head": list(measured.positional),
-                "semantic_head": list(measured.semantic),
-                "uniform_recall": measured.uniform,
-                "recall": measured.recall.tolist(),
-                "shift": measured.shift.tolist(),
-                "rank_correlation": correlation if np.isfinite(correlation) else None,
-                "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
-                "around": {name: curve.tolist() for name, curve in measured.around.items()},
-            }
-        },
+    label = "attention on other keys\n(total variation)"
+    cloud = HeadCloud.of_layers("", bias, measured.shift, "Aᶜ, the larger of the two", label)
+    heads = Picture(
+        "shift_under_yarn",
+        head_points([cloud], len(bias)),
+        "Every head: its positional bias, the larger of both kinds, and how much of its "
+        "attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
+        f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
+        "right, to be low.",
+        ("layer", "head", "bias", "shift", "recall"),
+        wide_rows([bias, measured.shift, measured.recall]),
     )
+    numbers = {
+        "repeated_tokens": measured.half,
+        "positional_head": list(measured.positional),
+        "semantic_head": list(measured.semantic),
+        "uniform_recall": measured.uniform,
+        "recall": measured.recall.tolist(),
+        "shift": measured.shift.tolist(),
+        "rank_correlation": correlation if np.isfinite(correlation) else None,
+        "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
+        "around": {name: curve.tolist() for name, curve in measured.near_repeat.items()},
+    }
+    return Part(tuple(findings), (curves, heads), numbers={"yarn": numbers})
 
 
 def needle_part(measured: NeedleShift | None) -> Part:
@@ -435,32 +377,96 @@ def needle_part(measured: NeedleShift | None) -> Part:
                 "no room for a statement and its question.",
             )
         )
-    before, after = (100 * measured.on_needle[name] for name in LAYOUTS)
-    where = f"The last token of a needle prompt of {measured.tokens:,} tokens"
-    rows = [
-        (layout, offset, float(value))
-        for layout, curve in measured.around.items()
-        for offset, value in enumerate(curve, measured.first)
-    ]
+    trained, rescaled = (100 * measured.on_needle[name] for name in LAYOUTS)
+    token = f"The last token of a needle prompt of {measured.tokens:,} tokens"
+    head, curves = _head(measured.head), measured.near_needle
+    offsets = range(measured.first, measured.first + len(curves["yarn"]))
+    frame = Frame("key, tokens from the needle's first", "attention of the last token")
     picture = Picture(
         "needle_under_yarn",
-        needle_figure(measured.around, measured.first, LAYOUTS, _head(measured.head)),
-        f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
+        side_by_side([Panel(head, _lines(curves, offsets), frame)]),
+        f"{token}: its attention on the tokens around the needle, which begins at 0, in the head "
         "that attends most to it, as trained and under YaRN.",
         ("layout", "offset", "attention"),
-        rows,
+        long_rows({(name,): curve for name, curve in curves.items()}, places=offsets),
     )
     numbers = {
         "head": list(measured.head),
         "tokens": measured.tokens,
         "on_needle": measured.on_needle,
-        "around": {name: curve.tolist() for name, curve in measured.around.items()},
+        "around": {name: curve.tolist() for name, curve in curves.items()},
     }
     finding = (
-        f"{where} attends most to the needle in {_head(measured.head)}, with {before:.1f}%; under "
-        f"YaRN with s = 2 that is {after:.1f}%."
+        f"{token} attends most to the needle in {head}, with {trained:.1f}%; under "
+        f"YaRN with s = 2 it is {rescaled:.1f}%."
     )
     return Part((finding,), (picture,), numbers={"needle": numbers})
+
+
+def factors_part(spectrum: Spectrum, training_length: int) -> Part:
+    """Report the factor on every frequency (Fig. 6 and 11)."""
+    spectrum = spectrum.at(training_length, training_length)
+    factors = {s: scaling_factors(spectrum, training_length, s) for s in FACTORS}
+    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
+    moving = turns > 0
+    slow = moving & (turns < 1)
+
+    def means(among: Array) -> str:
+        gammas = factors[2.0].items()
+        return ", ".join(f"{TITLES[name]} {gamma[among].mean():.2f}" for name, gamma in gammas)
+
+    groups = [(slow, "less than one turn"), (moving & ~slow, "a turn or more")]
+    findings = [
+        f"{among.sum()} of {moving.sum()} pairs make {turning} in the training length; with s = 2 "
+        f"their frequencies are multiplied by {means(among)} on average."
+        for among, turning in groups
+        if among.any()
+    ]
+
+    def prepare(axes: Axes) -> None:
+        axes.set_ylim(0, 1.05)
+
+    first_slow = (int(np.argmax(slow)) - 0.5, "right of it: less than one turn")
+    frame = Frame(
+        "pair, fastest first", "frequency factor γ", prepare, first_slow if slow.any() else None
+    )
+    pairs = range(len(turns))
+    picture = Picture(
+        "rescaling_factors",
+        side_by_side(
+            [
+                Panel(f"s = {s:g}", _lines(gammas, pairs, TITLES), frame)
+                for s, gammas in factors.items()
+            ]
+        ),
+        "PI's, NTK-aware scaling's and YaRN's factor on every frequency, for texts 2, 3 and 4 "
+        "times as long. All of them slow the low frequencies down by s, on the right, which is "
+        "where content is compared over long distances; PI slows all. YaRN's ramp is linear in "
+        "the frequency (Eq. 11); the usual implementation has one over the pair's index.",
+        ("s", "method", "pair", "wavelength", "factor"),
+        [
+            (s, TITLES[name], pair, spectrum.wavelengths[pair], float(gamma[pair]))
+            for s, gammas in factors.items()
+            for name, gamma in gammas.items()
+            for pair in pairs
+        ],
+    )
+    numbers = {
+        f"{s:g}": {name: gamma.tolist() for name, gamma in gammas.items()}
+        for s, gammas in factors.items()
+    }
+    return Part(tuple(findings), (picture,), numbers={"rescaling_factors": numbers})
+
+
+def _lines(
+    curves: Mapping[str, Array], x: Iterable[float], names: Mapping[str, str] = LAYOUTS
+) -> list[Series]:
+    """Return a line for each layout or method; a curve may end before ``x`` does."""
+    places = list(x)
+    return [
+        Series(names[name], STYLES[name], places[: len(curve)], curve.tolist())
+        for name, curve in curves.items()
+    ]
 
 
 def rank_correlation(x: Array, y: Array) -> float:
@@ -473,10 +479,10 @@ def rank_correlation(x: Array, y: Array) -> float:
 
 def _mean_ranks(values: Array) -> Array:
     """Rank the flattened values; equal values share the mean of their ranks."""
-    _, place, counts = np.unique(values.ravel(), return_inverse=True, return_counts=True)
-    ranks: Array = (counts.cumsum() - (counts - 1) / 2)[place]
+    _, index, counts = np.unique(values.ravel(), return_inverse=True, return_counts=True)
+    ranks: Array = (counts.cumsum() - (counts - 1) / 2)[index]
     return ranks
 
 
-def _head(at: tuple[int, int]) -> str:
-    return f"layer {at[0]} head {at[1]}"
+def _head(place: tuple[int, int]) -> str:
+    return f"layer {place[0]} head {place[1]}"

@@ -11,7 +11,7 @@ from trainer.analysis.matrix_entropy.study import MatrixEntropyStudy
 from trainer.analysis.offset_features.study import OffsetFeaturesStudy
 from trainer.analysis.positional_bias.study import PositionalBiasStudy
 from trainer.analysis.settings import ANALYSES
-from trainer.analysis.sinks.study import SinksStudy
+from trainer.analysis.sinks import SinksStudy
 from trainer.analysis.studies.study import Study
 from trainer.analysis.synthetic import SyntheticStudy
 

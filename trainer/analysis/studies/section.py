@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib.figure import Figure
+
+Array = np.ndarray
+Rows = list[tuple[Any, ...]]
+
+
+def long_rows(
+    values: Mapping[tuple[Any, ...], Array],
+    *,
+    places: Sequence[Any] | None = None,
+    known: bool = False,
+) -> Rows:
+    """Return a row for each number of some arrays: the array's key, the index, and the number.
+
+    ``places``: meanings of the last index, such as lengths in tokens; None: itself. ``known``:
+    leave out NaN.
+    """
+    return [
+        (*key, *index[:-1], index[-1] if places is None else places[index[-1]], float(value))
+        for key, array in values.items()
+        for index, value in np.ndenumerate(array)
+        if not known or np.isfinite(value)
+    ]
+
+
+def wide_rows(columns: Sequence[Array]) -> Rows:
+    """Return a row for each index of equally shaped arrays: the index and every array's number."""
+    return [
+        (*index, *(float(values[index]) for values in columns))
+        for index in np.ndindex(columns[0].shape)
+    ]
 
 
 @dataclass(frozen=True)
 class Picture:
     """A figure with its numbers: ``rows`` under ``header`` are written to a CSV file beside it.
 
-    ``name``: name of the files, unique in a page. ``caption``: what is plotted, axes and units in
-    words, and what to look for.
+    ``name``: name of the files, unique in a page. ``caption``: the plotted values, axes and units
+    in words, and a hint on how to read them.
     """
 
     name: str
@@ -38,7 +69,7 @@ class Grid:
 class Section:
     """One analysis.
 
-    ``text``: a paragraph that says what is measured and how to read it. ``formula``: plain text
+    ``text``: a paragraph on the measure and how to read it. ``formula``: plain text
     with Unicode signs, one formula a line, set by :mod:`trainer.report.mathml`. ``source``: paper,
     section, figures. ``findings``: sentences about this model, computed from its numbers.
     ``numbers``: all numbers, for JSON.
@@ -75,6 +106,11 @@ def joined(parts: Sequence[Part]) -> Part:
     )
 
 
+def last_within(lengths: Sequence[float], trained: int) -> int:
+    """Return the index of the longest of some ascending lengths within the training length."""
+    return max((i for i, n in enumerate(lengths) if n <= trained), default=0)
+
+
 Verdict = Literal["holds", "drifts", "breaks"]
 DRIFT, BREAK = 0.1, 1 / 3
 """Relative changes for the worse, beyond the training length, from which a value drifts or breaks;
@@ -104,8 +140,7 @@ class Indicator:
     @property
     def within(self) -> float:
         """The value at the longest length within the training length."""
-        at = max((i for i, n in enumerate(self.lengths) if n <= self.trained), default=0)
-        return self.values[at]
+        return self.values[last_within(self.lengths, self.trained)]
 
     @property
     def beyond(self) -> float:
@@ -127,7 +162,7 @@ class Indicator:
     @property
     def usual(self) -> float:
         """Relative change of either sign from half the training length to the training length, an
-        estimate of what a longer text alone changes; 0 if half the length was not read."""
+        estimate of the effect of a longer text alone; 0 if half the length was not read."""
         half = [v for n, v in zip(self.lengths, self.values, strict=True) if 2 * n <= self.trained]
         size = max(abs(self.within), self.least)
         return abs(self.within - half[-1]) / size if half else 0.0
@@ -183,4 +218,4 @@ class Indicator:
 
 def glance(numbers: Sequence[dict[str, Any]]) -> list[Indicator]:
     """Return the indicators in the numbers of sections, in their order."""
-    return [Indicator(**entry) for of_section in numbers for entry in of_section.get("glance", [])]
+    return [Indicator(**entry) for section in numbers for entry in section.get("glance", [])]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -114,6 +114,18 @@ def run(studies: Sequence[Study], target: Target) -> list[Section]:
 
     capture(target.model, target.ids, on_layer)
     return [study.section() for study in studies]
+
+
+Item = TypeVar("Item")
+
+
+def extremes(items: Sequence[Item], key: Callable[[Item], float]) -> list[Item]:
+    """Return the items of the smallest, the middle and the largest key; up to three items as they
+    are."""
+    if len(items) <= 3:
+        return list(items)
+    ordered = sorted(items, key=key)
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
 Versions = dict[str, tuple[str, int]]

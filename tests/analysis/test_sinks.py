@@ -1,16 +1,16 @@
-"""The section about attention sinks: against attention written as plain loops."""
+"""The section about attention sinks, against attention written as plain loops."""
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, layer_of_heads
+from tests.analysis.attention_examples import attention_of, layer_of_heads, picture
 from trainer.analysis.capture import capture
-from trainer.analysis.sinks.study import SinkPictures, SinksStudy, mean_at, over_largest
+from trainer.analysis.sinks import SinksStudy, attention_map, mean_at, over_largest
 from trainer.analysis.studies.study import Target, run
 from trainer.model.config import SoftmaxConfig
 
@@ -40,20 +40,26 @@ def test_products_are_shown_over_the_largest_of_each_head():
     np.testing.assert_array_equal(over_largest(products), expected)
 
 
-def test_numbers_are_those_of_attention(tiny_decoder):
+def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
     target = target_of(tiny_decoder())
     numbers = section_of(target).numbers
-    heads = []
-    capture(target.model, target.ids, heads.append)
-    # Position 0 to 15 have a bucket each.
+    layers = []
+    capture(target.model, target.ids, layers.append)
+
+    def check(curve, values):
+        by_bucket = [np.nanmean(values[a:b]) for a, b in pairwise(numbers["edges"])]
+        np.testing.assert_allclose(curve, by_bucket, rtol=2e-4, atol=2e-5)
+
+    heads = layers[1]
     for version in ("plain", "rotated"):
-        attention, dots = attention_of(heads[1], 0, 3, rotated=version == "rotated")
-        found = numbers[version]
-        expected = attention[:16, 0]
-        assert found["sink_weight"][1][3][:16] == pytest.approx(expected, abs=2e-5)
-        assert found["peak"][1][3][:16] == pytest.approx(dots[:16].max(axis=1), abs=2e-4)
-    before = [attention[i, i - 1] * (i + 1) for i in range(1, 16)]
-    assert numbers["previous"][1][3][1:16] == pytest.approx(before, abs=2e-4)
+        attention, dots = attention_of(heads, 0, 3, rotated=version == "rotated")
+        dots = np.where(np.isinf(dots), np.nan, dots)
+        check(numbers[version]["key_dot"][1][3], np.nanmean(dots, axis=0))
+        check(numbers[version]["peak"][1][3], np.nanmax(dots, axis=1))
+        check(numbers[version]["sink_weight"][1][3], attention[:, 0])
+    check(numbers["key_norm"][1][1], np.linalg.norm(heads.k[0, 1].double().numpy(), axis=-1))
+    positions = np.arange(1, T + 1)
+    check(numbers["previous"][1][3], np.append(0, attention.diagonal(-1)) * positions)
 
 
 def with_sink(scale):
@@ -72,10 +78,10 @@ def test_a_small_first_key_across_from_the_queries_is_a_sink(tiny_decoder, scale
     study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
     study.on_layer(with_sink(scale))
     section = study.section()
-    said = " ".join(section.findings)
-    assert "The first key is shorter than the median key in 100% of 2 key heads" in said
-    assert f"more than half of it in {4 if there else 0} of 4 heads" in said
-    assert ("No head has a sink" in said) is not there
+    findings = " ".join(section.findings)
+    assert "The first key is shorter than the median key in 100% of 2 key heads" in findings
+    assert f"more than half of it in {4 if there else 0} of 4 heads" in findings
+    assert ("No head has a sink" in findings) is not there
     sink = section.numbers["glance"][0]
     assert sink["judged"] is there
     assert (min(sink["values"]) > 0.9) is there
@@ -104,13 +110,8 @@ def test_first_keys_are_held_against_the_other_keys_of_their_own_head(tiny_decod
     k = length[None, :, :, None] * torch.nn.functional.normalize(heads.k, dim=-1)
     study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
     study.on_layer(replace(heads, k=k, rotated_k=k))
-    said = "The first key is shorter than the median key in 50% of 2 key heads"
-    assert said in " ".join(study.section().findings)
-
-
-def test_buckets_are_drawn_at_their_middle_counted_from_one():
-    pictures = SinkPictures(SimpleNamespace(edges=[0, 1, 3, 7]), {}, 4, 7)
-    assert pictures.positions == [1, 2.5, 5.5]
+    sentence = "The first key is shorter than the median key in 50% of 2 key heads"
+    assert sentence in " ".join(study.section().findings)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -119,16 +120,16 @@ def test_attention_is_shown_of_a_strong_a_medium_and_a_weak_sink(tiny_decoder, l
     target = target_of(model)
     heads, candidates = [], []
     capture(model, target.ids, heads.append)
-    for of in heads:
-        sinks = [attention_of(of, 0, head)[0][1:, 0].mean() for head in range(4)]
+    for layer in heads:
+        sinks = [attention_of(layer, 0, head)[0][1:, 0].mean() for head in range(4)]
         order = np.argsort(sinks)
-        candidates += [(sinks[i], of.layer, i) for i in (order[0], order[2], order[3])]
+        candidates += [(sinks[i], layer.layer, i) for i in (order[0], order[2], order[3])]
     expected = candidates
     if layers > 1:
         best = sorted(candidates, reverse=True)
         expected = [best[0], best[3], best[-1]]
-    shown = next(p for p in section_of(target).pictures if p.name == "sinks_attention")
-    assert list(dict.fromkeys(row[:2] for row in shown.rows)) == [of[1:] for of in expected]
+    shown = picture(section_of(target), "sinks_attention")
+    assert list(dict.fromkeys(row[:2] for row in shown.rows)) == [head[1:] for head in expected]
     titles = [axes.get_title() for axes in shown.figure.axes if axes.get_title()]
     assert titles == [
         f"L{layer}H{i}: {100 * sink:.0f}% on the first" for sink, layer, i in expected
@@ -139,7 +140,7 @@ def test_a_model_without_rotation_shows_what_is_there_instead(tiny_decoder):
     section = section_of(target_of(tiny_decoder(layers=["nope"])))
     assert section.pictures[-1].name == "sinks_without_rotation"
     assert section.numbers["plain"]["sink_weight"] == section.numbers["rotated"]["sink_weight"]
-    names = [one["name"] for one in section.numbers["glance"]]
+    names = [indicator["name"] for indicator in section.numbers["glance"]]
     assert names[1:] == ["The token before, over uniform", "Entropy of attention"]
     rotating = section_of(target_of(tiny_decoder()))
     assert "sinks_without_rotation" not in {p.name for p in rotating.pictures}
@@ -159,8 +160,8 @@ def test_what_learned_sinks_take_is_said(tiny_decoder, encoding):
     assert section.numbers["learned_sink"][1][3][:16] == pytest.approx(expected, abs=1e-5)
     taken = 100 * np.mean([9 / (9 + n) for n in range(31, T + 1)])
     by_layer = f"by layer {taken:.0f}%, {taken:.0f}%"
-    said = " ".join(section.findings)
-    assert f"the learned sinks take {taken:.1f}% of the attention, {by_layer}." in said
+    findings = " ".join(section.findings)
+    assert f"the learned sinks take {taken:.1f}% of the attention, {by_layer}." in findings
 
 
 def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
@@ -170,7 +171,7 @@ def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
 
 def test_maps_of_chosen_heads_hold_all_their_attention(tiny_decoder):
     target = target_of(tiny_decoder(), chosen=((0, 1), (1, 2)))
-    shown = next(p for p in section_of(target).pictures if p.name == "sinks_attention")
+    shown = picture(section_of(target), "sinks_attention")
     assert {row[:2] for row in shown.rows} == {(0, 1), (1, 2)}
     for query in range(T):
         row = [r[-1] for r in shown.rows if r[:3] == (0, 1, query)]
@@ -180,3 +181,17 @@ def test_maps_of_chosen_heads_hold_all_their_attention(tiny_decoder):
 
 def test_a_text_of_a_few_tokens_is_refused(tiny_decoder):
     assert SinksStudy.problems(Target("t", tiny_decoder(), torch.zeros(1, 7, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(("T", "size", "cell"), [(40, 512, 1), (40, 20, 2), (601, 100, 7)])
+def test_a_map_sums_keys_and_means_queries(T, size, cell):
+    heads = layer_of_heads(T=T)
+    reduced = attention_map(heads, 3, size=size)
+    whole, _ = attention_of(heads, 0, 3)
+    cells = -(-T // cell)
+    assert reduced.shape == (cells, cells)
+    assert cells <= size
+    for a, b in ((0, 0), (cells - 1, 0), (cells - 1, cells - 1), (cells // 2, cells // 3)):
+        part = whole[a * cell : (a + 1) * cell, b * cell : (b + 1) * cell]
+        assert reduced[a, b] == pytest.approx(part.sum(axis=1).mean(), rel=1e-4, abs=1e-7)
+    np.testing.assert_allclose(reduced.sum(axis=1), 1, rtol=1e-5)

@@ -1,1 +1,0 @@
-"""Attention sinks and massive norms of first tokens."""
