@@ -93,51 +93,16 @@ def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends(
 def test_many_lines_have_panels_of_their_own_over_the_others():
     lines = [Series(str(n), n, [1, 2], [n, n], marked=n > 6) for n in range(9)]
     frame = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
-    with paper_style():
-        figure = draw(lines, frame)
-        titles = [(axes.get_title(), axes.title.get_color()) for axes in figure.axes]
-        for axes in figure.axes[2:]:
-            axes.remove()
-        check(
-            figure,
-            """
-            panel 1,1 of 3x3 '0'
-              x linear
-              y linear
-              line: x 1 2; y 0 0
-              line: x 1 2; y 1 1
-              line: x 1 2; y 2 2
-              line: x 1 2; y 3 3
-              line: x 1 2; y 4 4
-              line: x 1 2; y 5 5
-              line: x 1 2; y 6 6
-              line: x 1 2; y 7 7
-              line: x 1 2; y 8 8
-              line: x 1 2; y 0 0
-              line: level at 0.5
-              line: upright at 4
-            panel 1,2 of 3x3 '1'
-              x linear
-              y linear
-              line: x 1 2; y 0 0
-              line: x 1 2; y 1 1
-              line: x 1 2; y 2 2
-              line: x 1 2; y 3 3
-              line: x 1 2; y 4 4
-              line: x 1 2; y 5 5
-              line: x 1 2; y 6 6
-              line: x 1 2; y 7 7
-              line: x 1 2; y 8 8
-              line: x 1 2; y 1 1
-              line: level at 0.5
-              line: upright at 4
-            below 'step'
-            left 'loss'
-            legend 'chance', 'here'
-            """,
-        )
-    assert [title for title, _ in titles] == [str(n) for n in range(9)]
-    assert [colour for _, colour in titles[5:8]] == ["#E69F00", "#CC79A7", "#000000"]
+    figure = draw(lines, frame)
+    for number, axes in enumerate(figure.axes):
+        assert axes.get_title() == str(number)
+        heights = [line.get_ydata()[0] for line in axes.lines]
+        assert heights[:10] == [*range(9), number]
+        assert heights[10:] == [0.5, 0]  # the two reference lines
+    colours = [axes.title.get_color() for axes in figure.axes[5:8]]
+    assert colours == ["#E69F00", "#CC79A7", "#000000"]
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("step", "loss")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["chance", "here"]
 
 
 @pytest.mark.parametrize(
@@ -223,46 +188,13 @@ def test_a_legend_too_wide_for_its_figure_is_set_in_fewer_columns():
     assert empty.legends == []
 
 
-def test_panels_side_by_side_share_one_legend():
-    left = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
-    one = Series("one", 0, [1, 2], [0, 1], low=[0, 0.5], high=[0.5, 1])
-    two = Series("two", 1, [1, 2], [1, 1], low=[0, 0.5], high=[1, 1])
-    three = Series("three", 2, [1, 2], [3, 3])
-    right = Frame("other", "success", plain, None, ((0.25, "only here"),))
-    with paper_style():
-        check(
-            side_by_side(
-                [Panel("", [one, two], left), Panel("", [two, three], right)],
-                x_label="step",
-                balanced=True,
-            ),
-            """
-            panel 1,1 of 1x2
-              x linear
-              y linear 'loss'
-              line: x 1 2; y 0 1
-              line: x 1 2; y 1 1
-              line: level at 0.5
-              line: upright at 4
-              bars: 1 0, 1 0.5; 2 0.5, 2 1
-              bars: 1 0, 1 1; 2 0.5, 2 1
-            panel 1,2 of 1x2
-              x linear
-              y linear 'success'
-              line: x 1 2; y 1 1
-              line: x 1 2; y 3 3
-              line: level at 0.25
-              bars: 1 0, 1 1; 2 0.5, 2 1
-            below 'step'
-            legend 'one', 'two', 'three', 'chance', 'here', 'only here'
-            """,
-        )
-
-
 def test_a_line_and_a_reference_are_named_once_for_all_panels():
     frame = Frame("x", "y", unscaled, (2, "here\nor so"), ((0.5, "chance"), (0.75, "better")))
-    one, other = Series("one", 0, [1, 2, 3], [0, 1, 0]), Series("other", 8, [1, 3], [1, 1])
-    panels = [Panel("a", [one], frame), Panel("b", [other, one], Frame("u", "v", unscaled))]
+    first, second = Series("one", 0, [1, 2, 3], [0, 1, 0]), Series("other", 8, [1, 3], [1, 1])
+    panels = [
+        Panel("a", [first], frame),
+        Panel("b", [second, first], Frame("u", "v", unscaled)),
+    ]
     check(
         side_by_side(panels),
         """
@@ -311,7 +243,7 @@ def test_the_training_length_is_marked_in_every_panel_and_named_once():
     assert [axes.get_title() for axes in figure.axes] == list("abcd")
     for axes in figure.axes:
         assert axes.get_xscale() == "log"
-        assert 64 in [one.get_xdata()[0] for one in axes.lines]
+        assert 64 in [line.get_xdata()[0] for line in axes.lines]
         # The band, and eight thin lines as one picture.
         band, thin = axes.collections[::-1]
         assert thin.get_rasterized()
@@ -320,47 +252,6 @@ def test_the_training_length_is_marked_in_every_panel_and_named_once():
         assert (low, high) == pytest.approx((min(line.low), max(line.high)))
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["heads", "training length (64 tokens)"]
-
-
-def test_panels_by_length_as_a_whole():
-    """The second has no band and no thin lines, the fourth stands below; the rest is empty."""
-    band = Series("mean", 1, [1024, 1536, 4096], [2, 3, 4], low=[1, 2, 3], high=[3, 4, 5])
-    plain = Series("other", 2, [1024, 4096], [1, 1], low=None, high=[2, 2], marked=False)
-    faint = np.array([[1, 1, 1], [5, 5, 5]])
-    panels = [
-        Panel("a", [band, plain], Frame("", "norm", lambda axes: axes.set_ylim(0, 8)), faint),
-        *(Panel(title, [plain], Frame("", "share")) for title in "bcd"),
-    ]
-    check(
-        by_length(panels, x_label="length", trained=2048),
-        """
-        panel 1,1 of 2x3 'a'
-          x log
-          y linear 'norm'
-          lines: 1024 1, 1536 1, 4096 1; 1024 5, 1536 5, 4096 5
-          area: 1024 3, 1024 1, 1536 2, 4096 3, 4096 5, 4096 5, 1536 4, 1024 3, 1024 3
-          line: x 1024 1536 4096; y 2 3 4
-          line: x 1024 4096; y 1 1
-          line: upright at 2048
-        panel 1,2 of 2x3 'b'
-          x log
-          y linear 'share'
-          line: x 1024 4096; y 1 1
-          line: upright at 2048
-        panel 1,3 of 2x3 'c'
-          x log
-          y linear 'share'
-          line: x 1024 4096; y 1 1
-          line: upright at 2048
-        panel 2,1 of 2x3 'd'
-          x log
-          y linear 'share'
-          line: x 1024 4096; y 1 1
-          line: upright at 2048
-        below 'length'
-        legend 'mean', 'other', 'training length (2,048 tokens)'
-        """,
-    )
 
 
 def test_curves_over_whole_numbers_and_others():
@@ -384,29 +275,21 @@ def test_curves_over_whole_numbers_and_others():
 
 
 def test_values_by_position_with_a_span():
-    panels = {"a": [1.0, 2.0], "b": [0.0, 4.0], "c": [3.0, 3.0]}
-    check(
-        spans(panels, [0, 64], marked=(10, 20), x="token", y="share"),
-        """
-        panel 1,1 of 2x2 'a'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 1 2
-        panel 1,2 of 2x2 'b'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 0 4
-        panel 2,1 of 2x2 'c'
-          x linear
-          y linear
-          span: 10, 10 wide
-          line: upright at 15
-          line: x 0 64; y 3 3
-        below 'token'
-        left 'share'
-        """,
+    """Of three panels, the second and the third have none below them and are labelled."""
+    figure = spans(
+        {"a": [1.0, 2.0], "b": [0.0, 4.0], "c": [3.0, 3.0]},
+        [0, 64],
+        marked=(10, 20),
+        x="token",
+        y="share",
     )
+    assert [axes.get_title() for axes in figure.axes] == ["a", "b", "c"]
+    for axes, top in zip(figure.axes, (2, 4, 3), strict=True):
+        (span,) = axes.patches
+        assert (span.get_x(), span.get_width()) == (10, 10)
+        middle, line = axes.lines
+        assert middle.get_xdata() == [15, 15]
+        assert (line.get_xdata().tolist(), line.get_ydata()[-1]) == ([0, 64], top)
+        assert axes.get_ylim()[0] == 0
+    labelled = [axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes]
+    assert labelled == [False, True, True]

@@ -26,7 +26,7 @@ NAN = math.nan
     ],
 )
 def test_a_scale_holds_what_is_known_of_all_panels(scale, values, limits):
-    norm = scale.norm([np.array(one) for one in values])
+    norm = scale.norm(list(map(np.array, values)))
     assert (norm.vmin, norm.vmax) == pytest.approx(limits)
     assert ("Log" in type(norm).__name__) == scale.log
 

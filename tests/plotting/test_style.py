@@ -38,8 +38,8 @@ def luminance(colour):
     return np.dot([0.2126, 0.7152, 0.0722], linear)
 
 
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 
