@@ -217,6 +217,7 @@ def test_what_cannot_be_compared_is_refused(models, tiny_decoder):
 def test_lines_have_the_styles_of_their_names(section):
     losses = picture(section, "drop_positions").figure.axes[1]
     assert [line.get_color() for line in losses.lines[:2]] == [COLOURS[0], COLOURS[4]]
+    assert losses.lines[0].get_ydata().tolist() == section.numbers["loss_before"]
 
 
 def test_divergence_is_torch_s_at_every_position(models, monkeypatch):

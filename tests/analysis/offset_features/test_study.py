@@ -131,6 +131,8 @@ def test_the_strongest_pair_is_followed_over_all_distances(tiny_decoder, negated
     assert text in section.findings
     assert ("an offset feature" in text) != negated
     curves = picture(section, "offset_contributions")
+    term = [row[4] for row in curves.rows if row[:3] == (layer, head, f"pair {pair}")]
+    np.testing.assert_allclose(curves.figure.axes[0].lines[0].get_ydata(), term)
     by_row = {row[:4]: row[4] for row in curves.rows}
     assert by_row[layer, head, f"pair {pair}", 5] == pytest.approx(parts[5], rel=1e-4)
     of_head = [row for row in pairs_of(model) if row[:2] == (layer, head)]

@@ -85,7 +85,7 @@ class OffsetFeaturesStudy(Study):
         self._stability.update(heads)
         self._steps.update(heads)
         strongest = [
-            pair for head in range(heads.q.shape[1]) if (pair := self._strongest(means, head))
+            best for head in range(heads.q.shape[1]) if (best := self._strongest(means, head))
         ]
         for possible, _, head, pair, fast in strongest:
             if possible:
