@@ -40,9 +40,7 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    # `controls=null` on a command line leaves an experiment's out.
-    empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
-    values = values | empty
+    values = _with_empty_groups(values)
     config, unknown, wrong = checked(schema, values)
     problems = [*found, *unknown, *wrong]
     with collecting(problems):
@@ -50,6 +48,12 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     config, impossible = _completed(_shortened(config), values, problems)
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
+
+
+def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with empty groups in place of null: `controls=null` on a command line
+    leaves an experiment's out, and `phases: null` in a control its run's."""
+    return values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
 
 
 def _shortened(config: Any) -> Any:
@@ -103,7 +107,7 @@ def _(
 def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
     """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
     weights."""
-    config, unknown, wrong = checked(RunConfig, values)
+    config, unknown, wrong = checked(RunConfig, _with_empty_groups(values))
     config = with_lengths(config)
     impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
     raise_all([*found, *unknown, *wrong, *impossible])
