@@ -199,7 +199,7 @@ def _not_trained_yet() -> LanguageModel:
 def readings(config: RunConfig) -> list[DataConfig]:
     """Return the texts with every length that they are packed for, the run's own last.
 
-    Unpacked texts are returned with the longest length, which every split must have.
+    Unpacked texts are returned with the longest length of any arm, which every split must have.
     """
     arms = arms_of(config, weights=False)
     packed = {
@@ -209,7 +209,8 @@ def readings(config: RunConfig) -> list[DataConfig]:
     }
     own = config.data
     if own.packing == "stream":
-        own = replace(own, sequence_length=config.longest_sequence)
+        unpacked = [arm for arm in arms.values() if arm.data.packing == "stream"]
+        own = replace(own, sequence_length=max(arm.longest_sequence for arm in unpacked))
     others = sorted(packed - {(own.packing, own.sequence_length)})
     return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 
