@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,20 @@ from tests.program import ROOT
 from tests.relations.leaves import leaves, nested, others
 from trainer.common.errors import Problem, UserError
 from trainer.runs import memory
-from trainer.runs.arms import arms_of
+from trainer.runs.arms import arms_of, gpus_that_fit
+from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
 from trainer.runs.directory import plain
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.workflows import experiment, remarks, training_text
+from trainer.runs.sweep import Swept
+from trainer.workflows import compare, experiment, model_card, remarks, training_text, watch
+from trainer.workflows import plan as plans
+from trainer.workflows.requests import PlanRequest
+from trainer.workflows.training_text import readings
 
 RUN = {
     "name": "same",
@@ -315,3 +324,103 @@ def test_checks_and_remarks_say_the_same_of_a_run_and_of_a_control(told):
         alone = told({"main": other})
         silent |= {kind for kind in forth if alone[kind] - told_of_run[kind] and not forth[kind]}
         assert not silent, (name, silent)
+
+
+def of_experiment(config):
+    """Return what is said of all runs of an experiment together, whichever of them is the run."""
+    several = replace(config, strategy=replace(config.strategy, name="ddp", shard_size=None))
+    values = plain(several)
+    for changes in values["controls"].values():
+        changes.pop("strategy", None)
+    several = parse(RunConfig, values)
+    request = PlanRequest(config, 1, 1, "h100", 0.4)
+    rows = {row for section in plans.plan(request) for row in section.rows}
+    kept = {name: text.partition(",")[0].partition(":")[0] for name, text in rows}
+    return {
+        "gpus": [gpus_that_fit(several, nodes) for nodes in (1, 2, 3)],
+        "packed": {data.sequence_length for data in readings(config) if data.packing != "stream"},
+        "longest": max(data.sequence_length for data in readings(config)),
+        "operations": Counter(text for name, text in rows if name.startswith("operations of")),
+        "checkpoints": {kept["checkpoints kept"], kept.get("those of controls")},
+    }
+
+
+COMPUTED = (
+    *("trainer.batch_size", "trainer.micro_batch_size", "trainer.max_steps", "data.packing"),
+    *("trainer.keep_checkpoints", "trainer.keep_best", "trainer.keep_every", "trainer.max_tokens"),
+    *("data.sequence_length", "model.hidden_size", "model.num_hidden_layers", "drop.at", "phases"),
+    *("odd batches", "odd batches of a phase", "packed", "much kept", "everything"),
+)
+"""Changes that an experiment's sizes depend on."""
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_sizes_of_an_experiment_are_those_of_both_runs(name, monkeypatch):
+    monkeypatch.setattr(plans, "step_memory", lambda *_: {"parameters": 1})
+    _, _, first, second = both_ways(name)
+    assert of_experiment(first) == of_experiment(second)
+
+
+SMALL = {
+    "evaluation": {"lengths": [1.0], "methods": ["none"], "tasks": ["perplexity"], "windows": 4},
+    "data": {"needles": {"share": 0.0}},
+    "trainer": {"checkpoint_every": 4},
+}
+ANOTHER = {
+    "seed": 5,
+    "model": {"intermediate_size": 64, "qk_norm": {"when": "never"}},
+    "positional": {"layers": ["nope", "rope"]},
+    "optimizer": {"lr": 0.01},
+    "schedule": {"warmup_steps": 1, "peak": 0.5},
+    "drop": {"at": None},
+    "monitor": {"lengths_every": 3, "lengths": [1]},
+    "trainer": {"max_steps": 9, "batch_size": 2, "micro_batch_size": 1, "log_every": 3},
+}
+CLOCKS = "tokens_per_second", "time/", "memory"
+
+
+def of_arm(place, report, name):
+    """Return all that is known of a finished run or control, but for places and clocks."""
+    checkpoint = max((place / "checkpoints").glob("step-*"))
+    state = read_state(checkpoint)
+    config = state.pop("config")
+    for key in ("name", "run_dir", "label", "controls"):
+        config.pop(key)
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(CLOCKS)}
+        for row in read_metrics(place / "metrics.csv")
+    ]
+    arm = next(arm for arm in report.arms if arm.name == name)
+    cells = [replace(cell, seconds=0.0) for cell in report.cells if cell.model == name]
+    (watched,) = [one for one in watch._read_run(place).arms if one.name == name]
+    steps = watched.step, watched.steps, watched.tokens_left, watched.is_trained
+    phases = [(phase.name, phase.start, phase.end) for phase in watched.phases]
+    (row,) = compare._beside_each_other([Swept(str(place))], place).runs
+    known = replace(row, place="", settings={})
+    rates = [row["tokens_per_second"] for row in read_metrics(place / "metrics.csv")]
+    assert report.timing["tokens_per_second"][name] == round(sorted(rates)[len(rates) // 2], 0)
+    model = find_candidate(str(checkpoint)).load()
+    facts = model_card._facts(parse(RunConfig, {}), state, model, None)
+    more = [report.reach[name], report.milestones[name], steps, phases, known, facts]
+    return [config, state, rows, arm, cells, *more]
+
+
+def test_a_control_is_trained_and_reported_like_a_run_of_its_own(base, tmp_path):
+    run = merged(base, SMALL)
+    returned = back(ANOTHER, plain(parse(RunConfig, run)))
+    experiments = {
+        "first": merged(run, {"controls": {"x": ANOTHER}}),
+        "second": merged(merged(run, ANOTHER), {"controls": {"x": returned}}),
+    }
+    found = {}
+    for name, values in experiments.items():
+        config = parse(RunConfig, {**values, "run_dir": str(tmp_path / name)})
+        report, _ = experiment.run_experiment(config)
+        arms = arms_of(config)
+        found[name] = {
+            label(arm): of_arm(Path(arm.run_dir), report, label(arm)) for arm in arms.values()
+        }
+    assert len(found["first"]) == 2
+    for name, arm in found["first"].items():
+        for ours, theirs in zip(arm, found["second"][name], strict=True):
+            assert ours == theirs, name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.program import ROOT
+from tests.relations import test_controls as controls
 from tests.relations.leaves import get, hints, leaves, others, with_value
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
@@ -27,6 +29,7 @@ from trainer.data.needles import Trials
 from trainer.data.plan import directory_name, request_of
 from trainer.data.prepared import Prepared
 from trainer.data.sources import Listing
+from trainer.evaluation import methods
 from trainer.evaluation import plan as cells
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
@@ -49,15 +52,16 @@ from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import LongFrequencies, Spectrum, Stretch, Temperature
-from trainer.runs import directory
+from trainer.runs import directory, models
 from trainer.runs.checkpoints import check_same_model
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import check_run_directory, open_run_directory
 from trainer.runs.models import Candidate
-from trainer.runs.parsing import parse
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phase_problems import branch_problems
 from trainer.runs.phases import phases_of, reading
 from trainer.runs.starting_point import data_fingerprints
-from trainer.workflows import benchmarks, compare, evaluate, remarks
+from trainer.workflows import benchmarks, compare, evaluate, remarks, watch
 from trainer.workflows.measuring import STATED
 from trainer.workflows.recalibrate import Asked, recipe_for, write_record
 from trainer.workflows.recipe import Choice
@@ -820,3 +824,128 @@ def functions_that_hash():
                 }
                 found |= {f"{path.stem}.{node.name}"} if names & calls else set()
     return found
+
+
+@pytest.mark.parametrize("path", [*all_leaves(FULL)])
+def test_heads_share_tables_only_if_their_spectra_are_equal(path):
+    other = with_value(FULL, path, next(changed(FULL, path)))
+    layer = LayerEncoding.of((FULL, other))
+    assert [heads for _, heads in layer.groups] == [1, 1]
+    layers = Layout(32, (LayerEncoding.of((FULL,)), LayerEncoding.of((other,)))).layers
+    assert layers[0] is not layers[1]
+
+
+def test_a_file_that_is_watched_is_read_again_if_its_size_or_its_time_changes(tmp_path):
+    path, stamps = tmp_path / "metrics.csv", set()
+    for text, time in (("a", 1), ("ab", 1), ("b", 2)):
+        path.write_text(text)
+        os.utime(path, ns=(time, time))
+        stamps.add(watch._stamp(path))
+    assert len(stamps) == 3
+
+
+def test_a_model_is_told_apart_by_the_length_that_methods_count_from():
+    lengths = (64, 96, 32, None)
+    found = [SUBJECT.with_training_length(length) for length in lengths]
+    assert len({one.fingerprint for one in found}) == 3
+    again = found[0].with_training_length(32)
+    assert [one.fingerprint for one in (found[2], found[3], again)] == [SUBJECT.fingerprint] * 3
+
+
+def test_models_are_the_same_if_their_path_and_their_program_are():
+    twice = [replace(SUBJECT, given="a"), replace(SUBJECT, given="b", name="other")]
+    with pytest.raises(UserError, match="named twice"):
+        models.distinct(twice)
+    by_another = [SUBJECT, replace(SUBJECT, name="other", computed_by="transformers")]
+    assert len(models.distinct(by_another)) == 2
+
+
+FITTED = {
+    "temperature": {
+        "kept": {"temperature.grid", "temperature.per", "temperature.lengths", "temperature.fit"},
+        "tried": {"temperature.per", "temperature.lengths"},
+    },
+    "temperature_per_head": {
+        "kept": {"temperature.grid", "temperature.lengths"},
+        "tried": {"temperature.lengths"},
+    },
+    "longrope": {
+        "kept": {
+            *("longrope.search", "longrope.evaluations", "longrope.windows", "longrope.seed"),
+        },
+        "tried": set(),
+    },
+}
+"""Settings with which a stored fit, or a loss that processes share, must change. The grid is no
+part of a loss, which is of one of its values."""
+
+
+class Recording(Fitting):
+    """A fit that records what it would be stored under, and finds nothing."""
+
+    def kept(self, kind, settings, make):
+        """Record a fit, and make it."""
+        self.keys["kept"].append(json.dumps([kind, settings], default=str))
+        return make()
+
+    def of_each(self, settings, values, loss):
+        """Record shared losses."""
+        self.keys["tried"].append(json.dumps(settings, default=str))
+        return [0.0] * len(values)
+
+
+def keys_of_fits(name, config, layout):
+    """Return what the fits of a method at twice and four times the length are stored under."""
+    windows = {length: np.zeros((1, length), np.int64) for length in (32, 48, 64, 96, 128)}
+    fitting = Recording(SimpleNamespace(layout=layout), "model", FitText(windows, 0, "t"), None, 1)
+    fitting.keys = {"kept": [], "tried": []}
+    method = recipe(name, layout, config).make(fitting)
+    for factor in (2.0, 4.0):
+        method.layout_at(factor)
+    return fitting.keys
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_a_fit_is_stored_under_all_settings_that_decide_on_it(name, monkeypatch):
+    monkeypatch.setattr(methods, "fit_heads", lambda *of: [[0.1] * 2 for _ in of[3]])
+    monkeypatch.setattr(
+        methods, "fitted_factors", lambda *of: [[1.0] * 4 for _ in of[3].of_layers(of[4]).spectra]
+    )
+    plain = EvaluationConfig(lengths=[2.0, 4.0])
+    config = replace(plain, temperature=replace(plain.temperature, models="all"))
+    before = keys_of_fits(name, config, SCALE)
+    ours = {"temperature.lengths": [3.0], "temperature.grid": [0.1, 0.2]}
+    for kind, paths in FITTED[name].items():
+        assert bool(before[kind]) == bool(paths)
+        for path in paths:
+            value = ours.get(path) or next(changed(config, path))
+            after = keys_of_fits(name, with_value(config, path, value), SCALE)
+            assert {*after[kind]}.isdisjoint(before[kind]), path
+        of_some = keys_of_fits(name, replace(config, layers=[0]), SCALE)
+        assert {*of_some[kind]}.isdisjoint(before[kind])
+        if name != "longrope":
+            behind = [keys_of_fits(f"{one}+{name}", config, SCALE)[kind] for one in ("pi", "yarn")]
+            assert {*behind[0]}.isdisjoint(behind[1])
+        longer = replace(SCALE, training_length=16)
+        assert {*keys_of_fits(name, config, longer)[kind]}.isdisjoint(before[kind]), "layout"
+
+
+BEFORE = {
+    "model": {"attention_backend"},
+    "positional": set(),
+    "data": {"mixture", "allow_patterns"},
+    "seed": set(),
+}
+"""Groups that a control which branches off has from its run, and what it may change in them."""
+
+
+@pytest.mark.parametrize("name", [*controls.CHANGES])
+def test_a_control_that_branches_off_has_read_and_been_changed_like_its_run(name):
+    run = parse(RunConfig, controls.RUN)
+    control = parse(RunConfig, merged(controls.RUN, controls.CHANGES[name]))
+    before_drop = branch_problems(run, control, 6)
+    group, _, key = name.partition(".")
+    refused = group in BEFORE and (group == "data" or key not in BEFORE[group])
+    refused = refused or name in ("trainer.batch_size", "optimizer.name", "drop.at_tokens")
+    refused = refused or (name == "phases" and bool(before_drop))
+    assert bool(before_drop) == refused

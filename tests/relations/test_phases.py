@@ -28,6 +28,7 @@ from trainer.runs.parsing import merged, parse
 from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.phases import kept_steps, phases_of, stretch_end, tokens_at, training_length_at
 from trainer.runs.ranks import Ranks
+from trainer.runs.training_config import StrategyConfig
 from trainer.workflows import experiment, remarks
 from trainer.workflows import plan as plans
 from trainer.workflows.requests import PlanRequest
@@ -120,6 +121,9 @@ def of_phases(config):
     return found
 
 
+DDP = StrategyConfig("ddp")
+
+
 def counted(config):
     """Return steps, tokens, lengths and ends of a run."""
     ends = range(config.trainer.max_steps + 1)
@@ -132,7 +136,7 @@ def counted(config):
         config.drop_step,
         config.training_length,
         config.longest_sequence,
-        [gpus_that_fit(config, nodes) for nodes in (1, 3)],
+        [gpus_that_fit(replace(config, strategy=DDP), nodes) for nodes in (1, 2, 3)],
         [(data.packing, data.sequence_length) for data in readings(config)],
         [replace(layout, training_length=1) for layout in layouts(config)],
         [layout.training_length for layout in layouts(config)][1:],
