@@ -45,9 +45,7 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    # `controls=null` on a command line omits an experiment's controls.
-    empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
-    values = values | empty
+    values = _with_empty_groups(values)
     config, unknown, wrong = checked(schema, values)
     problems = [*known, *unknown, *wrong]
     with collecting(problems):
@@ -62,6 +60,15 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
         impossible = config.problems()
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
+
+
+def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with empty groups in place of null.
+
+    ``controls=null`` on a command line omits an experiment's controls, and ``phases: null`` in a
+    control the phases of its run.
+    """
+    return values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
 
 
 def _group(problem: Problem) -> str:
@@ -99,7 +106,7 @@ def _completed(
 def parse_without_weights(values: dict[str, Any], known: Sequence[Problem] = ()) -> RunConfig:
     """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
     weights."""
-    config, unknown, wrong = checked(RunConfig, values)
+    config, unknown, wrong = checked(RunConfig, _with_empty_groups(values))
     config = with_lengths(config)
     impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
     raise_all([*known, *unknown, *wrong, *impossible])

@@ -248,3 +248,4 @@ class Certificate:
     def load(self, state: SavedCertificate) -> None:
         """Resume from :meth:`state`; the stored sum is known to every rank and added once."""
         self._before, self._last = int(state.samples, 16), int(state.last_step, 16)
+        self._sums = None

@@ -6,7 +6,7 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.memory import GIB, gib
-from trainer.runs.phases import kept_steps, phases_of, tokens_at
+from trainer.runs.phases import Phase, kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.transitions import describe
@@ -165,16 +165,28 @@ def _training(
             label = f"text {part.name}" if config.data.mixture else "text"
             yield label, f"{held}, read {times[part.name]:.3g} times"
     else:
-        texts = config.data.texts
-        whole = sum(weight for _, weight in texts.values())
-        for name, (text, weight) in texts.items():
+        shares = _shares(phases)
+        for name, (text, _) in config.data.texts.items():
             if config.data.mixture:
                 about = f", {text.about}" if text.about else ""
-                yield f"text {name}", f"{100 * weight / whole:.3g}% of the samples{about}"
+                yield f"text {name}", f"{100 * shares.get(name, 0):.3g}% of the samples{about}"
             elif text.about:
                 yield "text", text.about
     for name, number in operations.items():
         yield f"operations of {name}", f"{number:.3g}"
+
+
+def _shares(phases: Sequence[Phase]) -> dict[str, float]:
+    """Return the share of each text in the samples of all phases."""
+    samples: dict[str, float] = {}
+    for phase in phases:
+        texts = phase.config.data.texts
+        read = (phase.end - phase.start) * phase.config.trainer.batch_size
+        whole = sum(weight for _, weight in texts.values())
+        for name, (_, weight) in texts.items():
+            samples[name] = samples.get(name, 0.0) + read * weight / whole
+    total = sum(samples.values())
+    return {name: count / total for name, count in samples.items()}
 
 
 def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -200,7 +200,7 @@ def _not_trained_yet() -> LanguageModel:
 def readings(config: RunConfig) -> list[DataConfig]:
     """Return the texts with every length that they are packed for, the run's own last.
 
-    Unpacked texts are returned with the longest length, which every split must have.
+    Unpacked texts are returned with the longest length of any arm, which every split must have.
     """
     arms = arms_of(config, weights=False)
     packed = {
@@ -210,7 +210,8 @@ def readings(config: RunConfig) -> list[DataConfig]:
     }
     data = config.data
     if data.packing == "stream":
-        data = replace(data, sequence_length=config.longest_sequence)
+        streams = [arm for arm in arms.values() if arm.data.packing == "stream"]
+        data = replace(data, sequence_length=max(arm.longest_sequence for arm in streams))
     others = sorted(packed - {(data.packing, data.sequence_length)})
     return [*(replace(data, packing=kind, sequence_length=n) for kind, n in others), data]
 
