@@ -296,7 +296,8 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
             raise UserError.at(
                 "compare",
                 f"{candidate.reference!r} has a training length of "
-                f"{candidate.layout.training_length} tokens, the first one of {first.layout.training_length}; "
+                f"{candidate.layout.training_length} tokens, the first one of "
+                f"{first.layout.training_length}; "
                 "evaluation.training_length=N counts the lengths of all models from one.",
             )
     return distinct(candidates)
