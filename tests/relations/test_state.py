@@ -214,6 +214,12 @@ def test_a_resumed_run_is_in_the_state_of_the_whole_run(whole, base, tmp_path, s
     assert {key: (then.get(key), now.get(key)) for key in sorted(differing)[:20]} == {}
 
 
+def test_a_phase_begins_without_the_losses_of_the_phase_before(whole):
+    _, seen = whole
+    counts = {step: found["Transitions.held_out_losses#"] for step, found in seen.items()}
+    assert {step: counts[step] for step in (3, 4, 5)} == {3: 0, 4: 1, 5: 0}
+
+
 def test_the_compared_states_hold_something_of_every_field(whole):
     """A field that is always empty would be equal, restored or not."""
     config, _ = whole
