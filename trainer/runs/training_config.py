@@ -22,6 +22,7 @@ from trainer.common.fields import (
     configuration,
 )
 from trainer.evaluation.config import task_names
+from trainer.evaluation.results import KEY_TOKENS
 
 
 @configuration
@@ -291,6 +292,14 @@ class BenchmarksConfig:
             for name in self.tasks
             if name not in task_names()
         ]
+        if KEY_TOKENS in self.tasks:
+            found.append(
+                Problem(
+                    "monitor.benchmarks.tasks",
+                    f"{KEY_TOKENS!r} needs a finished model that chooses the tokens; take it among "
+                    "evaluation.tasks.",
+                )
+            )
         if not self.lengths:
             found.append(
                 Problem(

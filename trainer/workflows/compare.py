@@ -24,6 +24,7 @@ from trainer.workflows.requests import CompareRequest
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
 NOT_OF_TRIALS = {
+    "key_tokens": "of a task that tables of several runs do not show",
     "methods": "every method is asked the same trials",
     "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
     "its windows to the longest, and how many tokens count to the shortest",

@@ -32,6 +32,7 @@ _RESULT = "a result, of what the key holds"
 NOT_ASKED = {
     "name": "a heading",
     **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), _RESULT),
+    "key_tokens": _RESULT,
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "of training, which is not reported"),
     "environment": "versions and devices change no more than rounding; text and models are taken",
     "made": "when and by which command; of what is taken",

@@ -14,19 +14,20 @@ import torch
 from trainer.common.errors import UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.config import QUICK, EvaluationConfig
+from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.key_tokens import Chooser, KeyTokens
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
-from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
+from trainer.evaluation.results import KEY_TOKENS, STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.store import Share, Store, all_fields
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
-from trainer.runs.models import Candidate, distinct
+from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.runs.origin import command
 from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable, multiplied_in, multiplying, subject_of
@@ -113,9 +114,17 @@ def _measure(
     config = replace(config.at(C), dtype=dtype)
     recipes, notes = applicable(subjects, config)
     shapes = {subject.name: subject.config for subject in subjects}
+    chooser = None
+    if KEY_TOKENS in config.tasks:
+        chosen_by = subjects[0]
+        if config.key_tokens.model is not None:
+            named = _chooser(config.key_tokens.model, text)
+            chosen_by = subject_of(named, dtype, device, chunk=chunk, tf32=tf32)
+        chooser = Chooser(chosen_by, config.key_tokens, Store(cells), config.batch_tokens, share)
     if problems := evaluation_problems(shapes, max(lengths), config, device, share.processes):
         raise UserError(*problems)
-    tasks, not_run = make_tasks(text.held_out, config, lengths, C)
+    with multiplying(device, tf32):
+        tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
     check_prompts(tasks, lengths)
     used = [recipe for of_one in recipes.values() for recipe in of_one]
     prompts = Prompts(config.needles, config.many_shot)
@@ -135,7 +144,10 @@ def _measure(
             _keep(candidate, measured.per_head[candidate.name])
     order = config.names
     keys = [task.key for task in tasks]
-    asked = all_fields(asdict(config), STATED)
+    stated = dict(STATED)
+    if KEY_TOKENS not in config.tasks:  # the report is then of the same request as an older one
+        stated["key_tokens"] = "read by no task"
+    asked = all_fields(asdict(config), stated)
     report = Report(
         name=name,
         training_length=C,
@@ -156,6 +168,7 @@ def _measure(
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if STATEMENTS in keys
         else {},
+        key_tokens=next((t.chosen.about for t in tasks if isinstance(t, KeyTokens)), {}),
     )
     titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
     coefficients = {titles[m]: of["coefficient"] for m, of in measured.temperature.items()}
@@ -213,6 +226,18 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
                 "evaluation.training_length=N counts the lengths of all models from one.",
             )
     return distinct(candidates)
+
+
+def _chooser(given: str, text: Text) -> Candidate:
+    """Find the model that chooses key tokens.
+
+    Raises:
+        UserError: there is none, or it has another tokenizer than the text.
+    """
+    candidate = find_candidate(given, MODEL_KEY)
+    if not same_tokens(candidate.tokenizer, text.first.tokenizer):
+        raise UserError.at(MODEL_KEY, f"{given!r} has another tokenizer than the first model.")
+    return candidate
 
 
 def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:

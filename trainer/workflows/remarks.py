@@ -10,7 +10,7 @@ from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationCon
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import Phase, phases_of, tokens_at
@@ -159,8 +159,8 @@ def say_idle_settings(
     readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
     read = {*config.parts}
     if isinstance(config, EvaluationConfig):
-        readers |= {key: ("task", (key,)) for key in (RULER, LONGBENCH, MANY_SHOT)}
-        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY,)))
+        readers |= {key: ("task", (key,)) for key in (KEY_TOKENS, RULER, LONGBENCH, MANY_SHOT)}
+        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY, KEY_TOKENS)))
         readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
         read |= {*config.tasks}
         if read & {*OF_METHODS["choice"]} and config.choice.text in (*NEEDLE_TASKS, *LONG_TASKS):
