@@ -163,16 +163,17 @@ def test_the_page_as_words(tmp_path):
         At a glance
         Sink <weight>
         0.5 → 0.1
-        a meaning
+        a meaning; at 64 and 128 tokens
         ✗ breaks
         Sink <weight>
         0.5 → 0.1
-        a meaning
+        a meaning; at 64 and 128 tokens
         ✗ breaks
         From the training length (dashed) to 128 tokens, length on a
         logarithmic axis. A value drifts where it is more than a tenth worse than at the training
         length, and breaks where it is more than a third worse; a change no larger than the one from
-        half the training length to it holds.
+        half the training length to it holds, unless more than half of a value that
+        should be high is lost.
         Contents
         Section one
         Section two
