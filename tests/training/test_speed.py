@@ -56,3 +56,12 @@ def test_the_random_numbers_of_the_run_are_left_alone(tiny_decoder):
     options = {"device": "cpu", "precision": "fp32", "optimizer": OptimizerConfig()}
     speed.measure_step(model.config, model.layout, (1, 8), seconds=0.0, **options)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_peak_of_a_processor_is_that_of_its_fastest_product(monkeypatch):
+    clock = iter([0.3, 0.1, 0.2])
+    monkeypatch.setattr(speed, "timed", lambda work, device: next(clock))
+    threads = torch.get_num_threads()
+    assert speed.product_peak(2, seconds=0.5) == pytest.approx(2 * 768**3 / 0.1)
+    assert torch.get_num_threads() == threads
+    assert next(clock, None) is None
