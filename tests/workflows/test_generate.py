@@ -46,6 +46,15 @@ def test_keys_and_values_have_to_fit_before_weights_are_read(
     )
 
 
+def test_the_end_of_text_token_and_a_single_token_are_said():
+    one = Continuations(("a",), read=1, written=1, first=0.5, rest=4.0, ended=1)
+    assert (
+        one.speed() == "1 token read, 2 a second; 1 written; the end-of-text token ended the text"
+    )
+    two = Continuations(("a", "b"), read=30, written=2, first=0.5, rest=4.0, ended=1)
+    assert two.speed().endswith("; the end-of-text token ended 1 of 2 texts")
+
+
 @pytest.mark.parametrize(
     ("texts", "written", "said"),
     [

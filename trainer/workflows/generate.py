@@ -28,7 +28,8 @@ class Continuations:
     """Continuations of each prompt.
 
     ``read``, ``written``: total numbers of tokens. ``first``, ``rest``: seconds until every prompt
-    had its first token, and from there to the end.
+    had its first token, and from there to the end. ``ended``: number of continuations that the
+    end-of-text token ended.
     """
 
     texts: tuple[str, ...]
@@ -36,13 +37,21 @@ class Continuations:
     written: int
     first: float
     rest: float
+    ended: int = 0
 
     def speed(self) -> str:
-        """Describe tokens and tokens per second of reading the prompts and of writing."""
-        said = f"{self.read} tokens read, {self.read / self.first:,.0f} a second"
+        """Describe tokens and tokens per second of reading the prompts and of writing, and what
+        ended the text if that was the end-of-text token."""
+        tokens = "1 token" if self.read == 1 else f"{self.read} tokens"
+        said = f"{tokens} read, {self.read / self.first:,.0f} a second"
         said += f"; {self.written} written"
         if (later := self.written - len(self.texts)) > 0:
             said += f", {later / self.rest:,.1f} a second"
+        if self.ended:
+            which = (
+                f"{self.ended} of {len(self.texts)} texts" if len(self.texts) > 1 else "the text"
+            )
+            said += f"; the end-of-text token ended {which}"
         return said
 
 
@@ -110,12 +119,13 @@ def write(
         times.append(time.perf_counter())
         return texts[row].stopped
 
+    end = end_of_text(tokenizer)
     new = generate(
         model,
         ids,
         request.max_new_tokens,
         sampling=request.sampling,
-        end_tokens={end_of_text(tokenizer)},
+        end_tokens={end},
         on_token=on_token,
     )
     rests = [text.finish() for text in texts]
@@ -127,4 +137,5 @@ def write(
         written=sum(map(len, new)),
         first=times[len(ids)] - times[0],
         rest=times[-1] - times[len(ids)],
+        ended=sum(tokens[-1] == end for tokens in new),
     )

@@ -30,8 +30,10 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     bare = [word for word in overrides if command.bare and not _is_setting(word)]
     overrides = [word for word in overrides if word not in bare]
     files, problems = ConfigFiles(options.config_dir), [*options.problems]
+    stray: list[str] = []
     if command.subject:
-        overrides = with_subject(command.subject, overrides, problems)
+        overrides, stray = with_subject(command.subject, overrides)
+        problems += [_stray(word, command, others) for word in stray]
     if options.help:
         several = not command.single
         about = command.root, command.help, overrides, files, command.described
@@ -49,7 +51,9 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     files = replace(files, encodings=encodings)
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
+    # A stray word may be meant as the verbatim key, which is then not missing as well.
     given = (*(word.removeprefix(key) for word in verbatim), *bare)
+    given = (*given, *(stray if command.verbatim else ()))
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
@@ -71,23 +75,33 @@ def _processes() -> int:
     return int(os.environ.get(name, "1"))
 
 
-def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Return the overrides, with ``key=`` before the word that has none.
-
-    ``problems`` gets every other such word.
-    """
+def with_subject(key: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides, with ``key=`` before the first word that has none, and all other such
+    words."""
     given = next((word for word in words if word.startswith(f"{key}=")), None)
-    found = []
+    found, stray = [], []
     for word in words:
         if _is_setting(word) or word.startswith("~"):
             found.append(word)
         elif given is not None:
-            said = f"expected KEY=VALUE, since {given} is given already."
-            problems.append(Problem(repr(word), said))
+            stray.append(word)
         else:
             given = f"{key}={override_value(word)}"
             found.append(given)
-    return found
+    return found, stray
+
+
+def _stray(word: str, command: Command[Any], words: Sequence[str]) -> Problem:
+    """Return the problem of a word without a key beside the command's subject."""
+    subject = f"{command.subject}="
+    given = next((one for one in words if one.startswith(subject)), None)
+    if given is None:
+        first = next(one for one in words if not _is_setting(one) and one[:1] not in ("~", "-"))
+        given = f"{subject}{override_value(first)}"
+    meant = ""
+    if command.verbatim:
+        meant = f"A {command.verbatim} is given as {shlex.quote(f'{command.verbatim}={word}')}."
+    return Problem(repr(word), f"expected KEY=VALUE, since {given} is given already.", meant)
 
 
 def _is_setting(word: str) -> bool:
