@@ -98,7 +98,9 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
         run_dir = f"runs/{words['name']}"
     given = {key: _value(values, key) for key in given_keys if _value(values, key) is not None}
     set_up_console()
-    recipe = recipe_for(asked, Path(run_dir), given, overwrite=values["overwrite"] is True)
+    to = None if own.to is None else Path(own.to)
+    overwrite = values["overwrite"] is True
+    recipe = recipe_for(asked, Path(run_dir), given, overwrite=overwrite, to=to)
     words |= {one.key: one.value for one in recipe.choices if one.key not in given_keys}
     return (
         asked,
