@@ -115,6 +115,14 @@ class ChangeConfig:
         problems = []
         if self.windows == []:
             problems.append(Problem(f"{key}.windows", "expected at least one entry, or null."))
+        if len(self.windows or ()) > num_layers:
+            problems.append(
+                Problem(
+                    f"{key}.windows",
+                    f"expected one for each of the {num_layers} layers at most, got "
+                    f"{len(self.windows or ())}: the last ones would have no layer.",
+                )
+            )
         problems += [
             Problem(
                 f"{key}.windows",

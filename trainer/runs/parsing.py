@@ -45,9 +45,14 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     values = values | empty
     config, unknown, wrong = checked(schema, values)
     problems = [*found, *unknown, *wrong]
-    with collecting(problems):
-        load_plugins(getattr(config, "plugins", ()))
+    failed = [problem for problem in problems if problem.key == "plugins"]
+    if not failed:
+        with collecting(problems):
+            load_plugins(getattr(config, "plugins", ()))
+        failed = [problem for problem in problems if problem.key == "plugins"]
     config, impossible = _completed(_shortened(config), values, problems)
+    if failed:  # what a plugin adds is not known then: its names would be reported as unknown
+        impossible = [p for p in impossible if _group(p) not in NAMED_BY_PLUGINS]
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
 
@@ -65,6 +70,8 @@ def _group(problem: Problem) -> str:
     return problem.key.split("[")[0].split(".")[0]
 
 
+NAMED_BY_PLUGINS = ("positional", "evaluation", "monitor", "analysis", "data")
+"""Groups that can name what a plugin adds."""
 DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
 """Groups in which sizes of the model, of its text and of its steps decide on what is possible."""
 
