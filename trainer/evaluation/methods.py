@@ -102,6 +102,10 @@ class Recipe:
         return "temperature" in parts and not parts & {"longrope", "dope", "weighted_rope"}
 
 
+HAS_POSITIONS = "has positions, and a {} is for models without (evaluation.temperature.models)"
+"""Why a fitted temperature is left out of a model with an encoding."""
+
+
 def recipe(
     name: str,
     layout: Layout,
@@ -137,8 +141,7 @@ def recipe(
     only_free = config.temperature.models == "free"
     fitted = [key for key in tempering if key != "temperature_rope_id"]
     if fitted and only_free and not is_free_of_positions(layout):
-        why = "has positions, and a {} is for models without (evaluation.temperature.models)"
-        return why, MAKERS[fitted[0]].title
+        return HAS_POSITIONS, MAKERS[fitted[0]].title
 
     def make(fitting: Fitting, parts: Sequence[Part] = parts) -> Method:
         at: LayoutAt = lambda factor: layout  # noqa: E731

@@ -29,6 +29,8 @@ from trainer.report.tables import (
     effective_entries,
     markdown_cell,
     markdown_row,
+    number,
+    perplexity,
     terminal_cell,
     tied,
 )
@@ -214,8 +216,10 @@ _CELL, _NAME, _FACTS = 13, 19, ((6, "\ntokens"), (5, "train\nloss"), (7, "skippe
 
 
 def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
-    """Return table entries by factor and directory: retrieval with the loss, or the loss alone."""
+    """Return table entries by factor and directory: retrieval with the loss, or perplexity if no
+    run has retrieval, as in a run's own table."""
     found: dict[float, dict[str, Entry]] = {}
+    alone = not has_retrieval(sweep)
     for factor in sweep.factors:
         column = {run.place: at for run in sweep.runs if (at := sweep.at(run, factor))}
         most = max((at.retrieval.mean for at in column.values() if at.retrieval), default=None)
@@ -227,7 +231,8 @@ def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
             loss = MISSING if at.loss is None else f"{at.loss:.3f}"
             if (own := at.retrieval) is None:
                 lowest = most is None and at.loss is not None and at.loss == least
-                found[factor][run.place] = Entry(loss, best=lowest)
+                shown = number(perplexity(at.loss)) if alone and at.loss is not None else loss
+                found[factor][run.place] = Entry(shown, best=lowest)
                 continue
             held = sweep.comparison(run, factor)
             interval = f"{percent(own.low)}–{percent(own.high)}"
@@ -235,6 +240,11 @@ def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
             entry = Entry(percent(own.mean), interval, mark, 0 < own.mean == most, loss)
             found[factor][run.place] = entry
     return found
+
+
+def has_retrieval(sweep: Sweep) -> bool:
+    """Whether any run has a score; otherwise the table shows perplexity."""
+    return any(at.retrieval for run in sweep.runs for at in run.reached)
 
 
 def facts(run: SweptRun) -> tuple[str, str, str]:
@@ -274,14 +284,14 @@ def legend(sweep: Sweep) -> str:
     """Return the meaning of the cells."""
     if sweep.reference is None:
         return "No run has been evaluated yet."
-    retrieval = any(at.retrieval for run in sweep.runs for at in run.reached)
+    retrieval = has_retrieval(sweep)
     first = sweep.names[sweep.runs.index(sweep.reference)]
     said = (
         "Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better "
         f"or worse than {first} on the same trials (exact sign test, p < 0.05, not corrected for "
         "the number of tests). Bold: the highest of a column."
         if retrieval
-        else "Held-out loss in nats per token. Bold: the lowest of a column."
+        else "Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column."
     )
     apart = [run for run in sweep.runs if run.reached]
     if any(run.measured_on != apart[0].measured_on for run in apart):
@@ -291,7 +301,8 @@ def legend(sweep: Sweep) -> str:
         )
     if any(run.effective for run in sweep.runs):
         said += f" {EFFECTIVE_LEGEND}"
-    return f"{said} {MISSING} not measured."
+    named = " Runs are named by the keys that differ." if sweep.keys else ""
+    return f"{said} {MISSING} not measured.{named}"
 
 
 def unfinished(sweep: Sweep) -> list[str]:

@@ -245,5 +245,7 @@ def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
         log.info("The temperature of %s is kept with its checkpoint", candidate.name)
     else:
         log.info(
-            "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
+            "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: it was "
+            "fitted on more text than here",
+            *(candidate.name, older, "" if older else ", which changes nothing"),
         )

@@ -16,7 +16,7 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig, heads_problems
-from trainer.evaluation.methods import LAYERS, Recipe, recipe
+from trainer.evaluation.methods import HAS_POSITIONS, LAYERS, Recipe, recipe
 from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.store import fingerprint
@@ -140,6 +140,9 @@ def applicable(
                     problems += heads_problems(subject.layout, subject.config, config.dope)
             else:
                 idle[subject.name, made[0]].append(made[1])
+    keys = {made.key for of_one in found.values() for made in of_one}
+    if any(key.startswith("temperature") for key in keys):  # in the models that it is for
+        idle = {at: titles for at, titles in idle.items() if at[1] != HAS_POSITIONS}
     notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
     notes += [
         f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
