@@ -113,7 +113,10 @@ def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):
     config = read_config(["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"])
     say_long_warmups({"main": read_config([]), "odd": config})
     (said,) = caplog.messages
-    assert said.startswith("schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase")
+    assert said == (
+        "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase: its learning rate does "
+        "not reach its peak; schedule.warmup_steps=2 is a tenth of them"
+    )
 
 
 def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
@@ -447,7 +450,9 @@ def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
     parts = [SimpleNamespace(name=name, text=SimpleNamespace(train=range(1234))) for name in names]
     with caplog.at_level("INFO"):
         say_epochs(RunConfig(), SimpleNamespace(parts=parts))
-    called = ["The text"] if len(names) == 1 else [f"The text {name!r}" for name in names]
+    called = ["The training part of the text"]
+    if len(names) > 1:
+        called = [f"The training part of the text {name!r}" for name in names]
     assert caplog.messages == [
         f"{name} holds 1,234 tokens: this run reads it 1.5 times" for name in called
     ]
@@ -463,8 +468,8 @@ def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, 
     often, seldom = caplog.records
     assert (often.levelname, seldom.levelname) == ("WARNING", "INFO")
     assert often.message == (
-        "The text holds 1,234 tokens: this run reads it 79 times, and learns it by heart; give "
-        "more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
+        "The training part of the text holds 1,234 tokens: this run reads it 79 times, and learns "
+        "it by heart; give more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
     )
 
 

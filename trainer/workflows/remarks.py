@@ -37,7 +37,8 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
     read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
         times = read[part.name]
-        name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
+        name = "The training part of the text"
+        name += "" if len(corpus.parts) == 1 else f" {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         if times <= MANY_EPOCHS:
             log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
@@ -87,8 +88,8 @@ def say_long_warmups(configs: dict[str, RunConfig]) -> None:
             if warmup > steps > 0:
                 log.warning(
                     "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
-                    "does not reach its peak",
-                    *(key, warmup, label(arm), steps),
+                    "does not reach its peak; %s.warmup_steps=%d is a tenth of them",
+                    *(key, warmup, label(arm), steps, key, max(steps // 10, 1)),
                 )
 
 
