@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.common.errors import Problem
+from trainer.common.words import remedy
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
@@ -175,6 +176,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
                 "model",
                 f"{weights_of(shape):,} weights with gradients and optimizer need at least "
                 f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices.",
+                remedy("memory"),
             )
         )
     micro = run.micro_batch_size or run.batch_size // ranks
@@ -186,6 +188,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
                 "trainer.micro_batch_size",
                 f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
                 f"activations, and {gib(free)} are free; choose fewer or shorter ones.",
+                remedy("memory"),
             )
         )
     if config.evaluation.enabled and not found:
