@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tests.report.described import check_text
-from tests.report.examples import cell, report
+from tests.report.examples import cell, report, statements
 from trainer.commands import console
 from trainer.commands.console import show
-from trainer.evaluation.results import Arm, Change, Drop, Observation
+from trainer.evaluation.results import STATEMENTS, Arm, Change, Drop, Observation
 from trainer.report.tables import terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
@@ -62,6 +62,7 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         to 3.125.
         NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, then 5.000 to ?.
         Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
+        What to do: docs/troubleshooting.md, “NaN”.
         shown: [A] wins (a [paper])
         not shown: B wins (a paper)
             10% [of all] against 50%.
@@ -72,6 +73,24 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         Report: runs/[x]/report.html
         """,  # noqa: E501
     )
+
+
+def test_what_is_wrong_is_said_with_the_page_that_tells_what_to_do(terminal):
+    shown = terminal(200)
+    cells = [*statements("RoPE", (20, 10, 5, 5)), *statements("DroPE", (90, 80, 70, 60))]
+    made = report(
+        *cells, training_length=64, tasks={STATEMENTS: "Statements"}, task={"chance_listed": 0.25}
+    )
+    console.print_report(replace(made, drop=Drop(5, 3.0, 4.0, 4.5)), "runs/x", existing=False)
+    printed = " ".join(shown.getvalue().split())
+    assert (
+        "Retrieval at the training length is at chance: RoPE. What to do: docs/troubleshooting.md, "
+        "“Retrieval stays at chance”."
+    ) in printed
+    assert (
+        "The loss rose in recalibration. What to do: docs/troubleshooting.md, “The loss spikes or "
+        "rises after the drop”."
+    ) in printed
 
 
 def test_changes_of_the_run_itself_are_told_where_it_has_no_drop(terminal):

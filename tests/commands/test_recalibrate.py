@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.__main__ import main
+from trainer.common.errors import UserError
 from trainer.training.speed import Times
 from trainer.workflows import recalibrate
 
@@ -233,6 +234,59 @@ def test_a_file_that_is_no_text_is_named_as_text(place, llama, capsys):
     (place / "zeros.txt").write_bytes(b"A\0" * 9999)
     (said,) = refused(capsys, *words_for(llama, "text=zeros.txt"))
     assert said == "text: 'zeros.txt' is not text: byte 1 is NUL."
+
+
+def test_text_and_export_are_checked_before_the_speed_is_measured(
+    place, llama, capsys, monkeypatch
+):
+    monkeypatch.setattr(recalibrate, "measure_step", None)
+    (place / "zeros.txt").write_bytes(b"A\0" * 9999)
+    (place / "full").mkdir()
+    (place / "full/file").touch()
+    text, to = sorted(refused(capsys, *words_for(llama, "text=zeros.txt", "to=full")))
+    assert text == "text: 'zeros.txt' is not text: byte 1 is NUL."
+    assert to == "to: 'full' is not empty; choose another directory, or remove it."
+    (said,) = refused(capsys, *words_for(llama, "to=full/file/export"))
+    assert said.startswith("to: 'full/file' is a file")
+    assert not (place / "runs").exists()
+
+
+def test_an_export_that_failed_is_all_that_the_next_call_does(place, llama, capsys, monkeypatch):
+    """As with a full disk; what the error says is what then happens."""
+    short = ["trainer.max_steps=2", "drop.schedule.warmup_steps=1", "evaluation.enabled=false"]
+    export = recalibrate.export_checkpoint
+
+    def full(request):
+        raise UserError.at("to", "'x' cannot be written (No space left on device).")
+
+    monkeypatch.setattr(recalibrate, "export_checkpoint", full)
+    (said,) = refused(capsys, *words_for(llama, *short, "overwrite=true"))
+    assert said == (
+        "to: 'x' cannot be written (No space left on device). The run is finished: the same "
+        "command without overwrite=true exports it, and trains nothing."
+    )
+    (said,) = refused(capsys, *words_for(llama, *short))
+    assert said.endswith("The run is finished: the same command exports it, and trains nothing.")
+    monkeypatch.setattr(recalibrate, "export_checkpoint", export)
+    monkeypatch.setattr(recalibrate, "measure_step", None)
+    monkeypatch.setattr("trainer.workflows.experiment.train", None)
+    main(words_for(llama, *short))
+    assert (place / "runs/llama-drope/export/config.json").is_file()
+
+
+def test_minutes_that_read_the_text_too_often_are_said(place, llama, capsys, monkeypatch):
+    """The run then begins all the same: a user may have a reason."""
+
+    def begun(*_):
+        raise UserError.at("", "begun")
+
+    monkeypatch.setattr(recalibrate, "run_experiment", begun)
+    with pytest.raises(SystemExit):
+        main(words_for(llama, "minutes=1e6"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "minutes: 1e+06 are more than the text holds: its training part is read 2.49e" in said
+    assert "minutes=6.4 reads it 16 times, or give more text" in said
+    assert "error: begun" in said
 
 
 def test_a_short_text_is_refused_before_the_run_directory_is_made(place, llama, capsys):

@@ -463,8 +463,18 @@ def test_an_existing_path_with_an_equals_sign_is_a_path(done, place):
 @pytest.mark.parametrize("name", ["evaluate", "export", "analyze", "generate", "inspect"])
 def test_a_second_word_alone_is_refused(name):
     said = "'runs/b': expected KEY=VALUE, since checkpoint=runs/a is given already."
-    assert said in refused(name, "runs/a", "runs/b")
-    assert said in refused(name, "checkpoint=runs/a", "runs/b")
+    meant = " A prompt is given as prompt=runs/b." if name == "generate" else ""
+    assert f"{said}{meant}" in refused(name, "runs/a", "runs/b")
+    assert f"{said}{meant}" in refused(name, "checkpoint=runs/a", "runs/b")
+
+
+def test_a_text_behind_a_checkpoint_is_one_mistake_with_its_remedy():
+    """The prompt is not said to be missing as well."""
+    (said,) = refused("generate", "runs/a", "Once upon")
+    assert said == (
+        "'Once upon': expected KEY=VALUE, since checkpoint=runs/a is given already. A prompt is "
+        "given as 'prompt=Once upon'."
+    )
 
 
 def test_a_dry_run_is_a_plan():

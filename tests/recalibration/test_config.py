@@ -163,6 +163,7 @@ def test_the_peak_multiplies_everything(schedule, step, by):
     [
         ([], "drop.windows: expected at least one entry, or null."),
         ([16, 65], "drop.windows: a window of 65 tokens does not fit sequences of 64; expected 1"),
+        ([16] * 5, "drop.windows: expected one for each of the 4 layers at most, got 5"),
     ],
 )
 def test_windows_after_a_drop_fit_its_sequences(windows, message):

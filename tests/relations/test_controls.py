@@ -30,9 +30,9 @@ from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.runs.sweep import Swept
-from trainer.workflows import compare, experiment, model_card, remarks, training_text, watch
+from trainer.workflows import compare, experiment, export, remarks, training_text, watch
 from trainer.workflows import plan as plans
-from trainer.workflows.requests import PlanRequest
+from trainer.workflows.plan import PlanRequest
 from trainer.workflows.training_text import readings
 
 RUN = {
@@ -208,16 +208,10 @@ def functions_of_arms():
     return found
 
 
-REMARKS = (
-    "say_small_vocabularies",
-    "say_short_sequences",
-    "say_other_budgets",
-    "say_long_warmups",
-    "say_idle_rescalings",
-    "say_unreached_encodings",
-)
+REMARKS = ("say_unusual_settings",)
 CHECKED = {
     **dict.fromkeys((f"remarks.{name}" for name in REMARKS), "below"),
+    "remarks._other_budgets": "in say_unusual_settings",
     "arms.arm_problems": "in all checks",
     "arms.phase_configs": "in all checks",
     "experiment.corpus_problems": "calls two that are below",
@@ -400,7 +394,7 @@ def of_arm(place, report, name):
     rates = [row["tokens_per_second"] for row in read_metrics(place / "metrics.csv")]
     assert report.timing["tokens_per_second"][name] == round(sorted(rates)[len(rates) // 2], 0)
     model = find_candidate(str(checkpoint)).load()
-    facts = model_card._facts(parse(RunConfig, {}), state, model, None)
+    facts = export._facts(parse(RunConfig, {}), state, model, None)
     more = [report.reach[name], report.milestones[name], steps, phases, known, facts]
     return [config, state, rows, arm, cells, *more]
 

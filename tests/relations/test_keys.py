@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from trainer.runs.phase_problems import branch_problems
-from trainer.workflows.measuring import STATED
 
 from tests.program import ROOT
 from tests.relations import test_controls as controls
@@ -33,8 +31,9 @@ from trainer.data.prepared import Prepared
 from trainer.data.sources import Listing
 from trainer.evaluation import methods
 from trainer.evaluation import plan as cells
-from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.config import EvaluationConfig, KeyTokenSettings
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.key_tokens import Chooser, ChosenTokens, Contexts, KeyTokens
 from trainer.evaluation.loss import AnsweredTexts
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.method_config import (
@@ -43,12 +42,12 @@ from trainer.evaluation.method_config import (
     LongRopeSettings,
 )
 from trainer.evaluation.methods import Recipe, recipe
+from trainer.evaluation.methods import _identity as of_layout
 from trainer.evaluation.methods import _plain as plain_settings
-from trainer.evaluation.methods import _told_apart as of_layout
 from trainer.evaluation.plan import Subject, choice_key, plan_cells, plan_jobs
 from trainer.evaluation.results import Report
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.store import Claims, Share, Store
+from trainer.evaluation.store import Claims, Share, Store, pack
 from trainer.interchange.export.plan import make_plan
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
 from trainer.positional.config import PositionalConfig, build_layout
@@ -60,9 +59,10 @@ from trainer.runs.config import RunConfig
 from trainer.runs.directory import check_run_directory, open_run_directory
 from trainer.runs.models import Candidate
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import phases_of, reading
+from trainer.runs.phases import branch_problems, phases_of, reading
 from trainer.runs.starting_point import data_fingerprints
 from trainer.workflows import benchmarks, compare, evaluate, remarks, watch
+from trainer.workflows.evaluate import STATED
 from trainer.workflows.recalibrate import Asked, recipe_for, write_record
 from trainer.workflows.recipe import Choice
 from trainer.workflows.recipe import Recipe as Chosen
@@ -165,6 +165,7 @@ CHANGED = Intervention(((1.0, 0.5),), ((0.5, 1.0),), (0.1,), (0.2,), 3)
 LAYER = LayerEncoding(((FULL, 1), (Spectrum(), 1)), 16, True, None)
 TRIALS = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
 WINDOWS = {4: np.arange(8).reshape(2, 4)}
+MASK = np.array([[True, False], [False, True]])
 ASKED = {4: AnsweredTexts(np.arange(8).reshape(2, 4), np.arange(2))}
 FIT_TEXT = FitText(WINDOWS, 0, "text", ASKED, WINDOWS)
 REASONS = {
@@ -259,7 +260,7 @@ class Paths(Store):
 def fit_key(fit):
     model = SimpleNamespace(layout=None)
     fitting = Fitting(model, fit.model, fit.text, Paths(Path("/")), 1)
-    return fitting.kept(fit.kind, fit.settings, print)
+    return fitting.stored(fit.kind, fit.settings, print)
 
 
 def tried_key(fit):
@@ -279,8 +280,35 @@ def tried_key(fit):
     claims.take = lambda *job: True
     model = SimpleNamespace(layout=None)
     fitting = Fitting(model, fit.model, fit.text, Tried(Path("/")), 1, claims=claims)
-    fitting.of_each(fit.settings, [1.0, 2.0], float)
+    fitting.losses(fit.settings, [1.0, 2.0], float)
     assert len({*paths}) == 2
+    return paths
+
+
+@dataclass(frozen=True)
+class ChoiceOfTokens:
+    """What the choice of key tokens depends on."""
+
+    model: str
+    windows: np.ndarray
+    end_of_text: int
+    last: int
+    settings: KeyTokenSettings
+
+
+def choice_of_tokens_key(choice):
+    """Return the key under which a choice of key tokens is stored."""
+    paths = []
+
+    class Choices(Paths):
+        def get(self, kind, key, make):
+            paths.append(self.path(kind, key))
+            return pack(np.zeros((1, 1), np.uint8))
+
+    layout = SimpleNamespace(training_length=4)
+    subject = SimpleNamespace(fingerprint=choice.model, layout=layout, name="a")
+    chooser = Chooser(subject, choice.settings, Choices(Path("/")), 1)
+    chooser.choose(choice.windows, choice.end_of_text, choice.last)
     return paths
 
 
@@ -305,6 +333,7 @@ def report_of(config, **more):
 OF_REPORT = {
     "name": "a heading",
     **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), "results"),
+    "key_tokens": "how many there are, and settings of the configuration",
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "of training"),
     "environment": "versions; text and models are taken from it",
     "made": "date and command; the inputs are taken from it",
@@ -316,6 +345,10 @@ OF_TRIALS = {
     "training_length": "a field of the report",
     "tokens": "stated as lengths",
     "lengths": "each length is compared by itself; the longest and shortest are in the key",
+    **dict.fromkeys(
+        (f"key_tokens.{item.name}" for item in fields(KeyTokenSettings)),
+        "of a task that tables of several runs do not show",
+    ),
 }
 FULL_MODEL = ModelConfig(
     64, 96, 2, 4, 2, 16, 300, softmax=SoftmaxConfig(True, True, 50.0, 30.0), qkv_bias=True,
@@ -403,6 +436,24 @@ KEYS = {
         Perplexity(WINDOWS, 0, 4, 2),
         lambda task: task.fingerprint(4),
         {"key": "names the task in the key of a cell", "title": "a heading"},
+    ),
+    "key tokens": Key(
+        KeyTokens(WINDOWS, 0, ChosenTokens(MASK, Contexts(4, 2, 2.0, -2.0), "a")),
+        lambda task: task.fingerprint(4),
+        {
+            "key": "names the task in the key of a cell",
+            "title": "a heading",
+            "chosen.by": "the mask says which tokens were chosen",
+            **dict.fromkeys(
+                (f"chosen.contexts.{item.name}" for item in fields(Contexts)),
+                "the mask says which tokens were chosen",
+            ),
+        },
+    ),
+    "a choice of key tokens": Key(
+        ChoiceOfTokens("model", WINDOWS[4], 0, 2, KeyTokenSettings(short=2)),
+        choice_of_tokens_key,
+        {"settings.model": "its weights are in the key"},
     ),
     "statements": Key(
         Statements({4: TRIALS}, 0),
@@ -728,24 +779,30 @@ HASHED = {
     **dict.fromkeys(
         (
             *("packing._pack", "prepared.open_prepared", "shards.__init__", "shards.finish"),
-            *("shards.wrong_bytes", "units.write_manifest", "store._checksum"),
-            "checkpoint_files.checksum",
+            *("units.write_manifest", "store._checksum"),
+            "files.checksum",
         ),
         CHECKSUM,
     ),
     **dict.fromkeys(
-        ("plan.digest", "store.fingerprint", "store._pieces", "directory.differences"),
+        (
+            "plan.digest",
+            "store.fingerprint",
+            "store._pieces",
+            "directory.differences",
+            "plan.request_digest",
+        ),
         "the hash or the comparison itself",
     ),
     **dict.fromkeys(
         (
             *("plan.directory_name", "tokenizer.tokenizer_identity", "corpus.fingerprint"),
             *("prepared.fingerprint", "fitting.key", "fitting.choice_key"),
-            *("measurements.fingerprint", "measurements._look", "methods._told_apart"),
+            *("measurements.fingerprint", "measurements._summarise", "methods._identity"),
             *("plan.plan_cells", "plan.key", "store.path", "store.take"),
             *("directory.check_run_directory", "starting_point.data_fingerprints"),
             *("benchmarks._is_same", "compare._measured_on", "evaluate._asked"),
-            "subjects.subject_of",
+            *("key_tokens.choose", "key_tokens.fingerprint", "subjects.subject_of"),
         ),
         TESTED,
     ),
@@ -755,17 +812,18 @@ HASHED = {
     ),
     **dict.fromkeys(
         (
-            *("methods._longrope", "methods.at", "methods._fitted_temperature"),
+            *("methods._longrope", "methods.layout_at", "methods._fitted_temperature"),
             "methods._temperature_per_head",
         ),
         "each fits on a layout that it tells apart, with settings that its method is stored with",
     ),
+    "training_text.text_problems": "tests/relations/test_controls.py compares all arms",
     "tasks.check_prompts": "asks for a fingerprint to find prompts that do not fit",
     "decoder.initial_value": "a seed for each parameter's name",
     "benchmarks.run_benchmarks": "writes all fields of the request",
     "compare._settings": "names the settings in which runs differ",
     "evaluate.evaluate_lengths": "writes the fingerprints of all models",
-    "measuring._measure": "writes all settings but those that the report states",
+    "evaluate.measure_models": "writes all settings but those that the report states",
 }
 """Functions that hash, fingerprint or compare, and where their keys are tested."""
 
@@ -810,7 +868,8 @@ def test_a_claim_and_a_stored_value_are_named_by_all_of_their_key(tmp_path):
 def functions_that_hash():
     """Return the functions that hash, fingerprint or compare what they are given."""
     found = set()
-    calls = {"sha256", "fingerprint", "digest", "all_fields", "differences", "kept", "file_digest"}
+    calls = {"sha256", "fingerprint", "digest", "request_digest", "all_fields", "differences"}
+    calls |= {"stored", "file_digest"}
     for path in (ROOT / "trainer").rglob("*.py"):
         text = path.read_text()
         if not any(f"{name}(" in text for name in calls):
@@ -829,9 +888,9 @@ def functions_that_hash():
 @pytest.mark.parametrize("path", [*all_leaves(FULL)])
 def test_heads_share_tables_only_if_their_spectra_are_equal(path):
     other = with_value(FULL, path, next(changed(FULL, path)))
-    layer = LayerEncoding.of((FULL, other))
+    layer = LayerEncoding.of_heads((FULL, other))
     assert [heads for _, heads in layer.groups] == [1, 1]
-    layers = Layout(32, (LayerEncoding.of((FULL,)), LayerEncoding.of((other,)))).layers
+    layers = Layout(32, (LayerEncoding.of_heads((FULL,)), LayerEncoding.of_heads((other,)))).layers
     assert layers[0] is not layers[1]
 
 
@@ -853,7 +912,7 @@ def test_a_model_is_told_apart_by_the_length_that_methods_count_from():
 
 
 def test_models_are_the_same_if_their_path_and_their_program_are():
-    twice = [replace(SUBJECT, given="a"), replace(SUBJECT, given="b", name="other")]
+    twice = [replace(SUBJECT, reference="a"), replace(SUBJECT, reference="b", name="other")]
     with pytest.raises(UserError, match="named twice"):
         models.distinct(twice)
     by_another = [SUBJECT, replace(SUBJECT, name="other", computed_by="transformers")]
@@ -883,12 +942,12 @@ part of a loss, which is of one of its values."""
 class Recording(Fitting):
     """A fit that records what it would be stored under, and finds nothing."""
 
-    def kept(self, kind, settings, make):
+    def stored(self, kind, settings, make):
         """Record a fit, and make it."""
         self.keys["kept"].append(json.dumps([kind, settings], default=str))
         return make()
 
-    def of_each(self, settings, values, loss):
+    def losses(self, settings, values, loss):
         """Record shared losses."""
         self.keys["tried"].append(json.dumps(settings, default=str))
         return [0.0] * len(values)

@@ -31,7 +31,7 @@ from trainer.runs.ranks import Ranks
 from trainer.runs.training_config import StrategyConfig
 from trainer.workflows import experiment, remarks
 from trainer.workflows import plan as plans
-from trainer.workflows.requests import PlanRequest
+from trainer.workflows.plan import PlanRequest
 from trainer.workflows.training_text import layouts, readings
 
 OVERRIDDEN = {
@@ -148,6 +148,7 @@ def test_what_every_phase_overrides_decides_on_nothing(key, monkeypatch, caplog)
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 20)
     monkeypatch.setattr(plans, "step_memory", of_the_configuration)
+    monkeypatch.setattr(plans, "product_peak", lambda threads: 1e12)
     run, other = parse(RunConfig, VALUES), parse(RunConfig, merged(VALUES, nested(key, OTHER[key])))
     assert run != other or key in ("trainer.max_steps",)
     for computed in (of_phases, counted, checked, planned):

@@ -14,14 +14,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainer.recalibration.gain import input_sizes
-from trainer.stopping import stopping_at_once
 
 from tests.program import ROOT
 from trainer.analysis.capture import capture, observing
 from trainer.analysis.positional_bias import measure as positional_bias
+from trainer.common.processes import stopping_at_once
 from trainer.data import sources
-from trainer.evaluation import head_scale
+from trainer.evaluation import fitting
 from trainer.model.backends import cudnn_attention
 from trainer.model.config import QKNormConfig
 from trainer.positional import rotation
@@ -31,6 +30,7 @@ from trainer.positional.spectrum import LongFrequencies
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training.callbacks import stopping
 from trainer.training.callbacks.guards import GarbageCollection
+from trainer.training.callbacks.transitions import input_sizes
 from trainer.training.devices import numerics
 from trainer.training.loggers import kept_dashboards
 from trainer.training.tally import WINDOW, Certificate, Spikes, StepTimer, Tally
@@ -75,7 +75,7 @@ def process_state():
 CONTEXTS = {
     "capture.observing": lambda model: observing(model, print),
     "measure._graph_of_one_layer": lambda model: positional_bias._graph_of_one_layer(model, print),
-    "head_scale._scales": lambda model: head_scale._scales(model, [0]),
+    "fitting._scales": lambda model: fitting._scales(model, [0]),
     "decoder.packed": lambda model: model.packed(),
     "decoder.observed": lambda model: model.observed(print),
     "decoder.feeding": lambda model: model.feeding(print),
@@ -88,7 +88,7 @@ CONTEXTS = {
     ),
     "subjects.multiplying": lambda model: multiplying("cuda", True),
     "stopping.heeding_signals": lambda model: stopping.heeding_signals(),
-    "stopping.stopping_at_once": lambda model: stopping_at_once("said", signal.SIGTERM),
+    "processes.stopping_at_once": lambda model: stopping_at_once("said", signal.SIGTERM),
     "loggers.kept_dashboards": lambda model: kept_dashboards(),
     "sources._without_collections": lambda model: sources._without_collections(),
 }
@@ -97,13 +97,13 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             *("exit_codes.exit_codes", "exit_codes.leaving_ranks", "errors.collecting"),
-            *("errors.renaming", "preparing.of_mixture", "units.said_in_one_line"),
+            *("errors.renaming", "preparing.of_mixture", "units.reporting_failures"),
             *("sweep.noting_failure", "experiment.naming_longer_runs"),
         ),
         "turns errors into others",
     ),
     **dict.fromkeys(
-        ("files._opened", "units.encoders", "lock.locked", "stopping.partial_directory"),
+        ("files._opened", "units.encoders", "locks.locked", "files.partial_directory"),
         "files, processes and locks, which the tests of its room see on the disk",
     ),
     **dict.fromkeys(
@@ -111,7 +111,7 @@ ELSEWHERE = {
             *("model.observed", "model.feeding", "seam.watching", "seam.feeding", "seam._through"),
             *("ranks.process_group", "lightning_trainer.releasing", "module.evaluating"),
             *("rehearsal.fake_tensors", "rehearsal.simulated_rank", "rehearsal._in_loss"),
-            "strategy.gathered",
+            *("seam._hooked", "strategy.gathered"),
         ),
         "needs a trainer, ranks or transformers; after each test tests/left_behind.py looks",
     ),

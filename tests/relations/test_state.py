@@ -33,12 +33,13 @@ STATEFUL = {
     ),
     **dict.fromkeys(("Spikes", "Tally", "StepTimer", "Certificate"), f"{REUSED}; {RESUMED}"),
     **dict.fromkeys(
-        ("LayerCache", "Vote", "LanguageModel", "Decoder", "_Characters", "TextStream"), REUSED
+        ("KVCache", "LayerCache", "Vote", "LanguageModel", "Decoder", "_Characters", "TextStream"),
+        REUSED,
     ),
     **dict.fromkeys(
         (
             *("Clusters", "FrequencyEntropyStudy", "OffsetFeatureSearch", "AngleStability"),
-            *("Sinks", "SinksStudy"),
+            *("ClustersStudy", "OffsetSteps", "SinksStudy"),
         ),
         "a study of one page; tests/analysis makes each for one text",
     ),

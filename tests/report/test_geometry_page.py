@@ -155,6 +155,9 @@ def test_figures_and_tables_are_numbered_through_all_sections(tmp_path):
     assert text.startswith(
         "<script>alert(1)</script>: attention geometry\nAll pairs rotate. Trained"
     )
+    assert text.count("a meaning; at 64 and 128 tokens\n✗ breaks") == 2
+    rule = "it holds, unless more than half of a value that should be high is lost."
+    assert rule in text.replace("\n", " ")
     check_text(
         text[text.rindex("Section two") :],
         """

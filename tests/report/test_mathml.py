@@ -108,3 +108,10 @@ def test_a_remark_stays_text_and_is_escaped():
 def test_any_text_becomes_well_formed_xml(text):
     for formula in re.findall("<math>.*?</math>", mathml(text)):
         ElementTree.fromstring(formula)
+
+
+@pytest.mark.parametrize(
+    ("text", "stretched"), [("softmax_j(⟨q_i, k_j⟩ / √d)₁", "()"), ("(a + b) c", "")]
+)
+def test_brackets_are_as_high_as_the_fraction_that_they_enclose(text, stretched):
+    assert "".join(re.findall('<mo stretchy="true">(.)</mo>', mathml(text))) == stretched

@@ -91,7 +91,7 @@ def test_the_table_as_markdown():
         | optimizer.lr=1e-2 | **100.0** (75.8–100.0) / 2.625 | **83.3** (55.2–95.3) ↑ / 3.250 | 999 | 2.500 | 1,200 | step 7 of 9 |
         | optimizer.lr=1 | 9.000 | 75.0 (46.8–91.1) / · | · | · | · | finished |
 
-        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials than the first are not tested, and their losses are not comparable with the first run's. · not measured.
+        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials than the first are not tested, and their losses are not comparable with the first run's. · not measured. Runs are named by the keys that differ.
 
         - optimizer.lr=1e-4: not started; It did not start.
         - optimizer.lr=1e-2: step 7 of 9
@@ -191,17 +191,18 @@ def test_losses_alone_are_a_table_too():
 
         | run | tokens vary, 1× (trained) | 256 tokens, 4× | tokens | training loss | skipped updates | state |
         | --- | ---: | ---: | ---: | ---: | ---: | --- |
-        | k=1 | 3.000 | **4.000** | · | · | · | finished |
-        | k=2 | **2.500** | · | · | · | · | finished |
+        | k=1 | 20.09 | **54.60** | · | · | · | finished |
+        | k=2 | **12.18** | · | · | · | · | finished |
 
-        Held-out loss in nats per token. Bold: the lowest of a column. · not measured.
+        Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column. · not measured. Runs are named by the keys that differ.
         """,  # noqa: E501
     )
     assert sweep.loss_change(sweep.runs[1], 1) is None  # not of the same text
     assert unfinished(sweep) == []
     alone = Sweep("losses", sweep.runs[:1])
     assert legend(alone) == (
-        "Held-out loss in nats per token. Bold: the lowest of a column. · not measured."
+        "Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column. · "
+        "not measured."
     )
 
 

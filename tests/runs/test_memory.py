@@ -126,18 +126,21 @@ def test_sizes_are_said_in_the_unit_that_fits():
     ]  # fmt: skip
 
 
+REMEDY = "What to do: docs/troubleshooting.md, “A run does not fit into memory”."
+
+
 def test_what_does_not_fit_is_said_with_what_there_is(monkeypatch):
     config = replace(PLAIN, data=LONG)
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE)
     assert [*map(str, memory_problems(config, 1))] == [
         "trainer.micro_batch_size: 4 sequences of 512 tokens need at least 0.1 GiB of activations, "
-        f"and {STATE / GIB:.1f} GiB are free; choose fewer or shorter ones."
+        f"and {STATE / GIB:.1f} GiB are free; choose fewer or shorter ones. {REMEDY}"
     ]
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE - 1)
     assert [*map(str, memory_problems(config, 1))] == [
         f"model: {WEIGHTS:,} weights with gradients and optimizer need at least "
         f"{STATE / GIB:.1f} GiB, and {STATE / GIB:.1f} GiB are free; choose a smaller model, or "
-        "more devices."
+        f"more devices. {REMEDY}"
     ]
     unknown = replace(config, model=replace(SHAPE, vocab_size=None))  # as the tokenizer's
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)

@@ -45,3 +45,12 @@ def test_micro_batches_are_repeated_for_the_seconds_and_their_median_counts(
     times = measure(model, (1, 8), 12.0)
     assert taken == [7.0, 1.0, 9.0, 2.0, 5.0]
     assert times == speed.Times(2.0, 5.0)
+
+
+def test_the_peak_of_a_processor_is_that_of_its_fastest_product(monkeypatch):
+    clock = iter([0.3, 0.1, 0.2])
+    monkeypatch.setattr(speed, "timed", lambda work, device: next(clock))
+    threads = torch.get_num_threads()
+    assert speed.product_peak(2, seconds=0.5) == pytest.approx(2 * 768**3 / 0.1)
+    assert torch.get_num_threads() == threads
+    assert next(clock, None) is None

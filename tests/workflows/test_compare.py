@@ -465,7 +465,8 @@ def held_against_each_other(found):
 
 def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
     own = {one.name for one in fields(EvaluationConfig)}
-    assert own == {*OTHER, "methods", "lengths", "tokens", "training_length", "prefill_chunk"}
+    others = {"methods", "lengths", "tokens", "training_length", "prefill_chunk", "key_tokens"}
+    assert own == {*OTHER, *others}
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -478,6 +479,7 @@ def test_runs_measured_with_other_settings_are_not_tested_against_each_other(pla
     ("changes", "same"),
     [
         ({"methods": ["none", "pi"]}, True),
+        ({"key_tokens": {"alpha": 1.0}}, True),
         ({"lengths": [1, 4, 8]}, True),
         ({"lengths": [8, 1]}, True),
         ({"tokens": [64, 512, 128]}, True),

@@ -16,7 +16,7 @@ from tests.report.examples import report as reported
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
-from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.config import EvaluationConfig, KeyTokenSettings
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.method_config import (
     ChoiceSettings,
@@ -161,6 +161,47 @@ def test_statements_are_left_out_of_a_model_that_saw_none_unless_they_were_asked
     report, _ = evaluate_lengths(asked)
     assert {*report.tasks} == {"perplexity"}
     assert [why in note for note in report.notes] == [True]
+
+
+def test_key_tokens_are_chosen_by_the_first_model_once_for_all(runs, tmp_path, monkeypatch):
+    """A resumed evaluation loads no weights for it, and another chooser has cells of its own."""
+    settings = {"alpha": 1e-4, "beta": -50.0}
+    asked = {"tasks": ["perplexity", "key_tokens"], "methods": ["none", "yarn"], "windows": 20}
+    asked_request = request(runs, tmp_path, **asked, key_tokens=KeyTokenSettings(**settings))
+    report, output = evaluate_lengths(asked_request)
+    about = report.key_tokens
+    assert (about["by"], about["of"]) == ("RoPE (before-drop)", 640)
+    assert (about["long"], about["short"], about["alpha"]) == (32, 4, 1e-4)
+    assert 100 <= about["tokens"] < 640
+    cells = [cell for cell in report.cells if cell.task == "key_tokens"]
+    assert {(c.model, c.method) for c in cells} == {
+        ("RoPE (before-drop)", "none"), ("RoPE (before-drop)", "yarn"), ("DroPE", "none"),
+    }  # fmt: skip
+    assert all(cell.last_loss is not None and cell.by_window for cell in cells)
+    page = (output / "report.html").read_text()
+    assert "Perplexity of key tokens" in page
+    assert f"{about['tokens']} of 640 tokens, chosen by RoPE (before-drop)" in page
+    assert (output / "figures" / "key_tokens.csv").is_file()
+    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
+    again, place = evaluate_lengths(asked_request)
+    assert (again.cells, again.key_tokens, place) == (report.cells, about, output)
+    monkeypatch.undo()
+    other = KeyTokenSettings(model=str(runs), **settings)
+    second, place = evaluate_lengths(request(runs, tmp_path, **asked, key_tokens=other))
+    assert second.key_tokens["by"] == "DroPE"
+    assert place != output
+
+
+def test_too_few_key_tokens_are_no_result(runs, tmp_path):
+    """The note says how many there are; alone, the task is refused."""
+    report, _ = evaluate_lengths(
+        request(runs, tmp_path, tasks=["perplexity", "key_tokens"], methods=["none"])
+    )
+    assert {*report.tasks} == {"perplexity"}
+    assert any("of 64 tokens are key, too few for a mean" in note for note in report.notes)
+    assert report.key_tokens == {}
+    with pytest.raises(UserError, match=r"evaluation\.tasks: The task 'key_tokens' was"):
+        evaluate_lengths(request(runs, tmp_path, tasks=["key_tokens"], methods=["none"]))
 
 
 def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(runs, tmp_path):

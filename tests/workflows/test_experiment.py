@@ -113,7 +113,8 @@ def warnings(caplog, *arms):
     [
         (
             ["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"],
-            "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase",
+            "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase: its learning rate "
+            "does not reach its peak; schedule.warmup_steps=2 is a tenth of them",
         ),
         (
             ["positional=irope"],
@@ -447,7 +448,9 @@ def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
     parts = [SimpleNamespace(name=name, text=SimpleNamespace(train=range(1234))) for name in names]
     with caplog.at_level("INFO"):
         say_epochs(RunConfig(), SimpleNamespace(parts=parts))
-    called = ["The text"] if len(names) == 1 else [f"The text {name!r}" for name in names]
+    called = ["The training part of the text"]
+    if len(names) > 1:
+        called = [f"The training part of the text {name!r}" for name in names]
     assert caplog.messages == [
         f"{name} holds 1,234 tokens: this run reads it 1.5 times" for name in called
     ]
@@ -463,8 +466,8 @@ def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, 
     often, seldom = caplog.records
     assert (often.levelname, seldom.levelname) == ("WARNING", "INFO")
     assert often.message == (
-        "The text holds 1,234 tokens: this run reads it 79 times, and learns it by heart; give "
-        "more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
+        "The training part of the text holds 1,234 tokens: this run reads it 79 times, and learns "
+        "it by heart; give more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
     )
 
 
@@ -493,6 +496,14 @@ def test_weights_that_go_on_with_much_shorter_sequences_are_named(
     messages = warnings(caplog, [f"data.sequence_length={length}"])
     assert len(messages) == told
     assert all("data.sequence_length=2048 keeps" in message for message in messages)
+
+
+def test_a_length_that_the_caller_chose_is_not_warned_of(caplog, monkeypatch):
+    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
+    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
+    configs = {"main": read_config(["data.sequence_length=128"])}
+    say_unusual_settings(configs, chosen=["data.sequence_length"])
+    assert caplog.messages == []
 
 
 def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(

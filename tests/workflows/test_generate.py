@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,14 @@ def test_keys_and_values_have_to_fit_before_weights_are_read(
         f"max_new_tokens: keys and values of 1,000,005 tokens need {said}, and {said} are free; "
         "choose fewer.",
     )
+
+
+def test_the_end_of_text_token_and_a_single_token_are_said():
+    single = Continuations(("a",), read=1, written=1, read_seconds=0.5, write_seconds=4.0, ended=1)
+    ending = "; the end-of-text token ended the text"
+    assert single.speed() == f"1 token read, 2 a second; 1 written{ending}"
+    several = replace(single, texts=("a", "b"), read=30, written=2)
+    assert several.speed().endswith("; the end-of-text token ended 1 of 2 texts")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def planned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(plans, "step_memory", step_memory)
     monkeypatch.setattr(plans, "STATE", 12 * 10**6)
+    monkeypatch.setattr(plans, "product_peak", lambda threads: threads * 5e13)
 
     def made(values, ranks=1, local=1, **options):
         data = {"sequence_length": 64, "cache_dir": str(tmp_path)} | values.pop("data", {})
@@ -64,7 +65,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
         "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
     }
     run = {"max_steps": 10**9, "batch_size": 32, "micro_batch_size": 4, "keep_every": 3 * 10**8}
-    run |= {"keep_checkpoints": 2, "keep_best": 1}
+    run |= {"keep_checkpoints": 2, "keep_best": 1, "threads": 2}
     values = {"drop": {"at": 0.75}, "controls": controls, "trainer": run}
     values["strategy"] = {"name": "ddp"}
     found = planned(values, 4, 2, gpu="a100_40gb", mfu=0.5, missing=("weights",))
@@ -99,6 +100,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
             ("4 x A100-SXM4-80GB", "60.5 hours, 242 GPU-hours"),
             ("4 x H100 80GB HBM3", "17.6 hours, 70 GPU-hours"),
             ("4 x H200", "17.6 hours, 70 GPU-hours"),
+            ("this CPU, 2 threads", "47.2 hours; its peak is 100,000 GFLOP/s (fp32, measured)"),
         ],
         "Disk": [
             ("a checkpoint", "2,487.6 GB"),

@@ -49,11 +49,17 @@ def test_each_model_has_the_methods_that_do_something_to_it(models):
         "nope has no rotation, so there is nothing to do for PI, YaRN.",
         "hf is computed by transformers, and the decoder of this program is needed for sliding "
         "window.",
-        *(
-            f"{name} has positions, and a temperature is for models without "
-            "(evaluation.temperature.models)."
-            for name in ("rope", "hf")
-        ),
+    ]
+
+
+def test_a_temperature_that_no_model_takes_is_named(models):
+    """Where one takes it, the others are not meant: a table shows which."""
+    config = EvaluationConfig(methods=["none", "temperature"])
+    _, notes = applicable([model for model in models if model.name != "nope"], config)
+    assert notes == [
+        f"{name} has positions, and a temperature is for models without "
+        "(evaluation.temperature.models)."
+        for name in ("rope", "hf")
     ]
 
 

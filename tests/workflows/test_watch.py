@@ -309,26 +309,48 @@ def terminal(monkeypatch):
 
 def test_on_a_terminal_it_refreshes_until_the_run_is_finished(terminal, monkeypatch):
     directory = fabricate(config(), 10)
+    lock = RunLock()
 
     def finish(seconds):
         assert seconds >= 2
         fabricate(config(), 20)
         (directory / "report.json").touch()
+        lock.release()
 
     monkeypatch.setattr(time, "sleep", finish)
+    lock.acquire(directory)
     main(["watch", "runs/a", "every=2"])
     assert "step 10 of 20" in terminal.getvalue()
     assert "step 20 of 20" in terminal.getvalue()
 
 
+def test_on_a_terminal_it_ends_with_a_run_that_has_stopped(terminal, monkeypatch):
+    """It waits for one that has not begun."""
+    directory, lock = fabricate(config(), 10), RunLock()
+    monkeypatch.setattr(time, "sleep", lambda _: lock.release())
+    lock.acquire(directory)
+    main(["watch", "runs/a"])
+    assert "training" in terminal.getvalue()
+    assert "stopped; a step was logged" in terminal.getvalue().replace("\n", " ")
+    assert "the same command resumes the run" in terminal.getvalue().replace("\n", " ")
+    other = fabricate(config("b"), 0)
+    (other / "heartbeat.json").unlink(missing_ok=True)
+    monkeypatch.setattr(time, "sleep", lambda _: (other / "report.json").touch())
+    main(["watch", "runs/b"])
+    assert "not started" in terminal.getvalue()
+    assert "finished" in terminal.getvalue()
+
+
 def test_ctrl_c_ends_it_without_a_word(terminal, monkeypatch, capsys):
-    fabricate(config(), 10)
+    directory, lock = fabricate(config(), 10), RunLock()
+    lock.acquire(directory)
 
     def interrupt(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupt)
     main(["watch", "runs/a"])
+    lock.release()
     assert capsys.readouterr().err == ""
 
 

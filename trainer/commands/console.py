@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from trainer.common.progress import console
-from trainer.evaluation.results import Report, troubles
+from trainer.common.words import remedy
+from trainer.evaluation.outcomes import AS_IS, Outcomes
+from trainer.evaluation.results import STATEMENTS, Drop, Report, is_known, troubles
 from trainer.report.tables import terminal_tables
 
 WIDTH = 100
@@ -39,6 +42,33 @@ def _loss(value: float | None) -> str:
     return "?" if value is None else f"{value:.3f}"
 
 
+def _about_drop(drop: Drop | None) -> Iterator[str]:
+    """Yield the losses before and after a drop, and the page to read if the loss rose later."""
+    if drop is None:
+        return
+    before, after, end = map(_loss, (drop.loss_before, drop.loss_after, drop.loss_end))
+    yield (
+        f"Drop after step {drop.step}: held-out loss {before} before, {after} just after, {end} at "
+        "the end of recalibration."
+    )
+    if is_known(drop.loss_end) and is_known(drop.loss_after) and drop.loss_end > drop.loss_after:
+        yield f"The loss rose in recalibration. {remedy('loss')}"
+
+
+def _at_chance(report: Report) -> list[str]:
+    """Return the models whose retrieval at the training length is at chance without a method."""
+    outcomes = Outcomes(report)
+    if STATEMENTS not in outcomes.scored:
+        return []
+    rows = [(model, AS_IS) for model in outcomes.models]
+    lengths = {row: outcomes.effective_length(row, [STATEMENTS]) for row in rows}
+    return [
+        model
+        for (model, _), effective in lengths.items()
+        if effective is not None and not effective.length
+    ]
+
+
 def report_console() -> Console:
     """Return the console for tables, at most :data:`WIDTH` columns wide."""
     out = Console()
@@ -51,13 +81,9 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     out = report_console()
     if report.cells:
         out.print(terminal_tables(report, out.width))
-    if (drop := report.drop) is not None:
-        before, after, end = map(_loss, (drop.loss_before, drop.loss_after, drop.loss_end))
-        out.print(
-            f"Drop after step {drop.step}: held-out loss {before} before, {after} just after, "
-            f"{end} at the end of recalibration.",
-            highlight=False,
-        )
+    drop = report.drop
+    for text in _about_drop(drop):
+        out.print(text, highlight=False)
     for index, arm in enumerate(report.arms):
         for change in arm.changes:
             if index or drop is None or change.step != drop.step:
@@ -70,6 +96,15 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
                 )
     for trouble in troubles(report.arms):
         out.print(Text(f"Warning: {trouble}", style="bold red"))
+    if troubles(report.arms):
+        out.print(remedy("nan"), highlight=False)
+    if names := _at_chance(report):
+        out.print(
+            f"Retrieval at the training length is at chance: {', '.join(names)}. "
+            f"{remedy('retrieval')}",
+            highlight=False,
+            markup=False,
+        )
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"

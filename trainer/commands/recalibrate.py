@@ -93,7 +93,9 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
     user_values = {key: _value(values, key) for key in user_keys}
     user_values = {key: value for key, value in user_values.items() if value is not None}
     set_up_console()
-    recipe = recipe_for(asked, Path(run_dir), user_values, overwrite=values["overwrite"] is True)
+    to = None if keys.to is None else Path(keys.to)
+    overwrite = values["overwrite"] is True
+    recipe = recipe_for(asked, Path(run_dir), user_values, overwrite=overwrite, to=to)
     words |= {choice.key: choice.value for choice in recipe.choices if choice.key not in user_keys}
     chosen = [f"{key}={override_value(value)}" for key, value in words.items()]
     return asked, recipe, [*chosen, *composed.words]

@@ -238,6 +238,7 @@ python -m trainer COMMAND --help                      more about one of them
 
 Try first:      python -m trainer +experiment=drope_demo
 All values:     python -m trainer +experiment=drope_demo --cfg job
+Words, such as cell, arm, control, phase: docs/glossary.md; problems: docs/troubleshooting.md
 """
 COMMAND = Command(
     "config",

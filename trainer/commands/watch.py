@@ -34,7 +34,7 @@ def read(composed: Composed) -> WatchRequest:
 
 
 def execute(request: WatchRequest) -> None:
-    """Show the runs; on a terminal until all are finished, or Ctrl-C."""
+    """Show the runs; on a terminal until all are finished or stopped, or Ctrl-C."""
     from rich.live import Live
 
     from trainer.commands.console import report_console
@@ -49,11 +49,17 @@ def execute(request: WatchRequest) -> None:
         while True:
             began = time.perf_counter()
             live.update(view(runs, out.width), refresh=True)
-            if all(run.is_finished or run.failed for run in runs):
+            if not any(_may_continue(run) for run in runs):
                 break
             # Long files take long to read: do not compete with the run for the processor.
             time.sleep(max(request.every, 10 * (time.perf_counter() - began)))
             runs = watch(request.runs)
+
+
+def _may_continue(run: WatchedRun) -> bool:
+    """Whether a run is at work or has yet to start; no other run changes."""
+    has_begun = run.sign is not None or any(arm.beat is not None for arm in run.arms)
+    return run.is_running or not (run.is_finished or run.failed or has_begun)
 
 
 def view(runs: Sequence[WatchedRun], width: int) -> RenderableType:
@@ -254,6 +260,6 @@ the share of the drop's rise in loss that is won back, step, phase, tokens per s
 and whether the process that trains it seems dead. RUN is a run directory, that of a control, that
 of a sweep (multirun/NAME), or a directory of runs (runs). It reads files and writes none, so it may
 run beside the training, on any machine that sees the directory. On a terminal it refreshes until
-all runs are finished, or Ctrl-C.
+all runs are finished or stopped, or Ctrl-C.
 """
 COMMAND = Command("watch", HELP, read, execute, single="name all runs in one command.", bare=True)

@@ -32,4 +32,7 @@ def load_plugins(paths: Sequence[str]) -> None:
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # a script among them would end this program
-            raise UserError.at("plugins", f"{path!r} failed to import: {error!r}.") from error
+            kind, why = type(error).__name__, " ".join(str(error).split())
+            raise UserError.at(
+                "plugins", f"{path!r} failed to import: {kind}{f': {why}' if why else ''}."
+            ) from error

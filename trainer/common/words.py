@@ -6,7 +6,19 @@ import json
 import re
 from typing import Any
 
+REMEDIES = {
+    "loss": "The loss spikes or rises after the drop",
+    "retrieval": "Retrieval stays at chance",
+    "memory": "A run does not fit into memory",
+    "nan": "NaN",
+}
+"""Headings of docs/troubleshooting.md by what messages are about."""
 VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
+
+
+def remedy(about: str) -> str:
+    """Return where the documentation says what to do; ``about``: a key of :data:`REMEDIES`."""
+    return f"What to do: docs/troubleshooting.md, “{REMEDIES[about]}”."
 
 
 def counted(number: int, noun: str) -> str:

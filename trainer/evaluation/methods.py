@@ -112,6 +112,10 @@ class Recipe:
         return "temperature" in parts and not parts & {"longrope", "dope", "weighted_rope"}
 
 
+HAS_POSITIONS = "has positions, and a {} is for models without (evaluation.temperature.models)"
+"""Why a fitted temperature is left out of a model with an encoding."""
+
+
 def recipe(
     name: str,
     layout: Layout,
@@ -199,8 +203,7 @@ def _untempered(
         return why, _titles(tempering[:1])
     fitted = [key for key in tempering if key in FITTED_TEMPERATURES]
     if fitted and config.temperature.models == "free" and not is_free_of_positions(layout):
-        why = "has positions, and a {} is for models without (evaluation.temperature.models)"
-        return why, _titles(fitted[:1])
+        return HAS_POSITIONS, _titles(fitted[:1])
     return None
 
 

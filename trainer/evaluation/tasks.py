@@ -8,15 +8,17 @@ from functools import cached_property
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
+from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.key_tokens import Chooser, KeyTokens
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 
 HAYSTACK = 1 << 22
@@ -56,9 +58,15 @@ class HeldOut:
 
 
 def make_tasks(
-    text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
+    text: HeldOut,
+    config: EvaluationConfig,
+    lengths: list[int],
+    training_length: int,
+    chooser: Chooser | None = None,
 ) -> tuple[list[Measurement], list[str]]:
     """Return the measurements, and a sentence for each impossible one.
+
+    ``chooser``: chooses the key tokens; their task is left out if it is None.
 
     Raises:
         UserError: no measurement is possible, or the text is shorter than the longest length.
@@ -66,10 +74,21 @@ def make_tasks(
     made: list[Measurement] = []
     notes: list[str] = []
     bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
+    windows: dict[int, Integers] = {}
+    if {PERPLEXITY, KEY_TOKENS} & {*config.tasks}:
+        windows = windows_with_common_ends(text.stream, config.windows, lengths)
     for name in config.tasks:
         if name == PERPLEXITY:
-            windows = windows_with_common_ends(text.stream, config.windows, lengths)
             made.append(Perplexity(windows, end, training_length, config.last))
+        elif name == KEY_TOKENS:
+            if chooser is None:
+                continue
+            last = config.last or min(training_length, *lengths)
+            chosen = chooser.choose(windows[max(lengths)], end, last)
+            if chosen.too_few:
+                notes.append(chosen.too_few)
+            else:
+                made.append(KeyTokens(windows, end, chosen))
         elif name == STATEMENTS and not text.training_share:
             notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
@@ -89,7 +108,7 @@ def make_tasks(
             tasks, missing = groups[name]()
             made += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
-    if not made:
+    if notes and not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return made, notes
 

@@ -119,6 +119,12 @@ class ChangeConfig:
 
         if self.windows == []:
             refuse("windows", "expected at least one entry, or null.")
+        if (count := len(self.windows or ())) > num_layers:
+            refuse(
+                "windows",
+                f"expected one for each of the {num_layers} layers at most, got {count}: the last "
+                "ones would have no layer.",
+            )
         for window in self.windows or []:
             if window is not None and window > length:
                 refuse(

@@ -91,7 +91,8 @@ def _part(token: str, tokens: _Tokens) -> _Part:
     closing = CLOSING.get(token, "")
     if closing and tokens.closes(closing):
         inner = _joined(_parts(tokens, closing))
-        xml = f"<mrow>{_sign(token)}{inner}{_sign(closing)}</mrow>"
+        tall = "<mfrac>" in inner
+        xml = f"<mrow>{_sign(token, tall)}{inner}{_sign(closing, tall)}</mrow>"
         return _Part(xml, inner=inner if token in "({" else None)
     if token == "√" and tokens.peek().strip():
         under = _scripted(_part(next(tokens), tokens), tokens)
@@ -106,9 +107,10 @@ def _part(token: str, tokens: _Tokens) -> _Part:
     return _Part(_sign(token), factor=token in _FACTORS)
 
 
-def _sign(token: str) -> str:
+def _sign(token: str, stretches: bool = False) -> str:
+    """Return a sign; ``stretches``: whether it is as high as what it encloses."""
     close = ' lspace="0" rspace="0"' if token in _FACTORS else ""
-    return f'<mo stretchy="false"{close}>{escape(token)}</mo>'
+    return f'<mo stretchy="{"true" if stretches else "false"}"{close}>{escape(token)}</mo>'
 
 
 def _scripted(base: _Part, tokens: _Tokens) -> _Part:

@@ -28,6 +28,8 @@ from trainer.report.tables import (
     interval,
     markdown_cell,
     markdown_row,
+    number,
+    perplexity,
     terminal_cell,
     terminal_table,
     tied,
@@ -208,17 +210,21 @@ _TERMINAL_FACTS = ((6, "\ntokens"), (5, "train\nloss"), (7, "skipped\nupdates"))
 
 
 def entries(sweep: Sweep, factor: float) -> dict[str, Entry]:
-    """Return a column by directory: retrieval with the loss beside it, or the loss alone."""
+    """Return a column by directory: retrieval with the loss, or perplexity if no run has retrieval,
+    as in a run's own table."""
     points = [(run, point) for run in sweep.runs if (point := sweep.point(run, factor))]
     rates = [point.retrieval.mean for _, point in points if point.retrieval]
     losses = [point.loss for _, point in points if point.loss is not None]
     most = max(rates, default=None)
     least = None if tied(losses) else min(losses, default=None)
+    shows_perplexity = not has_retrieval(sweep)
     column = {}
     for run, point in points:
         loss = MISSING if point.loss is None else f"{point.loss:.3f}"
         if (rate := point.retrieval) is None:
             is_lowest = not rates and point.loss is not None and point.loss == least
+            if shows_perplexity and point.loss is not None:
+                loss = number(perplexity(point.loss))
             column[run.place] = Entry(loss, best=is_lowest)
             continue
         comparison = sweep.comparison(run, factor)
@@ -226,6 +232,11 @@ def entries(sweep: Sweep, factor: float) -> dict[str, Entry]:
         best = 0 < rate.mean == most
         column[run.place] = Entry(percent(rate.mean), interval(rate), mark, best, loss)
     return column
+
+
+def has_retrieval(sweep: Sweep) -> bool:
+    """Whether any run has a score; otherwise the table shows perplexity."""
+    return any(point.retrieval for run in sweep.runs for point in run.reached)
 
 
 def facts(run: SweptRun) -> tuple[str, str, str]:
@@ -266,14 +277,14 @@ def legend(sweep: Sweep) -> str:
     """Return the meaning of the cells."""
     if sweep.reference is None:
         return "No run has been evaluated yet."
-    retrieval = any(point.retrieval for run in sweep.runs for point in run.reached)
+    retrieval = has_retrieval(sweep)
     first = sweep.names[sweep.runs.index(sweep.reference)]
     text = (
         "Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better "
         f"or worse than {first} on the same trials (exact sign test, p < 0.05, not corrected for "
         "the number of tests). Bold: the highest of a column."
         if retrieval
-        else "Held-out loss in nats per token. Bold: the lowest of a column."
+        else "Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column."
     )
     measured = [run for run in sweep.runs if run.reached]
     if any(run.measured_on != measured[0].measured_on for run in measured):
@@ -283,7 +294,8 @@ def legend(sweep: Sweep) -> str:
         )
     if any(run.effective for run in sweep.runs):
         text += f" {EFFECTIVE_LEGEND}"
-    return f"{text} {MISSING} not measured."
+    names = " Runs are named by the keys that differ." if sweep.keys else ""
+    return f"{text} {MISSING} not measured.{names}"
 
 
 def unfinished(sweep: Sweep) -> list[str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
 from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts, row_name
-from trainer.evaluation.results import PERPLEXITY, Report
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Report
 from trainer.evaluation.statistics import (
     KEPT,
     EffectiveLength,
@@ -70,7 +70,8 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """Return the mean over tasks if there are several, a table for each task, and perplexity.
+    """Return the mean over tasks if there are several, a table for each task, and perplexity of
+    all and of key tokens.
 
     The first two are followed by averages by label if trials have labels. A single task has the
     held-out losses beside its scores if both were measured at the same lengths; perplexity is then
@@ -86,7 +87,8 @@ def tables(report: Report) -> list[Table]:
     for task in outcomes.scored:
         made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
         made += _by_label(outcomes, task, outcomes.task(task), [task])
-    return made + _perplexity(outcomes, detail=beside)
+    made += _perplexity(outcomes, PERPLEXITY, _of_last(report), detail=beside)
+    return made + _perplexity(outcomes, KEY_TOKENS, of_key_tokens(report), detail=False)
 
 
 def _heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
@@ -164,8 +166,8 @@ def effective_entries(lengths: Mapping[K, EffectiveLength | None]) -> dict[K, En
     }
 
 
-def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
-    cells = {row: outcomes.cell(row, PERPLEXITY, length) for row in outcomes.rows}
+def _losses(outcomes: Outcomes, length: int, task: str = PERPLEXITY) -> dict[Row, float]:
+    cells = {row: outcomes.cell(row, task, length) for row in outcomes.rows}
     return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
 
 
@@ -230,32 +232,51 @@ def _label(
     return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
 
-def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
-    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+def _of_last(report: Report) -> str:
+    return (
+        f"exp of the mean loss on the last {report.last} tokens of held-out "
+        "sequences, the same tokens at every length, so that more context only adds what lies "
+        "before them."
+    )
+
+
+def of_key_tokens(report: Report) -> str:
+    """Return what the perplexity of key tokens is, and how many there are; empty if not
+    measured."""
+    about = report.key_tokens
+    if not about:
+        return ""
+    return (
+        f"exp of the mean loss on {about['tokens']:,} key tokens "
+        f"({percent(about['tokens'] / about['of'])}%) of the last {report.last} tokens of "
+        "held-out sequences, the same for all models, methods and lengths (LongPPL, arXiv "
+        f"2410.23771): {about['by']} as trained, with up to {about['long']} tokens of context, "
+        f"has a loss below {-about['beta']:g} nats there, and more than {about['alpha']:g} nats "
+        f"less than with up to {about['short']}. Its own row is low by this choice."
+    )
+
+
+def _perplexity(outcomes: Outcomes, task: str, note: str, detail: bool) -> list[Table]:
+    lengths = outcomes.lengths([task], losses=True)
     columns = []
     for length in lengths:
-        losses = _losses(outcomes, length)
+        losses = _losses(outcomes, length, task)
         least = None if tied(losses.values()) else min(losses.values())
         columns.append(
             {
                 row: Entry(
                     number(perplexity(loss)),
-                    mark=UNCHANGED if outcomes.is_unchanged(row, [PERPLEXITY], length) else "",
+                    mark=UNCHANGED if outcomes.is_unchanged(row, [task], length) else "",
                     best=loss == least,
                 )
                 for row, loss in losses.items()
             }
         )
-    note = (
-        f"exp of the mean loss on the last {outcomes.report.last} tokens of held-out "
-        "sequences, the same tokens at every length, so that more context only adds what lies "
-        "before them."
-    )
     legend = "Bold: the lowest of a column."
-    title = outcomes.task(PERPLEXITY)
+    title = outcomes.task(task)
     if not columns:
         return []
-    return [_table(outcomes, PERPLEXITY, title, note, legend, _heads(lengths), columns, detail)]
+    return [_table(outcomes, task, title, note, legend, _heads(lengths), columns, detail)]
 
 
 def _column(

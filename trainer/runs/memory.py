@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from trainer.common.errors import Problem, listed
+from trainer.common.words import remedy
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
@@ -73,7 +74,7 @@ def evaluation_memory(
     q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
     k *= config.head_size
     in_chunks = chunk is not None and chunk < tokens
-    answers = not {*evaluation.tasks} <= {PERPLEXITY, STATEMENTS}
+    answers = not {*evaluation.tasks} <= {PERPLEXITY, KEY_TOKENS, STATEMENTS}
     cached = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
     # Residual stream and its norm, the MLP's three products, queries, keys and values.
     a_token = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * (q + 2 * k)
@@ -170,7 +171,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
             f"{weights_of(shape):,} weights with gradients and optimizer need at least "
             f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."
         )
-        problems.append(Problem("model", reason))
+        problems.append(Problem("model", reason, remedy("memory")))
     micro = run.micro_batch_size or run.batch_size // ranks
     copies = 1 if config.strategy.activation_checkpointing == "full" else 4
     activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * copies
@@ -179,7 +180,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
             f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
             f"activations, and {gib(free)} are free; choose fewer or shorter ones."
         )
-        problems.append(Problem("trainer.micro_batch_size", reason))
+        problems.append(Problem("trainer.micro_batch_size", reason, remedy("memory")))
     if config.evaluation.enabled and not problems:
         # Training's memory is free by then.
         longest = max(config.evaluation.in_tokens(config.training_length))
@@ -196,7 +197,7 @@ def _held_text_problems(config: RunConfig) -> list[Problem]:
     tokens_of = {}
     if config.drop_step is not None:
         tokens_of["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
-    if evaluation.enabled and PERPLEXITY in evaluation.tasks:
+    if evaluation.enabled and {PERPLEXITY, KEY_TOKENS} & {*evaluation.tasks}:
         tokens = sum(evaluation.in_tokens(config.training_length))
         tokens_of["evaluation.windows"] = evaluation.windows * tokens
     if monitor.lengths_every is not None:

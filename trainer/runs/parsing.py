@@ -48,8 +48,9 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
     values = _with_empty_groups(values)
     config, unknown, wrong = checked(schema, values)
     problems = [*known, *unknown, *wrong]
-    with collecting(problems):
-        load_plugins(getattr(config, "plugins", ()))
+    if not _of_plugins(problems):
+        with collecting(problems):
+            load_plugins(getattr(config, "plugins", ()))
     evaluation = getattr(config, "evaluation", None)
     if isinstance(evaluation, EvaluationConfig) and evaluation.quick:
         config = replace(cast("Any", config), evaluation=evaluation.shortened())
@@ -58,6 +59,8 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
         config = cast("T", completed)
     else:
         impossible = config.problems()
+    if _of_plugins(problems):  # without a plugin, the names that it adds would seem unknown
+        impossible = [p for p in impossible if _group(p) not in NAMED_BY_PLUGINS]
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
 
@@ -71,11 +74,18 @@ def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
     return values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
 
 
+def _of_plugins(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of plugins that cannot be loaded."""
+    return [problem for problem in problems if problem.key == "plugins"]
+
+
 def _group(problem: Problem) -> str:
     """Return the outermost group of a problem's key."""
     return problem.key.split("[")[0].split(".")[0]
 
 
+NAMED_BY_PLUGINS = ("positional", "evaluation", "monitor", "analysis", "data")
+"""Groups that can name what a plugin adds."""
 DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
 """Groups that are checked against sizes of the model, of its text and of its steps."""
 

@@ -16,12 +16,13 @@ from trainer.common.errors import UserError, raise_all, renaming
 from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.config import QUICK, EvaluationConfig
+from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.key_tokens import Chooser, KeyTokens
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
-from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
+from trainer.evaluation.results import KEY_TOKENS, STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.store import Share, Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
@@ -50,7 +51,9 @@ DEFAULT = "default"
 """The option of the group that a run ends with."""
 NOT_ASKED = {
     "name": "a heading",
-    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), "results"),
+    **dict.fromkeys(
+        ("cells", "notes", "observations", "temperature", "timing", "key_tokens"), "results"
+    ),
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "about training; not reported"),
     "environment": "versions and devices change rounding alone; text and models count",
     "made": "date and command; the models it names count",
@@ -203,8 +206,16 @@ def measure_models(
     shapes = {subject.name: subject.config for subject in subjects}
     with renaming(**{"evaluation.lengths": lengths_key}):
         recipes, notes = applicable(subjects, config)
+        chooser = None
+        if KEY_TOKENS in config.tasks:
+            model = subjects[0]
+            if config.key_tokens.model is not None:
+                candidate = _chooser(config.key_tokens.model, text)
+                model = subject_of(candidate, dtype, device, chunk=chunk, tf32=tf32)
+            chooser = Chooser(model, config.key_tokens, Store(cells), config.batch_tokens, share)
         raise_all(evaluation_problems(shapes, max(lengths), config, device, share.processes))
-        tasks, not_run = make_tasks(text.held_out, config, lengths, C)
+        with multiplying(device, tf32):
+            tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
         prompts = Prompts(config.needles, config.many_shot)
@@ -222,7 +233,10 @@ def measure_models(
         for temperatures in (*fitted, measured.per_head):
             if candidate.name in temperatures:
                 _keep(candidate, temperatures[candidate.name])
-    asked = all_fields(asdict(config), STATED)
+    stated = dict(STATED)
+    if KEY_TOKENS not in config.tasks:  # so that the request equals that of an older report
+        stated["key_tokens"] = "read by no task"
+    asked = all_fields(asdict(config), stated)
     report = Report(
         name=name,
         training_length=C,
@@ -243,6 +257,7 @@ def measure_models(
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if any(task.key == STATEMENTS for task in tasks)
         else {},
+        key_tokens=next((t.chosen.about for t in tasks if isinstance(t, KeyTokens)), {}),
     )
     titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
     coefficients = {titles[m]: c["coefficient"] for m, c in measured.temperature.items()}
@@ -303,10 +318,24 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     return distinct(candidates)
 
 
+def _chooser(reference: str, text: Text) -> Candidate:
+    """Find the model that chooses key tokens.
+
+    Raises:
+        UserError: there is none, or it has another tokenizer than the text.
+    """
+    candidate = find_candidate(reference, MODEL_KEY)
+    if not same_tokens(candidate.tokenizer, text.first.tokenizer):
+        raise UserError.at(MODEL_KEY, f"{reference!r} has another tokenizer than the first model.")
+    return candidate
+
+
 def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
     if (older := keep_temperature(candidate.path, fitted)) is None:
         log.info("The temperature of %s is kept with its checkpoint", candidate.name)
     else:
         log.info(
-            "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
+            "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: it was "
+            "fitted on more text than here",
+            *(candidate.name, older, "" if older else ", which changes nothing"),
         )

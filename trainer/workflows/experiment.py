@@ -6,7 +6,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +63,11 @@ from trainer.workflows.training_text import (
 )
 
 
-def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
+def run_experiment(config: RunConfig, chosen: Collection[str] = ()) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     An interrupted run resumes; a finished one stays unchanged. All ranks train and evaluate; rank 0
-    writes the report.
+    writes the report. ``chosen``: keys whose values the caller chose and has explained.
 
     Returns:
         The report, and whether it existed before; None on other ranks.
@@ -79,12 +79,14 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     lock = RunLock()
     try:
         with kept_dashboards():
-            return _run_experiment(config, lock)
+            return _run_experiment(config, lock, chosen)
     finally:
         lock.release()
 
 
-def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | None:
+def _run_experiment(
+    config: RunConfig, lock: RunLock, chosen: Collection[str]
+) -> tuple[Report, bool] | None:
     configs = arms_of(config)
     set_environment(config)
     with process_group(config) as ranks:
@@ -99,7 +101,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
-            say_unusual_settings(configs)
+            say_unusual_settings(configs, chosen)
         with heeding_signals():
             runs = {
                 name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])

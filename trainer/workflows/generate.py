@@ -36,13 +36,21 @@ class Continuations:
     """Seconds until every prompt had its first new token."""
     write_seconds: float
     """Seconds from then to the end."""
+    ended: int = 0
+    """Number of continuations that the end-of-text token ended."""
 
     def speed(self) -> str:
-        """Describe tokens and tokens per second of reading the prompts and of writing."""
-        text = f"{self.read} tokens read, {self.read / self.read_seconds:,.0f} a second"
+        """Describe tokens and tokens per second of reading the prompts and of writing, and what
+        ended the text if that was the end-of-text token."""
+        tokens = "1 token" if self.read == 1 else f"{self.read} tokens"
+        text = f"{tokens} read, {self.read / self.read_seconds:,.0f} a second"
         text += f"; {self.written} written"
         if (later := self.written - len(self.texts)) > 0:
             text += f", {later / self.write_seconds:,.1f} a second"
+        if self.ended:
+            texts = len(self.texts)
+            which = f"{self.ended} of {texts} texts" if texts > 1 else "the text"
+            text += f"; the end-of-text token ended {which}"
         return text
 
 
@@ -108,12 +116,13 @@ def write(
         times.append(time.perf_counter())
         return texts[row].stopped
 
+    end = end_of_text(tokenizer)
     new = generate(
         model,
         ids,
         request.max_new_tokens,
         sampling=request.sampling,
-        end_tokens={end_of_text(tokenizer)},
+        end_tokens={end},
         on_token=on_token,
     )
     ends = [text.finish() for text in texts]
@@ -125,4 +134,5 @@ def write(
         written=sum(map(len, new)),
         read_seconds=times[len(ids)] - times[0],
         write_seconds=times[-1] - times[len(ids)],
+        ended=sum(tokens[-1] == end for tokens in new),
     )

@@ -13,6 +13,8 @@ from typing import Literal
 from torch import nn
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.processes import usual_threads
+from trainer.common.words import counted
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
@@ -26,6 +28,7 @@ from trainer.training.callbacks.transitions import describe
 from trainer.training.devices import dense_peak
 from trainer.training.module import make_decoder
 from trainer.training.rehearsal import Parts, step_memory
+from trainer.training.speed import product_peak
 from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
@@ -89,8 +92,8 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     vocab = config.model.vocab_size or _vocabulary(config, corpus)
     config = replace(config, model=replace(config.model, vocab_size=vocab))
     model = make_decoder(config, vocab)
-    counted = parameters(model)
-    yield Section("Parameters", [(name, f"{count:,}") for name, count in counted.items()])
+    counts = parameters(model)
+    yield Section("Parameters", [(name, f"{count:,}") for name, count in counts.items()])
     operations = {config.name: flops(config)}
     controls = arms_of(config, weights=not request.missing)
     del controls[MAIN]
@@ -101,7 +104,7 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Training", list(_training(config, corpus, operations)))
     yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
-    yield Section("Disk", list(_disk(config, controls, corpus, counted["in all"], vocab)))
+    yield Section("Disk", list(_disk(config, controls, corpus, counts["in all"], vocab)))
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
         yield Section("Missing here", [("", str(problem)) for problem in missing])
@@ -276,6 +279,14 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
                 f"{request.ranks} x {gpu.name}",
                 f"{_hours(hours / request.ranks)}, {_gpu_hours(hours)}",
             )
+    threads = request.config.trainer.threads or usual_threads()
+    peak = product_peak(threads)
+    # bf16 is faster on some CPUs, and slower on others: see recalibrate, which measures both.
+    yield (
+        f"this CPU, {counted(threads, 'thread')}",
+        f"{_hours(total / (peak * request.mfu * 3600))}; its peak is {peak / 1e9:,.0f} GFLOP/s "
+        "(fp32, measured)",
+    )
 
 
 def _disk(

@@ -18,7 +18,7 @@ from trainer.common.formats import read_plain
 from trainer.common.processes import usual_threads
 from trainer.common.words import counted, override_value
 from trainer.data.corpus import Corpus
-from trainer.data.files import find_files
+from trainer.data.files import find_files, kind_of, read_rows
 from trainer.evaluation.results import Report
 from trainer.interchange.export.directory import Exported, check_destination
 from trainer.interchange.hub import find_pretrained
@@ -26,10 +26,12 @@ from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import check_run_directory, open_run_directory
+from trainer.runs.directory import check_run_directory, check_writable, open_run_directory
 from trainer.runs.memory import weights_of
+from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.run_lock import RunLock
+from trainer.runs.starting_point import epochs_read
 from trainer.runs.starting_weights import starting_weights
 from trainer.runs.training_config import OptimizerConfig
 from trainer.training.speed import Times, measure_step
@@ -38,6 +40,7 @@ from trainer.workflows.experiment import corpus_problems, run_experiment, start_
 from trainer.workflows.export import export_checkpoint
 from trainer.workflows.plan import Section
 from trainer.workflows.recipe import CPU_PASS, Choice, Facts, Recipe, Speed, choose
+from trainer.workflows.remarks import MANY_EPOCHS
 from trainer.workflows.requests import EvaluationRequest, ExportRequest
 from trainer.workflows.training_text import open_corpus
 
@@ -184,11 +187,16 @@ def recipe_for(
     user_values: Mapping[str, Any],
     *,
     overwrite: bool,
+    to: Path | None = None,
 ) -> Recipe:
     """Return the stored recipe of a run that was begun, or choose one.
 
+    ``to``: where the user wants the export, if not in the run directory. It and the text are
+    checked before the speed is measured, which takes long.
+
     Raises:
-        UserError: the run was begun for another request, or the minutes do not suffice.
+        UserError: the run was begun for another request, the export or the text is impossible, or
+            the minutes do not suffice.
     """
     if not overwrite and (stored := read_record(run_dir)) is not None:
         differing = [
@@ -209,10 +217,29 @@ def recipe_for(
             f"{str(run_dir)!r} holds a run that recalibrate did not begin; choose another name=, "
             "or overwrite=true.",
         )
+    _check_before_measuring(asked, run_dir, to, overwrite)
     facts = facts_of(asked.model)
     accelerator = user_values.get("trainer.accelerator", "auto")
     speed = measured(facts, asked.minutes, accelerator, user_values.get("trainer.threads"))
     return choose(facts, speed, asked.minutes, user_values)
+
+
+def _check_before_measuring(asked: Asked, run_dir: Path, to: Path | None, overwrite: bool) -> None:
+    """Check that the export can be written, and that text files begin with text.
+
+    Raises:
+        UserError: with all that is wrong.
+    """
+    problems: list[Problem] = []
+    if to is not None and not (overwrite and to.absolute().is_relative_to(run_dir.absolute())):
+        with collecting(problems):
+            check_destination(to)
+            check_writable(str(to), "to")
+    for file in find_files(list(asked.text), "text") if asked.text else []:
+        if "://" not in file.path and kind_of(file.path)[0] == ".txt":
+            with collecting(problems), renaming(**{"data.files": "text"}):
+                next(read_rows(file.path, ""))
+    raise_all(problems)
 
 
 def _as_given(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,7 +321,23 @@ def prepare(request: Recalibration) -> Corpus:
         corpus = open_corpus(config)
         raise_all(corpus_problems(configs, corpus))
     lengths_that_fit(request, corpus)
+    if not is_finished(config):
+        _say_long_minutes(request, corpus)
     return corpus
+
+
+def _say_long_minutes(request: Recalibration, corpus: Corpus) -> None:
+    """Warn if the minutes suffice to read the text more often than it teaches anything."""
+    config, minutes = request.config, request.asked.minutes
+    if not any(choice.key == "trainer.max_steps" for choice in request.recipe.choices):
+        return  # the user set the steps
+    times = max(epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps).values())
+    if times > MANY_EPOCHS:
+        log.warning(
+            "minutes: %g are more than the text holds: its training part is read %.3g times; "
+            "minutes=%.2g reads it %d times, or give more text",
+            *(minutes, times, minutes * MANY_EPOCHS / times, MANY_EPOCHS),
+        )
 
 
 def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
@@ -335,7 +378,8 @@ def train(request: Recalibration) -> tuple[Report, bool] | None:
         write_record(request, exported=done)
     finally:
         lock.release()
-    return run_experiment(replace(config, overwrite=False))
+    chosen = [choice.key for choice in request.recipe.choices]
+    return run_experiment(replace(config, overwrite=False), chosen)
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -364,10 +408,14 @@ def export(request: Recalibration) -> Exported | None:
     """Write the directory for transformers, once; None if an earlier call has."""
     if is_exported(request):
         return None
-    exported = export_checkpoint(
-        ExportRequest(
-            request.config.run_dir, str(request.to), threads=request.config.trainer.threads
-        )
+    asked = ExportRequest(
+        request.config.run_dir, str(request.to), threads=request.config.trainer.threads
     )
+    try:
+        exported = export_checkpoint(asked)
+    except UserError as error:
+        again = "without overwrite=true " if request.config.overwrite else ""
+        remedy = f"The run is finished: the same command {again}exports it, and trains nothing."
+        raise UserError(*(replace(p, hint=p.hint or remedy) for p in error.problems)) from error
     write_record(request, exported=True)
     return exported

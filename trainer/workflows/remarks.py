@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from trainer.data.corpus import Corpus
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
 from trainer.runs.arms import MAIN
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
@@ -38,7 +38,8 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
     epochs = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
         times = epochs[part.name]
-        name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
+        name = "The training part of the text"
+        name += "" if len(corpus.parts) == 1 else f" {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         if times <= MANY_EPOCHS:
             log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
@@ -51,15 +52,18 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
         )
 
 
-def say_unusual_settings(configs: dict[str, RunConfig]) -> None:
-    """Warn of settings of an experiment's arms that are allowed, but seldom meant."""
+def say_unusual_settings(configs: dict[str, RunConfig], chosen: Collection[str] = ()) -> None:
+    """Warn of settings of an experiment's arms that are allowed, but seldom meant.
+
+    ``chosen``: keys whose values the caller chose and has explained.
+    """
 
     def of_every_arm(check: Callable[[RunConfig], Iterator[str]]) -> list[str]:
         return [text for arm in configs.values() for text in check(arm)]
 
     warnings = [
         *of_every_arm(_small_vocabulary)[:1],  # controls share the tokenizer
-        *of_every_arm(_short_sequences),
+        *(() if "data.sequence_length" in chosen else of_every_arm(_short_sequences)),
         *_other_budgets(configs),
         *of_every_arm(_long_warmups),
         *of_every_arm(_idle_rescalings),
@@ -112,7 +116,8 @@ def _long_warmups(arm: RunConfig) -> Iterator[str]:
         if warmup > steps > 0:
             yield (
                 f"{key}.warmup_steps: {warmup} steps, but {label(arm)} has {steps} in this phase: "
-                "its learning rate does not reach its peak"
+                f"its learning rate does not reach its peak; {key}.warmup_steps="
+                f"{max(steps // 10, 1)} is a tenth of them"
             )
 
 
@@ -166,8 +171,8 @@ def say_idle_settings(
     readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
     parts_and_tasks = {*config.parts}
     if isinstance(config, EvaluationConfig):
-        readers |= {key: ("task", (key,)) for key in (RULER, LONGBENCH, MANY_SHOT)}
-        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY,)))
+        readers |= {key: ("task", (key,)) for key in (KEY_TOKENS, RULER, LONGBENCH, MANY_SHOT)}
+        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY, KEY_TOKENS)))
         readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
         parts_and_tasks |= {*config.tasks}
         if parts_and_tasks & {*OF_METHODS["choice"]} and config.choice.text in (

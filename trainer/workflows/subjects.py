@@ -15,7 +15,7 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig, heads_problems
-from trainer.evaluation.methods import LAYERS, Recipe, recipe
+from trainer.evaluation.methods import HAS_POSITIONS, LAYERS, Recipe, recipe
 from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.store import fingerprint
@@ -131,6 +131,9 @@ def applicable(
                     problems += heads_problems(subject.layout, subject.config, config.dope)
             else:
                 idle[subject.name, made[0]].append(made[1])
+    names = [made.key for applied in recipes.values() for made in applied]
+    if any(name.startswith("temperature") for name in names):  # some model takes a temperature
+        idle = {key: titles for key, titles in idle.items() if key[1] != HAS_POSITIONS}
     notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
     notes += [
         f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
@@ -141,7 +144,6 @@ def applicable(
             :1
         ]
     ]
-    names = [made.key for applied in recipes.values() for made in applied]
     problems += config.choice_problems(subjects[0].layout.training_length, names)
     raise_all(problems)
     if not any(recipes.values()):

@@ -43,10 +43,21 @@ def test_a_change_for_the_worse_from_the_training_length_on_is_judged(values, wa
         ((0.3, 0.6, 0.35), "holds"),  # in whatever direction
         ((0.9, 0.6, 0.25), "breaks"),
         ((0.66, 0.6, 0.5), "drifts"),
+        # A fall to an eighth is one, however steep the one before it was.
+        ((0.115, 0.0575, 0.00694), "breaks"),
+        ((1.2, 0.6, 0.3), "holds"),  # half of it
     ],
 )
 def test_a_change_as_within_the_training_length_is_none(values, verdict):
     assert indicator(values).verdict == verdict
+
+
+def test_the_lengths_that_are_compared_are_said():
+    assert indicator((0.9, 0.6, 0.3)).compared == "; at 64 and 128 tokens"
+    assert indicator((0.9, 0.6, 0.3), (512, 1024, 4096), trained=2000).compared == (
+        "; at 1,024 and 4,096 tokens"
+    )
+    assert indicator((0.9, 0.6, 0.3), trained=128).compared == ""
 
 
 def test_what_is_not_beyond_or_means_nothing_is_not_judged():

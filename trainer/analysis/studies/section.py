@@ -115,6 +115,9 @@ Verdict = Literal["holds", "drifts", "breaks"]
 DRIFT, BREAK = 0.1, 1 / 3
 """Relative changes for the worse, beyond the training length, from which a value drifts or breaks;
 smaller ones than its change within the training length are ignored."""
+MOST_LOST = 0.5
+"""Largest share of a value that may be lost and still be as within the training length: all falls
+are at most 1, so a steep one before would excuse the loss of the whole value."""
 _WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
 
 
@@ -141,6 +144,13 @@ class Indicator:
     def within(self) -> float:
         """The value at the longest length within the training length."""
         return self.values[last_within(self.lengths, self.trained)]
+
+    @property
+    def compared(self) -> str:
+        """The lengths that are compared, ``; at 256 and 2,048 tokens``; empty if nothing is."""
+        within = self.lengths[last_within(self.lengths, self.trained)]
+        beyond = self.lengths[-1]
+        return f"; at {within:,.0f} and {beyond:,.0f} tokens" if self.goes_beyond else ""
 
     @property
     def beyond(self) -> float:
@@ -173,11 +183,13 @@ class Indicator:
         a change means nothing.
 
         The null hypothesis is that longer texts change as much as those within the training length:
-        a change no larger than :attr:`usual` holds.
+        a change no larger than :attr:`usual` holds, unless more than half of a value that should
+        be high is lost.
         """
         if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
             return None
-        if self.change <= max(DRIFT, self.usual):
+        usual = self.usual if self.wanted == "low" else min(self.usual, MOST_LOST)
+        if self.change <= max(DRIFT, usual):
             return "holds"
         return "breaks" if self.change > BREAK else "drifts"
 

@@ -30,8 +30,10 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     bare = [word for word in overrides if command.bare and not _is_setting(word)]
     overrides = [word for word in overrides if word not in bare]
     files, problems = ConfigFiles(options.config_dir), [*options.problems]
+    stray: list[str] = []
     if command.subject:
-        overrides = with_subject(command.subject, overrides, problems)
+        overrides, stray = with_subject(command.subject, overrides)
+        problems += [_stray(word, command, overrides) for word in stray]
     if options.help:
         several = not command.single
         about = command.root, command.help, overrides, files, command.described
@@ -50,6 +52,8 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     if options.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
     values = (*(word.removeprefix(key) for word in verbatim), *bare)
+    # A stray word may be meant as the verbatim key, which is then not missing as well.
+    values = (*values, *(stray if command.verbatim else ()))
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
@@ -71,23 +75,32 @@ def _processes() -> int:
     return int(os.environ.get(name, "1"))
 
 
-def with_subject(key: str, words: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Return the overrides, with ``key=`` before the first word without an equals sign.
+def with_subject(key: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides, with ``key=`` before the first word without an equals sign, and every
+    other such word.
 
-    Add a problem for every other such word, and for the first if ``key`` is set already.
+    The first is among the others, too, if ``key`` is set already.
     """
-    setting = next((word for word in words if word.startswith(f"{key}=")), None)
-    overrides = []
+    is_set = any(word.startswith(f"{key}=") for word in words)
+    overrides, stray = [], []
     for word in words:
         if _is_setting(word) or word.startswith("~"):
             overrides.append(word)
-        elif setting is not None:
-            message = f"expected KEY=VALUE, since {setting} is given already."
-            problems.append(Problem(repr(word), message))
+        elif is_set:
+            stray.append(word)
         else:
-            setting = f"{key}={override_value(word)}"
-            overrides.append(setting)
-    return overrides
+            is_set = True
+            overrides.append(f"{key}={override_value(word)}")
+    return overrides, stray
+
+
+def _stray(word: str, command: Command[Any], overrides: Sequence[str]) -> Problem:
+    """Return the problem of a word without a key beside the command's subject."""
+    setting = next(word for word in overrides if word.startswith(f"{command.subject}="))
+    meant = ""
+    if command.verbatim:
+        meant = f"A {command.verbatim} is given as {shlex.quote(f'{command.verbatim}={word}')}."
+    return Problem(repr(word), f"expected KEY=VALUE, since {setting} is given already.", meant)
 
 
 def _is_setting(word: str) -> bool:
