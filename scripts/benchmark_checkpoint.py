@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Measure how long a checkpoint delays its step, written beside training or within the step.
+"""Measure how long a checkpoint delays training, written asynchronously or within its step.
 
     python scripts/benchmark_checkpoint.py
 
 A model of 135M parameters (SmolLM2's shape) on the CPU, 4 sequences of 512 tokens a step, AdamW:
-weights and optimizer state are 1.6 GB. Both ways take turns in one run; a step's time is from the
-end of the step before, its checkpoint included.
+weights and optimizer state are 1.6 GB. Both ways take turns in one run. A step's time starts at the
+end of the step before and includes its checkpoint.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trainer.training.run import train
 
 
 class Clock(L.Callback):
-    """When every step ended; must stand behind the callback that saves."""
+    """Callback that records when each step ended; must come after the callback that saves."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the time of every step but the first."""
+        """Return the duration of every step but the first."""
         return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
 
 
@@ -83,7 +83,7 @@ def main() -> None:
                 )
                 clock = Clock()
                 train(config, corpus, callbacks=[clock])
-                # Steps 2 to 6; the first warms up, the third saves, the last one waits for disks.
+                # Steps 2 to 6; the first warms up, the third saves, the last waits for the disk.
                 second, third, fourth, fifth, _ = clock.seconds()
                 normal += [second] if beside else [second, fourth, fifth]
                 saving[kind].append(third)

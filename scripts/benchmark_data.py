@@ -1,9 +1,9 @@
 """Measure speed and memory of preparing, opening and reading text, as ratios within one run.
 
-python scripts/benchmark_data.py prepare texts/*.jsonl     against `tokenizers` alone
-python scripts/benchmark_data.py memory --tokens=1e9       a stream of made-up text
-python scripts/benchmark_data.py open --tokens=1e11        by 64 processes at once
-python scripts/benchmark_data.py read DIRECTORY            blocks of 2k to 128k, by workers
+python scripts/benchmark_data.py prepare texts/*.jsonl     speed against `tokenizers` alone
+python scripts/benchmark_data.py memory --tokens=1e9       peak memory for a synthetic stream
+python scripts/benchmark_data.py open --tokens=1e11        opening by 64 processes in parallel
+python scripts/benchmark_data.py read DIRECTORY            blocks of 2k to 128k tokens, by workers
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MIB = 2**20
 
 
 def main() -> None:
-    """Read the command line, measure, print."""
+    """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("prepare", "memory", "open", "read"))
+    parser.add_argument("measurement", choices=("prepare", "memory", "open", "read"))
     parser.add_argument("paths", nargs="*", help="texts, or a directory that `prepare` wrote")
     parser.add_argument("--tokens", type=float, default=1e9)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    given = parser.parse_args()
-    print(f"{processor()}, {given.workers} workers")
-    if given.what == "prepare":
-        prepare(given.paths, given.workers)
-    elif given.what == "memory":
-        memory(int(given.tokens), given.workers)
-    elif given.what == "open":
-        open_many(int(given.tokens))
+    options = parser.parse_args()
+    print(f"{processor()}, {options.workers} workers")
+    if options.measurement == "prepare":
+        prepare(options.paths, options.workers)
+    elif options.measurement == "memory":
+        memory(int(options.tokens), options.workers)
+    elif options.measurement == "open":
+        open_many(int(options.tokens))
     else:
-        read(Path(given.paths[0]), given.workers)
+        read(Path(options.paths[0]), options.workers)
 
 
 def processor() -> str:
@@ -55,14 +55,14 @@ def processor() -> str:
 
 
 def peak() -> float:
-    """MiB that this process, or the largest it has waited for, had at once."""
+    """Return the peak memory of this process or its largest child, whichever is more, in MiB."""
     mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return max(mine, theirs) / 1024
 
 
 def prepare(paths: list[str], workers: int) -> None:
-    """Time the whole of `prepare` in turns with the library's own batches on as many threads."""
+    """Time `prepare` and the batches of `tokenizers` on as many threads, in turns."""
     os.environ["RAYON_NUM_THREADS"] = str(workers)
     from tokenizers import Tokenizer
 
@@ -84,7 +84,7 @@ def prepare(paths: list[str], workers: int) -> None:
             began, tokens = time.perf_counter(), 0
             for start in range(0, len(texts), 256):
                 encoded = alone.encode_batch_fast(texts[start : start + 256])
-                tokens += sum(len(one) for one in encoded)
+                tokens += sum(len(encoding) for encoding in encoded)
             of_library = time.perf_counter() - began
             config = DataConfig(source="files", files=paths, cache_dir=f"{directory}/{turn}")
             began = time.perf_counter()
@@ -98,7 +98,7 @@ def prepare(paths: list[str], workers: int) -> None:
 
 
 def made_up(words: int) -> Iterator[str]:
-    """Documents of 100 to 4,000 words of two tokens each, so many words in all."""
+    """Yield documents of 100 to 4,000 words, two tokens each, until there are ``words`` words."""
     draws = np.random.default_rng(0)
     vocabulary = np.array([f" word{i}" for i in range(2_000)])
     while words > 0:
@@ -108,7 +108,7 @@ def made_up(words: int) -> Iterator[str]:
 
 
 def memory(tokens: int, workers: int) -> None:
-    """Prepare a stream that is never whole anywhere; what the processes need at most."""
+    """Prepare a stream that is never held as a whole, and print the processes' peak memory."""
     from trainer.data.config import DataConfig, TokenizerConfig
     from trainer.data.prepared import open_prepared
     from trainer.data.preparing import Preparation
@@ -126,18 +126,18 @@ def memory(tokens: int, workers: int) -> None:
         began = time.perf_counter()
         work.run(workers=workers)
         seconds = time.perf_counter() - began
-        found = sum(open_prepared(work.directory).manifest.tokens.values())
+        prepared_tokens = sum(open_prepared(work.directory).manifest.tokens.values())
     mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(
-        f"{found:,} tokens in {seconds:,.0f} s ({found / seconds:,.0f} tokens/s); peak memory: "
-        f"reader {mine:,.0f} MiB, largest worker {child:,.0f} MiB, together at most "
-        f"{mine + workers * child:,.0f} MiB"
+        f"{prepared_tokens:,} tokens in {seconds:,.0f} s ({prepared_tokens / seconds:,.0f} "
+        f"tokens/s); peak memory: reader {mine:,.0f} MiB, largest worker {child:,.0f} MiB, "
+        f"together at most {mine + workers * child:,.0f} MiB"
     )
 
 
 def sparse(directory: Path, tokens: int) -> None:
-    """Make a prepared text of sparse files, which opens like a real one."""
+    """Write prepared text as sparse files, which open like real ones."""
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(
@@ -192,25 +192,25 @@ def _opened(directory: str, barrier: object, results: object) -> None:
 
 
 def open_many(tokens: int) -> None:
-    """Measure opening, reading sample 10^9, and memory, in one process and then in 64 at once."""
-    import trainer.data.packing  # noqa: F401  so that forked processes need not
+    """Measure opening, reading sample 10^9, and memory, in one process, then in 64 in parallel."""
+    import trainer.data.packing  # noqa: F401  once, before the processes are forked
 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
         sparse(Path(directory), tokens)
         for count in (1, 64):
             barrier, results = context.Barrier(count), context.Queue()
-            given = (directory, barrier, results)
-            processes = [context.Process(target=_opened, args=given) for _ in range(count)]
+            arguments = (directory, barrier, results)
+            processes = [context.Process(target=_opened, args=arguments) for _ in range(count)]
             for process in processes:
                 process.start()
-            found = np.array([results.get() for _ in processes])
+            measured = np.array([results.get() for _ in processes])
             for process in processes:
                 process.join()
-            opened, first, extra = found.max(axis=0)
+            opened, first, extra = measured.max(axis=0)
             print(
                 f"{tokens:,} tokens, {count:2} processes: open after {opened:.3f} s, batch of 64 "
-                f"at sample 10^9 after {first:.3f} s, {extra:.0f} MiB more (the slowest, largest)"
+                f"at sample 10^9 after {first:.3f} s, {extra:.0f} MiB more (maxima over processes)"
             )
 
 
@@ -240,7 +240,7 @@ def read(directory: Path, workers: int) -> None:
             rate = count / (time.perf_counter() - began)
             print(
                 f"blocks of {length:7,}, {processes} workers: {rate / 1e6:6.1f} million tokens/s, "
-                f"one read a sample of {length * 2 / 1024:,.0f} KiB"
+                f"each read a sample of {length * 2 / 1024:,.0f} KiB"
             )
 
 

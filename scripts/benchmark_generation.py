@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Speed of generation, side by side with transformers in one run.
+"""Measure the speed of generation, ours and transformers' in one run.
 
     python scripts/benchmark_generation.py --precision fp32 bf16 --batch 1 8
 
 The model has SmolLM2-135M's shape (30 layers, width 576, MLP 1,536, 9 heads, 3 key-value heads,
-vocabulary 49,152, tied) and random weights, the same on both sides, and so are the prompts. Prefill
-is the time to the first token of greedy generation; decode is what the further tokens take. The two
-take turns, so that a drift of the machine touches both alike; a ratio is the median over these
-rounds, with its quartiles. ``--quick`` takes a tiny model.
+vocabulary 49,152, tied). Both sides have the same random weights and prompts. Prefill is the time
+to the first token of greedy generation; decode is the time of all further tokens. The two sides
+take turns, so that a drift of the machine's speed affects both. A ratio is the median over the
+rounds, with its quartiles. ``--quick`` measures a tiny model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Times = dict[str, list[float]]
 
 
 def ours(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """Our decoder."""
+    """Build our decoder with random weights."""
     layout = build_layout(
         PositionalConfig(layers=["rope"]),
         num_layers=config.num_hidden_layers,
@@ -50,7 +50,7 @@ def ours(config: ModelConfig, dtype: torch.dtype) -> Decoder:
 
 
 def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
-    """Hugging Face's Llama with the weights of ``model``."""
+    """Build Hugging Face's Llama with the weights of ``model``."""
     config = model.config
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     more = ("num_key_value_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings")
@@ -67,7 +67,7 @@ def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> dict[str, Generate]:
-    """Return functions, ours and theirs, that add a number of tokens to prompts ``[B, T]``."""
+    """Return functions, ours and theirs, that generate ``count`` tokens after ``[B, T]`` ids."""
     model = ours(config, dtype)
     hf = theirs(model, dtype)
     mask, prompts = torch.ones_like(ids), ids.tolist()
@@ -86,13 +86,13 @@ def seconds(function: Generate, count: int) -> float:
 
 
 def measure(functions: dict[str, Generate], options: argparse.Namespace) -> tuple[Times, Times]:
-    """Seconds of prefill and of decoding ``new - 1`` tokens, round by round."""
+    """Return the seconds of prefill and of decoding ``new - 1`` tokens in each round."""
     prefill: Times = {name: [] for name in functions}
     decode: Times = {name: [] for name in functions}
     for function in functions.values():
         function(3)
     for repeat in range(options.repeats):
-        # Back and forth, so that none always follows the other.
+        # Alternate the order, so that neither side always runs second.
         for name in functions if repeat % 2 == 0 else reversed(functions):
             first = seconds(functions[name], 1)
             prefill[name].append(first)
@@ -102,7 +102,7 @@ def measure(functions: dict[str, Generate], options: argparse.Namespace) -> tupl
 
 
 def compare(precision: str, batch: int, options: argparse.Namespace) -> Table:
-    """Measure both in turn and put them into a table."""
+    """Measure both in turns and return a table."""
     config = TINY if options.quick else SMOLLM2_135M
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(1)
@@ -115,16 +115,16 @@ def compare(precision: str, batch: int, options: argparse.Namespace) -> Table:
     )
     for column in ("", "ours tokens/s", "transformers tokens/s", "ratio (quartiles)"):
         table.add_column(column, justify="right" if column else "left")
-    for part, found, count in zip(
+    for part, part_times, count in zip(
         ("prefill", "decode"), times, (options.prompt, options.new - 1), strict=True
     ):
-        rates = [f"{batch * count / median(found[name]):,.1f}" for name in found]
-        table.add_row(part, *rates, ratio(found["transformers"], found["ours"]))
+        rates = [f"{batch * count / median(part_times[name]):,.1f}" for name in part_times]
+        table.add_row(part, *rates, ratio(part_times["transformers"], part_times["ours"]))
     return table
 
 
 def ratio(reference: list[float], times: list[float]) -> str:
-    """Median of the round-by-round speed ratios, and their quartiles."""
+    """Return the median of the rounds' speed ratios, with quartiles."""
     ratios = [a / b for a, b in zip(reference, times, strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--quick", action="store_true", help="measure a tiny model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console(width=100)

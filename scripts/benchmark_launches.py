@@ -3,12 +3,12 @@
 
     python scripts/benchmark_launches.py
 
-A GPU waits for the Python thread that launches its kernels, and the thread that writes a
-checkpoint has the same interpreter: whatever holds the interpreter's lock there keeps the launches
-waiting. Here tiny operations on the CPU stand for launches, each of which gives the lock away and
-takes it back, as a launch does. Beside them nothing happens, or tensors of the given size are
-written as a run writes them (torch's format, synchronised, hashed, published): by a thread, and by
-a process, which shares cores and disk but no interpreter. The ways take turns in one run.
+A GPU waits for the Python thread that launches its kernels. The thread that writes a checkpoint
+shares the interpreter, so launches wait while it holds the interpreter's lock. Tiny operations on
+the CPU stand for launches: each releases the lock and takes it again, as a launch does. They are
+measured alone, next to a thread that writes tensors of ``--gigabytes`` as a run does (torch's
+format, fsync, hashes, rename), and next to a process that writes them, which shares cores and disk
+but no interpreter. The three take turns in one run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WAYS = ("nothing", "a thread", "a process")
 def tensors_of(gigabytes: float) -> Tensors:
     """Make a large matrix and many smaller ones, like the weights and moments of a model."""
     shapes = [(49152, 576), *[(576, 1536), (576, 576)] * 90]
-    found: Tensors = {}
-    while sum(t.nbytes for t in found.values()) < gigabytes * 1e9:
-        shape = shapes[len(found) % len(shapes)]
-        found[f"model.{len(found)}"] = torch.randn(shape)
-    return found
+    tensors: Tensors = {}
+    while sum(t.nbytes for t in tensors.values()) < gigabytes * 1e9:
+        shape = shapes[len(tensors) % len(shapes)]
+        tensors[f"model.{len(tensors)}"] = torch.randn(shape)
+    return tensors
 
 
 def write(tensors: Tensors, directory: Path) -> None:
@@ -53,11 +53,11 @@ def write(tensors: Tensors, directory: Path) -> None:
 
 
 def launch_while(busy: Callable[[], bool], least: float) -> tuple[float, float, float]:
-    """Launches until nothing is ``busy`` any more, and for ``least`` seconds.
+    """Launch until ``busy`` returns false, for at least ``least`` seconds.
 
     Returns:
-        Launches a second; the share of the time in which this thread was blocked, neither computing
-        nor waiting for a core that others have; the longest pause in seconds.
+        Launches per second; the share of the time in which this thread was blocked, so neither
+        computing nor waiting for a free core; the longest pause, in seconds.
     """
     x, count, longest = torch.zeros(1), 0, 0.0
     began = last = time.perf_counter()
@@ -74,7 +74,7 @@ def launch_while(busy: Callable[[], bool], least: float) -> tuple[float, float, 
 
 
 def scheduled() -> float:
-    """Seconds in which this thread has run, or would have if it had been given a core (Linux)."""
+    """Return the seconds in which this thread ran or waited for a free core (Linux)."""
     ran, waited, _ = (
         Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
     )
@@ -82,7 +82,7 @@ def scheduled() -> float:
 
 
 def measure(way: str, tensors: Tensors, seconds: float) -> tuple[float, float, float, float]:
-    """Return what :func:`launch_while` returns, and the seconds of writing."""
+    """Return the figures of :func:`launch_while`, and the seconds that writing took."""
     with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
         arguments = tensors, Path(directory)
         if way == "nothing":
@@ -93,8 +93,8 @@ def measure(way: str, tensors: Tensors, seconds: float) -> tuple[float, float, f
         worker = kind(target=write, args=arguments)
         worker.start()
         began = time.perf_counter()
-        found = launch_while(worker.is_alive, 0.0)
-        return *found, time.perf_counter() - began
+        figures = launch_while(worker.is_alive, 0.0)
+        return *figures, time.perf_counter() - began
 
 
 def main() -> None:
@@ -105,14 +105,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tensors = tensors_of(options.gigabytes)
-    found: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in WAYS}
+    measurements: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(options.repeats):
         for way in WAYS:
-            found[way].append(measure(way, tensors, 3.0))
+            measurements[way].append(measure(way, tensors, 3.0))
     table = Table(title=f"{options.gigabytes} GB, medians of {options.repeats}", width=100)
     columns = (
-        "beside it",
-        "launches a second",
+        "written by",
+        "launches per second",
         "x nothing",
         "blocked",
         "a checkpoint",
@@ -121,9 +121,11 @@ def main() -> None:
     )
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
-    usual = median(rate for rate, *_ in found["nothing"])
+    usual = median(rate for rate, *_ in measurements["nothing"])
     for way in WAYS:
-        rate, blocked, longest, took = (median(values) for values in zip(*found[way], strict=True))
+        rate, blocked, longest, took = (
+            median(values) for values in zip(*measurements[way], strict=True)
+        )
         table.add_row(
             way,
             f"{rate:,.0f}",

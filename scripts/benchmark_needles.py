@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Speed of needle evaluations, side by side with the same evaluation by transformers' generate.
+"""Measure the speed of needle evaluations, ours and with transformers' generate.
 
     python scripts/benchmark_needles.py --model nano --trials 24
     python scripts/benchmark_needles.py --model smollm2 --trials 1 --depths 0 0.25 0.5 0.75 1
     python scripts/benchmark_needles.py --checkpoint runs/drope_demo
 
-Both have the same weights, prompts, batches, threads and rule for when an answer is long enough,
-and must say the same. They take turns; a ratio is the median over the rounds, with its quartiles.
-Prompts have four times the training length of ``nano`` (random weights in its shape) or of
-the checkpoint, and 2,048 tokens for ``smollm2``, as scripts/fetch_smollm2.py fetches it. The task
-``statements`` is the demo's own, with one token to answer.
+Both use the same weights, prompts, batches, threads and rule for when an answer is long enough, and
+should give the same answers. They take turns; a ratio is the median over the rounds, with its
+quartiles. Prompts have four times the training length of ``nano`` (random weights in its shape) or
+of the checkpoint, and 2,048 tokens for ``smollm2`` (fetched by scripts/fetch_smollm2.py). The task
+``statements`` is the one of the demo; its answers are one token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STATEMENTS = "statements"
 
 @dataclass(frozen=True)
 class Pair:
-    """One model as ours and as transformers', and what it is measured at."""
+    """A model in both implementations, with its tokenizer and the prompt length to measure."""
 
     name: str
     ours: Decoder
@@ -63,7 +63,7 @@ class Pair:
 
 
 def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
-    """Return a decoder, and the model that transformers loads from its export."""
+    """Pair a decoder with the model that transformers loads from its export."""
     with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
         to = Path(directory) / "model"
         export_model(model, tokenizer, end_of_text(tokenizer), to)
@@ -89,28 +89,28 @@ def nano() -> Pair:
 
 
 def smollm2() -> Pair:
-    """SmolLM2-135M-Instruct, both from the same files."""
+    """Load SmolLM2-135M-Instruct in both implementations from the same files."""
     sys.path.insert(0, str(Path(__file__).parent))
     from fetch_smollm2 import fetch, model_directory
 
     directory = model_directory()
     if not directory.is_dir():
         fetch()
-    found = read_pretrained(str(directory))
+    pretrained = read_pretrained(str(directory))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    assert found.tokenizer is not None
-    return Pair("SmolLM2-135M", found.decoder(), theirs, found.tokenizer, 2048)
+    assert pretrained.tokenizer is not None
+    return Pair("SmolLM2-135M", pretrained.decoder(), theirs, pretrained.tokenizer, 2048)
 
 
-def checkpoint(given: str) -> Pair:
-    """Load a model of this project."""
-    path = find_checkpoint(given)
+def checkpoint(place: str) -> Pair:
+    """Load a run directory or checkpoint of this project."""
+    path = find_checkpoint(place)
     state = read_state(path)
-    return exported(given, load_decoder(path, state), Tokenizer.from_str(state["tokenizer"]))
+    return exported(place, load_decoder(path, state), Tokenizer.from_str(state["tokenizer"]))
 
 
 def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:
-    """Make the prompts of the demo's trials."""
+    """Return the prompts of the demo's trials."""
     vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
     random = np.random.default_rng(settings.seed)
     count = settings.trials * len(settings.depths)
@@ -125,22 +125,22 @@ def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) ->
 
 
 class Settled(transformers.StoppingCriteria):
-    """Our rule for when an answer is long enough, row by row."""
+    """Stopping criteria that apply our rule for long enough answers to each row."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[Prompt], stop: Stop) -> None:
         self.tokenizer, self.prompts, self.stop = tokenizer, prompts, stop
 
     def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """``[B]`` booleans."""
-        said = self.tokenizer.decode_batch(ids[:, len(self.prompts[0].tokens) :].tolist())
-        pairs = zip(said, self.prompts, strict=True)
+        """Return ``[B]`` booleans: whether each answer is complete."""
+        generated = self.tokenizer.decode_batch(ids[:, len(self.prompts[0].tokens) :].tolist())
+        pairs = zip(generated, self.prompts, strict=True)
         return torch.tensor([self.stop(text, prompt.answers) for text, prompt in pairs])
 
 
 def by_transformers(
     pair: Pair, prompts: Sequence[Prompt], batch_tokens: int, stop: Stop | None
 ) -> list[str]:
-    """Prompts of one length in batches as large as ours."""
+    """Answer prompts of one length with transformers, in batches as large as ours."""
     end, texts = end_of_text(pair.tokenizer), []
     size = max(1, batch_tokens // (len(prompts[0].tokens) + prompts[0].new_tokens))
     for first in range(0, len(prompts), size):
@@ -161,7 +161,7 @@ def by_transformers(
 
 
 def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str]:
-    """Measure both in turn; a row of the table."""
+    """Measure both in turns and return a row of the table."""
     haystack = Haystack(pair.tokenizer, stdlib_docs(), (end_of_text(pair.tokenizer),))
     settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
     length, stop, score = options.length or pair.length, None, exact_number
@@ -169,7 +169,7 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
         prompts = statements(haystack, length, settings)
     else:
         task = NEEDLE_TASKS[task_name](haystack, settings)
-        if task.depths is None:  # as many prompts as of the others
+        if task.depths is None:  # as many prompts as the other tasks have
             task = replace(
                 task, settings=replace(settings, trials=options.trials * len(settings.depths))
             )
@@ -184,23 +184,23 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
         "transformers": lambda p: by_transformers(pair, p, options.batch_tokens, stop),
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    said: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
     for contestant in contestants.values():  # warm up
         contestant([replace(prompt, tokens=prompt.tokens[-64:]) for prompt in prompts[:2]])
     for number in range(options.rounds):
-        # Back and forth, so that none always follows the other.
+        # Alternate the order, so that neither side always runs second.
         for name in contestants if number % 2 == 0 else reversed(contestants):
             start = time.perf_counter()
-            said[name] = contestants[name](prompts)
+            outputs[name] = contestants[name](prompts)
             times[name].append(time.perf_counter() - start)
         print(f"{pair.name}, {task_name}: round {number + 1} of {options.rounds}", file=sys.stderr)
-    same = sum(a == b for a, b in zip(*said.values(), strict=True))
-    scores = [score(text, p.answers) for text, p in zip(said["ours"], prompts, strict=True)]
+    same = sum(a == b for a, b in zip(*outputs.values(), strict=True))
+    scores = [score(text, p.answers) for text, p in zip(outputs["ours"], prompts, strict=True)]
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return [
         f"{pair.name}, {task_name}, {length} tokens",
-        *(f"{len(prompts) / median(found):,.2f}" for found in times.values()),
+        *(f"{len(prompts) / median(seconds):,.2f}" for seconds in times.values()),
         f"{median(ratios):.2f} ({low:.2f}-{high:.2f})",
         f"{same}/{len(prompts)}",
         f"{100 * sum(scores) / len(scores):.1f}%",

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Time and memory of held-out loss at great lengths.
+"""Measure time and memory of the held-out loss of very long windows.
 
     python scripts/benchmark_perplexity.py --lengths 32768 65536
 
-One window of every length is read by a model of model=nano with random weights, trained
-on 256 tokens, with RoPE, without any encoding, and cropped to what it was trained on. Every
-measurement has a process of its own, one after the other in one run. Memory is the peak resident
-set beyond what the process held before it read. What glibc makes of freed blocks of less than 32
-MiB differs from run to run and can be several times as much as is in use; in an environment with
-MALLOC_MMAP_THRESHOLD_=1048576 it gives them back.
+A model of the shape model=nano with random weights and a training length of 256 tokens reads one
+window of every length: with RoPE, without any encoding, and with RoPE cropped to the training
+length. Each measurement runs in a new process, one after the other. Memory is the growth of the
+peak resident set while the window is read. glibc may retain freed blocks of less than 32 MiB, which
+varies from run to run and can be several times the memory in use; set
+MALLOC_MMAP_THRESHOLD_=1048576 to have them released.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def peak() -> float:
 
 
 def measure(case: str, length: int, threads: int) -> dict[str, float]:
-    """Seconds and MiB of one window."""
+    """Return the seconds and MiB that one window takes."""
     torch.set_num_threads(threads)
     encoding, reads = CASES[case]
     config = replace(read_config(["model=nano"]).model, vocab_size=VOCABULARY)
@@ -65,27 +65,27 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run every case in a process of its own and print a table."""
+    """Run every case in a new process and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536])
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--one", nargs=2, metavar=("CASE", "LENGTH"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=2, metavar=("CASE", "LENGTH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one[0], int(args.one[1]), args.threads)))
+    if args.alone:
+        print(json.dumps(measure(args.alone[0], int(args.alone[1]), args.threads)))
         return
     table = Table("model", *(f"{length:,} tokens" for length in args.lengths))
     for case in args.models:
         cells = []
         for length in args.lengths:
-            words = ["--one", case, str(length), "--threads", str(args.threads)]
-            found = subprocess.run(
+            words = ["--alone", case, str(length), "--threads", str(args.threads)]
+            completed = subprocess.run(
                 [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE
             )
-            result = json.loads(found.stdout)
+            result = json.loads(completed.stdout)
             cells.append(f"{result['seconds']:.1f} s, {result['MiB']:,.0f} MiB")
         table.add_row(case, *cells)
     Console().print(table)

@@ -1,28 +1,28 @@
 #!/usr/bin/env python
-"""Speed and memory of a training step, side by side with transformers in one run.
+"""Measure speed and memory of a training step, ours and transformers' in one run.
 
     python scripts/benchmark_training.py --precision fp32 bf16 --vocab 8192 50304
 
-A step is forward, backward, clipping by global norm and fused AdamW, for a model of 4 layers,
-width 512, MLP 1,376, 8 heads and 4 sequences of 512 tokens. The variants are ours with RoPE and
-NoPE, and ``transformers.LlamaForCausalLM`` as it is and with cos = 1, sin = 0 (how DroPE's released
-code drops RoPE), each eager and compiled (ours block by block). They take turns, step by step, so
-that a drift of the machine touches all alike; a ratio is the median over these rounds, with its
-quartiles. ``--variants`` chooses others, ratios are then to the first, and ``--length`` another
-length with as many tokens:
+A step is forward, backward, clipping by global norm and fused AdamW, for a model of 4 layers, width
+512, MLP 1,376, 8 heads and 4 sequences of 512 tokens. The variants are ours with RoPE and NoPE, and
+``transformers.LlamaForCausalLM`` unchanged and with cos = 1, sin = 0 (how DroPE's released code
+drops RoPE), each eager and compiled (ours block by block). They take turns, step by step, so that a
+drift of the machine's speed affects all of them. A ratio is the median over the rounds, with its
+quartiles. ``--variants`` selects others; without ``hf``, ratios refer to the first. ``--length``
+sets another sequence length with as many tokens in a step:
 
     python scripts/benchmark_training.py --variants ours "ours sinks" "ours soft-cap" --length 2048
 
 ``--beside`` measures instead how a run shares its cores: tokens/s of `python -m trainer model=nano`
-on idle cores and beside a process whose threads are all busy, with the OpenMP runtime's own waiting
-and with the program's:
+on idle cores and next to a process that keeps all cores busy, with the OpenMP runtime's default for
+waiting threads and with the program's setting:
 
     python scripts/benchmark_training.py --beside
 
-The ceiling is the best rate of square matrix products of 512 to 2,048 in the same run; its share
-counts 6 x parameters operations a token (without the input embedding) and ignores attention. Memory
-is the peak resident size of a process that runs one variant alone, less its peak before the first
-step.
+The ceiling is the best rate of products of square matrices of size 512 to 2,048 in the same run.
+The share of it counts 6 operations per token and parameter (without the input embedding) and
+ignores attention. Memory is the growth of the peak resident size during the steps of a process that
+runs one variant alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SOFTMAXES = {
     "ours soft-cap": SoftmaxConfig(softcap=50.0),
     "ours final soft-cap": SoftmaxConfig(final_softcap=30.0),
 }
-"""What the softmax of a variant has beside scores."""
+"""Softmax options of the variants that have any."""
 Step = Callable[[], None]
 BUSY = """
 import torch
@@ -74,7 +74,7 @@ WAITING = {
     "the runtime's own": {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"},
     "the program's": {},
 }
-"""Waiting of OpenMP's threads: libgomp's and libomp's defaults, and what the package sets."""
+"""Settings of OpenMP's waiting threads: libgomp's and libomp's defaults, or the package's."""
 WAITS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
 NANO = ("model=nano", "optimizer=muon", "evaluation.enabled=false", "trainer.max_steps=300")
 
@@ -82,7 +82,7 @@ NANO = ("model=nano", "optimizer=muon", "evaluation.enabled=false", "trainer.max
 def ours(
     vocab: int, variant: str, compiled: bool, length: int
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
-    """Our decoder and its loss."""
+    """Build our decoder; return it with its loss."""
     layout = build_layout(
         PositionalConfig(layers=["nope" if "NoPE" in variant else "rope"]),
         num_layers=LAYERS,
@@ -103,7 +103,7 @@ def ours(
 def transformers_model(
     vocab: int, constant: bool, compiled: bool
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
-    """Hugging Face's Llama and its loss; ``constant``: with cos = 1 and sin = 0."""
+    """Build Hugging Face's Llama (``constant``: cos = 1, sin = 0); return it with its loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
@@ -125,7 +125,7 @@ def transformers_model(
 
         model.model.rotary_emb.forward = unrotated
     forward = torch.compile(model) if compiled else model
-    # transformers shifts the labels itself; ours are shifted already.
+    # Pass ids as labels: transformers shifts them itself, ours are shifted already.
     return model, lambda ids, labels: forward(input_ids=ids, labels=ids).loss
 
 
@@ -181,7 +181,7 @@ def ceiling(precision: str) -> float:
 def peak_memory(
     variant: str, compiled: bool, vocab: int, precision: str, length: int, threads: int
 ) -> float:
-    """MiB a variant adds to a process of its own at its peak."""
+    """Return the peak memory, in MiB, that a variant adds to a new process."""
     words = [
         "--alone",
         json.dumps([variant, compiled, vocab, precision, length]),
@@ -208,7 +208,7 @@ def peak_kib() -> int:
 
 
 def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
-    """Measure all variants in turn and put them into a table."""
+    """Measure all variants in turns and return a table."""
     kinds = (False, True) if options.compiled else (False,)
     names = [(variant, kind) for kind in kinds for variant in options.variants]
     reference = "hf" if "hf" in options.variants else options.variants[0]
@@ -220,7 +220,7 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
             steps[name]()
     times: dict[tuple[str, bool], list[float]] = {name: [] for name in names}
     for repeat in range(options.repeats):
-        # Back and forth, so that none always follows the same neighbour.
+        # Alternate the order, so that none always follows the same neighbour.
         for name in names if repeat % 2 == 0 else reversed(names):
             times[name].append(seconds(steps[name]))
         print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr)
@@ -253,7 +253,7 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
 
 
 def _ratio(reference: list[float], times: list[float]) -> str:
-    """Median of the round-by-round speed ratios, and their quartiles."""
+    """Return the median of the rounds' speed ratios, with quartiles."""
     ratios = [a / b for a, b in zip(reference, times, strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
@@ -271,7 +271,7 @@ def busy(threads: int) -> Iterator[None]:
 
 
 def training_rate(threads: int, environment: dict[str, str]) -> float:
-    """Return the median tokens/s of a short run of the program, in a process of its own."""
+    """Return the median tokens/s of a short run of the program in a new process."""
     unset = {name: value for name, value in os.environ.items() if name not in WAITS}
     with tempfile.TemporaryDirectory() as place:
         words = [*NANO, f"run_dir={place}/run", f"trainer.threads={threads}"]
@@ -288,10 +288,10 @@ def training_rate(threads: int, environment: dict[str, str]) -> float:
 
 
 def beside(threads: int) -> Table:
-    """Measure a run alone and beside another process, with either way of waiting."""
+    """Measure a run alone and next to a busy process, with both settings of thread waiting."""
     table = Table(title=f"{' '.join(NANO)}, {threads} threads, tokens/s", width=100)
-    for column in ("waiting of threads", "idle cores", "beside a busy process", "kept"):
-        table.add_column(column, justify="left" if column.startswith("waiting") else "right")
+    for column in ("thread waiting", "idle cores", "beside a busy process", "speed kept"):
+        table.add_column(column, justify="left" if column == "thread waiting" else "right")
     for name, environment in WAITING.items():
         print(f"measuring {name}", file=sys.stderr)
         idle = training_rate(threads, environment)
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compiled", dest="compiled", action="store_false")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
-    parser.add_argument("--beside", action="store_true", help="how a run shares its cores")
+    parser.add_argument("--beside", action="store_true", help="measure how a run shares its cores")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

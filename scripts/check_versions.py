@@ -3,11 +3,11 @@
 
     python scripts/check_versions.py --write
 
-Makes two virtual environments. The first gets the oldest version of every package that
-pyproject.toml admits, as it stands behind ``>=``; the second the newest that it admits and the
-registry has. What these packages need themselves, pip chooses. Prints a table, and with ``--write``
-puts it into docs/versions.md. Exits with 1 if an installation or a test failed. Needs nothing but
-Python.
+Creates two virtual environments. The first gets the oldest version of every package that
+pyproject.toml admits (the one after ``>=``); the second gets the newest that pyproject.toml admits
+and the registry has. pip chooses the versions of their dependencies. Prints a table, and with
+``--write`` also writes it to docs/versions.md. Exits with 1 if an installation or a test failed.
+Needs only Python.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 EXTRAS = "test", "gguf", "transformers", "export", "eval", "tensorboard", "dashboards"
-"""What the tests use. ``flash`` and ``cloud`` need a GPU and an account, ``slurm`` a cluster."""
+"""Extras that the tests use; ``flash`` needs a GPU, ``cloud`` an account, ``slurm`` a cluster."""
 LEFT_TO_PIP = {
     "torch": "its older builds bring several GB of CUDA",
 }
-"""Packages that the oldest environment does not hold at their oldest version, and the reason."""
+"""Packages that are newer than their oldest version in the oldest environment, and the reason."""
 LEFT_OUT = {
     "wandb-workspaces": "it needs a newer wandb than the oldest, which works without it",
 }
@@ -63,7 +63,7 @@ WIDTH = 100
 
 
 def canonical(name: str) -> str:
-    """Return a package's name as registries compare names."""
+    """Return the normalized form of a package's name, in which registries compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -85,7 +85,7 @@ def lower_bounds(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def oldest_versions(bounds: Mapping[str, str], torch: str | None) -> list[str]:
-    """Return what the oldest environment installs; torch is free unless its version is given."""
+    """Return the requirements of the oldest environment; pip chooses torch if ``torch`` is None."""
     pinned = {n: v for n, v in bounds.items() if n not in LEFT_TO_PIP and n not in LEFT_OUT}
     if torch is not None:
         pinned["torch"] = torch
@@ -94,7 +94,7 @@ def oldest_versions(bounds: Mapping[str, str], torch: str | None) -> list[str]:
 
 @dataclass
 class Environment:
-    """A virtual environment, the versions in it and how its tests ended."""
+    """A virtual environment, the versions in it and the outcome of its tests."""
 
     name: str
     place: Path
@@ -108,7 +108,7 @@ class Environment:
         return self.place.with_suffix(".log")
 
     def check(self, requirements: Iterable[str], tests: Iterable[str], workers: int) -> None:
-        """Install the package and the requirements, run the tests and note how they ended."""
+        """Install the package and the requirements, run the tests and store their outcome."""
         self.log.write_text("")
         self.say("installing")
         python = self.place / "bin" / "python"
@@ -141,7 +141,7 @@ class Environment:
             ).returncode
 
     def last_line(self) -> str:
-        """Return the last line of the log that says something."""
+        """Return the last line of the log that is not blank."""
         lines = [line for line in self.log.read_text().splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -195,6 +195,7 @@ ran the tests that touch other packages with the oldest and the newest versions 
 
 
 def main() -> None:
+    """Test both environments, print the table and exit with 1 if anything failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,35 +203,37 @@ def main() -> None:
         "--keep",
         type=Path,
         metavar="DIR",
-        help="keep environments and logs here, and use those that are here already",
+        help="keep environments and logs in DIR, and reuse those already in it",
     )
     parser.add_argument("--torch", metavar="VERSION", help="torch in the oldest environment")
-    parser.add_argument("--only", choices=("oldest", "newest"), help="one environment alone")
+    parser.add_argument("--only", choices=("oldest", "newest"), help="test one environment alone")
     parser.add_argument("--workers", type=int, default=0, help="processes of pytest (default: 0)")
     parser.add_argument("--write", action="store_true", help="write docs/versions.md")
-    parser.add_argument("tests", nargs="*", default=TESTS, help="other tests than the usual ones")
-    given = parser.parse_args()
-    if given.write and given.only:
+    parser.add_argument(
+        "tests", nargs="*", default=TESTS, help="tests to run instead of the usual ones"
+    )
+    options = parser.parse_args()
+    if options.write and options.only:
         parser.error("--write needs both environments, --only makes one.")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     used = [*project["dependencies"], *(needed for extra in EXTRAS for needed in extras[extra])]
     bounds = lower_bounds(used)
     with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
-        place = (given.keep or Path(temporary)).resolve()
+        place = (options.keep or Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
         oldest, newest = (Environment(name, place / name) for name in ("oldest", "newest"))
-        if given.only != "newest":
-            oldest.check(oldest_versions(bounds, given.torch), given.tests, given.workers)
-        if given.only != "oldest":
-            newest.check(used, given.tests, given.workers)
+        if options.only != "newest":
+            oldest.check(oldest_versions(bounds, options.torch), options.tests, options.workers)
+        if options.only != "oldest":
+            newest.check(used, options.tests, options.workers)
         text = table(bounds, oldest, newest)
         print(text)
-        tried = [e for e in (oldest, newest) if e.name == (given.only or e.name)]
+        tried = [e for e in (oldest, newest) if e.name == (options.only or e.name)]
         for environment in tried:
             for line in environment.failures():
                 print(f"{environment.name}: {line}"[:WIDTH])
-    if given.write:
+    if options.write:
         PAGE.write_text(page(text, datetime.now(UTC).date().isoformat()))
     sys.exit(not all(environment.passed for environment in tried))
 

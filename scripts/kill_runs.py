@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Kill a run again and again at random moments, and hold it against one that was left alone.
+"""Kill a run repeatedly at random moments and compare it with an uninterrupted one.
 
     python scripts/kill_runs.py --kills 30 --steps 200
 
-The run is a small copy of an experiment that drops its encoding half way. Every third kill waits
-until a checkpoint is being written. Each process notes a hash of the tokens of every step it takes:
-no sample may be lost, repeated or out of place, and metrics and weights must end bitwise equal.
+The run is a small copy of an experiment that drops its encoding halfway. Every third kill waits
+until a checkpoint is being written. Each process writes a hash of the tokens of every step: no
+sample may be lost, repeated or out of order. Final metrics and weights must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainer.workflows.drill import first_difference, shrink
 
 
 class Notes(L.Callback):
-    """Callback that appends a line for every step: its number and a hash of its tokens."""
+    """Callback that writes a line for every step: its number and a hash of its tokens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ def small_run(steps: int, directory: Path) -> RunConfig:
 
 
 def start(config: RunConfig, corpus: Corpus, notes: Path) -> Any:
-    """Train in a process of its own."""
+    """Start training in a new process."""
 
     def run() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -83,7 +83,7 @@ def start(config: RunConfig, corpus: Corpus, notes: Path) -> Any:
 
 
 def wait_for_saving(process: Any, directory: Path) -> bool:
-    """Wait until a checkpoint is being written; whether that came before the end."""
+    """Wait until a checkpoint is being written; return false if the run ended first."""
     while process.is_alive():
         if any(directory.glob("checkpoints/.*.partial")):
             return True
@@ -93,15 +93,21 @@ def wait_for_saving(process: Any, directory: Path) -> bool:
 
 def newest_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
-    found = regular_checkpoints(run_dir / "checkpoints")
-    return step_of(found[-1]) if found else 0
+    checkpoints = regular_checkpoints(run_dir / "checkpoints")
+    return step_of(checkpoints[-1]) if checkpoints else 0
 
 
 def kill(
     process: Any, config: RunConfig, target: int, wait: float, saving: bool
 ) -> list[str] | None:
-    """Kill a process ``wait`` seconds after it has logged step ``target``, or, ``saving``, after it
-    has begun to write the next checkpoint; what the table says of it, or None if it had ended."""
+    """Kill a process ``wait`` seconds after it logged step ``target``.
+
+    With ``saving``, kill it ``wait`` seconds after it then began to write a checkpoint.
+
+    Returns:
+        Cells of the table: last step, whether a checkpoint was half written, and the step of the
+        newest checkpoint; None if the run ended before.
+    """
     run_dir = Path(config.run_dir)
     while process.is_alive():
         rows = read_metrics(run_dir / "metrics.csv")
@@ -125,12 +131,12 @@ def kill(
 
 
 def samples(notes: Path) -> dict[int, set[str]]:
-    """Return each step's hashes, over all processes that took it."""
-    found: dict[int, set[str]] = {}
+    """Return each step's hashes from all processes that trained it."""
+    hashes: dict[int, set[str]] = {}
     for line in notes.read_text().splitlines():
         step, digest = line.split()
-        found.setdefault(int(step), set()).add(digest)
-    return found
+        hashes.setdefault(int(step), set()).add(digest)
+    return hashes
 
 
 def main() -> None:
@@ -143,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("trainer").setLevel(logging.ERROR)
     chance, console = random.Random(options.seed), Console(width=100)
-    table = Table("kill", "at step", "while saving", "goes on from", width=60)
+    table = Table("kill", "at step", "while saving", "resumes from", width=60)
     with tempfile.TemporaryDirectory(prefix="unrope-kills-") as name:
         directory = Path(name)
         whole = small_run(options.steps, directory / "whole")
@@ -153,24 +159,24 @@ def main() -> None:
         done = 0
         while done < options.kills:
             process = start(broken, corpus, directory / "broken.txt")
-            # On average so few steps that the run outlasts the kills.
+            # Few enough steps that the run is not over before the last kill.
             far = chance.randint(1, max(min(11, 2 * options.steps // options.kills - 2), 1))
             saving = done % 3 == 2
             wait = chance.random() * (0.01 if saving else 0.1)
-            told = kill(process, broken, newest_step(directory / "broken") + far, wait, saving)
-            if told is None:
+            cells = kill(process, broken, newest_step(directory / "broken") + far, wait, saving)
+            if cells is None:
                 break
             done += 1
-            table.add_row(str(done), *told)
-            print(f"kill {done} of {options.kills} at step {told[0]}", file=sys.stderr)
+            table.add_row(str(done), *cells)
+            print(f"kill {done} of {options.kills} at step {cells[0]}", file=sys.stderr)
         start(broken, corpus, directory / "broken.txt").join()
         console.print(table)
         difference = first_difference(whole, broken, exactly=True)
         if samples(directory / "whole.txt") != samples(directory / "broken.txt"):
-            difference = difference or "samples were lost, repeated or out of place"
+            difference = difference or "samples were lost, repeated or out of order"
     console.print(
         f"{done} kills in a run of {options.steps} steps: "
-        + (difference or "every sample once and in place, metrics and weights bitwise equal")
+        + (difference or "every sample once and in order, metrics and weights bitwise equal")
     )
     if difference or done < options.kills:
         sys.exit(1)

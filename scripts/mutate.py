@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Break the package on purpose, one small change at a time, and see whether its tests notice.
+"""Measure how many small faults in the package its tests notice (mutation testing).
 
     python scripts/mutate.py --rooms data training --budget 30 --seed 0
 
-Prints a score for every room, the share of changes that made a test fail, and the changes that no
-test noticed, for a person to judge. All of it happens in a copy of the checkout. For each change
-those tests run that call its function, until one fails: first the room's own, then the others, the
-quickest first; which they are is found out by running all tests once. ``mutations.py`` says what is
-changed and what is left alone.
+Prints every room's score, which is the share of changes that made a test fail, and the changes that
+no test noticed, for a person to judge. It works in a copy of the checkout. A first run of all tests
+records which functions each test calls. For each change, the tests that call its function run until
+one fails: first the room's tests, then the others, the quickest first. ``mutations.py`` defines the
+changes.
 """
 
 from __future__ import annotations
@@ -39,24 +39,22 @@ from mutations import SEEN, SEEN_TO, SOURCE_OF_SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 45.0, 15.0
-"""Seconds, by the clock of the first run, that a room's own tests of one change take together, and
-those of other rooms."""
+"""Limits on the tests of one change, in seconds of the first run: the room's tests, then others."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
 NO_ERROR = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
 GIB = 1 << 30
 PARTS = "trainer/", "tests/", "conf/"
-"""Of the checkout: what decides what a test calls."""
+"""Parts of the checkout that affect which functions a test calls."""
 Place = tuple[str, int]
 """A function: its file and line."""
 Watched = tuple[dict[str, set[Place]], dict[str, float], set[str]]
-"""Which functions tests call, seconds that they take, and those that fail."""
+"""Functions that each test calls, seconds that it takes, and the tests that fail."""
 
 
 class Watch:
-    """Plugin of pytest that records each test's duration and the marked functions that it calls.
+    """pytest plugin that records each test's duration and the marked functions that it calls.
 
-    Functions called in processes that a test starts count too, and so do those that its shared
-    fixtures call.
+    Calls in processes that a test starts count too, as do calls in its shared fixtures.
     """
 
     def __init__(self, to: Path) -> None:
@@ -80,7 +78,7 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        """Watch a test with its fixtures."""
+        """Record the calls and the duration of a test, fixtures included."""
         began = time.perf_counter()
         definitions = itertools.chain(*item._fixtureinfo.name2fixturedefs.values())
         self.fixtures[item.nodeid] = {_key(d) for d in definitions if d.scope != "function"}
@@ -123,24 +121,24 @@ def _key(fixturedef: Any) -> str:
 
 
 class Only:
-    """A plugin of pytest that keeps some tests, in an order."""
+    """pytest plugin that runs only the ``wanted`` tests, in that order."""
 
     def __init__(self, wanted: list[str]) -> None:
         self.place = {name: i for i, name in enumerate(wanted)}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leave the others out."""
+        """Deselect the other tests and sort the wanted ones."""
         items[:] = [item for item in items if item.nodeid in self.place]
         items.sort(key=lambda item: self.place[item.nodeid])
 
 
-def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None:
+def in_a_child(job: Callable[[], int], seconds: float, output: Path) -> int | None:
     """Run ``job`` in a child process; return its result, or None after ``seconds``."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
-        file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * GIB, 2 * GIB))
@@ -157,14 +155,14 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
             over = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # with the processes it started
+            os.killpg(child, signal.SIGKILL)  # also ends the processes it started
         status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status) if over else None
 
 
 @dataclass
 class Checkout:
-    """A copy of the checkout in ``root``, its tests, and what they were found to call."""
+    """Copy of the checkout in ``root``; the functions that each test calls, and its seconds."""
 
     root: Path
     called: dict[str, set[Place]] = field(default_factory=dict)
@@ -172,7 +170,7 @@ class Checkout:
 
     @classmethod
     def copied(cls, to: Path) -> Checkout:
-        """Copy every file that git tracks or would add."""
+        """Copy every file that git tracks or does not ignore."""
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, names.split("\0")):
@@ -193,17 +191,17 @@ class Checkout:
     def tests(self) -> list[str]:
         """Return the directories and files of tests."""
         places = sorted((self.root / "tests").iterdir())
-        found = [path for path in places if path.is_dir() or path.name.startswith("test_")]
-        return [str(path.relative_to(self.root)) for path in found]
+        test_paths = [path for path in places if path.is_dir() or path.name.startswith("test_")]
+        return [str(path.relative_to(self.root)) for path in test_paths]
 
-    def watch(self, tests: str, kept: Path | None) -> None:
+    def watch(self, tests: str, records: Path | None) -> None:
         """Run the tests of a directory or file once, and record what each test calls.
 
-        Tests that fail are left out. If ``kept`` holds the record of the same files, it is used
+        Tests that fail are left out. If ``records`` has a record for the same files, use it
         instead, with the text that the tests prepared.
         """
-        found = self.root.parent / "watched.pickle"
-        place = None if kept is None else kept / self.fingerprint(tests)
+        record = self.root.parent / "watched.pickle"
+        place = None if records is None else records / self.fingerprint(tests)
         if place is not None and place.is_dir():
             shutil.copytree(place / "cache", os.environ["UNROPE_CACHE"], dirs_exist_ok=True)
             self._know(tests, place / "watched.pickle")
@@ -220,38 +218,40 @@ class Checkout:
             for path, (source, times) in before.items():
                 path.write_bytes(source)
                 os.utime(path, (times.st_atime, times.st_mtime))  # keep compiled files valid
-        if failed:  # some as torch.compile meets marks: they count for files that they reached
+        if failed:
+            # Marks break torch.compile. A test that passes without them counts as calling all known
+            # functions of the files that it reached.
             _, again, broken = self._watched(sorted(failed))
             seconds |= again
             for name in failed - broken:
                 reached = {file for file, _ in called[name]}
-                called[name] = {p for of in called.values() for p in of if p[0] in reached}
+                called[name] = {p for places in called.values() for p in places if p[0] in reached}
             failed &= broken
         called = {name: seen for name, seen in called.items() if name not in failed}
-        found.write_bytes(pickle.dumps((called, seconds, failed)))
+        record.write_bytes(pickle.dumps((called, seconds, failed)))
         if place is not None:
-            unfinished = Path(tempfile.mkdtemp(dir=kept))
+            unfinished = Path(tempfile.mkdtemp(dir=records))
             shutil.copytree(os.environ["UNROPE_CACHE"], unfinished / "cache")
-            shutil.copyfile(found, unfinished / "watched.pickle")
+            shutil.copyfile(record, unfinished / "watched.pickle")
             with suppress(OSError):  # another run was quicker
                 unfinished.rename(place)
-        self._know(tests, found)
+        self._know(tests, record)
 
     def _watched(self, tests: list[str]) -> Watched:
         """Run these tests; return their calls, their durations, and which of them fail."""
-        said, found = self.root.parent / "said.txt", self.root.parent / "found.pickle"
+        output, record = self.root.parent / "output.txt", self.root.parent / "calls.pickle"
 
         def job() -> int:
             watch = Watch(self.root.parent / "seen")
             sys.dont_write_bytecode = True
             if (code := self.pytest(tests, watch)) not in (0, *NO_ERROR):
                 return code
-            found.write_bytes(pickle.dumps((watch.called(), watch.seconds, watch.failed)))
+            record.write_bytes(pickle.dumps((watch.called(), watch.seconds, watch.failed)))
             return 0
 
-        if in_a_child(job, 3600, said) != 0:
-            sys.exit(f"{' '.join(tests)} cannot be run:\n{said.read_text()[-2000:]}")
-        watched: Watched = pickle.loads(found.read_bytes())
+        if in_a_child(job, 3600, output) != 0:
+            sys.exit(f"{' '.join(tests)} cannot be run:\n{output.read_text()[-2000:]}")
+        watched: Watched = pickle.loads(record.read_bytes())
         return watched
 
     def fingerprint(self, tests: str) -> str:
@@ -259,14 +259,15 @@ class Checkout:
         digest = hashlib.sha256(tests.encode())
         for path in sorted(self.root.rglob("*")):
             name = str(path.relative_to(self.root))
-            own = path.name.startswith("test_") or path.suffix != ".py"  # of a directory of tests
-            other = name.startswith("tests/") and own and not name.startswith(tests)
+            # Test modules and data serve their directory alone; helper modules may serve others.
+            is_local = path.name.startswith("test_") or path.suffix != ".py"
+            other = name.startswith("tests/") and is_local and not name.startswith(tests)
             if name.startswith(PARTS) and path.is_file() and path.suffix != ".pyc" and not other:
                 digest.update(f"\0{name}\0".encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def _know(self, tests: str, found: Path) -> None:
-        called, seconds, failed = pickle.loads(found.read_bytes())
+    def _know(self, tests: str, record: Path) -> None:
+        called, seconds, failed = pickle.loads(record.read_bytes())
         self.called |= called
         self.seconds |= seconds
         print(f"{tests}: {len(called)} tests, {sum(seconds.values()):.0f} s", file=sys.stderr)
@@ -274,18 +275,18 @@ class Checkout:
             print(f"left out, as it does not pass: {name}", file=sys.stderr)
 
     def files(self, room: str = "") -> list[Path]:
-        """Return the sources of a room, or of all."""
+        """Return the sources of a room, or of all rooms."""
         return sorted((self.root / "trainer" / room).rglob("*.py"))
 
     def tests_of(self, mutant: Mutant) -> list[list[str]]:
-        """Return the tests that call the changed function: of its own room, then the others.
+        """Return the tests that call the changed function: those of its room, then the others.
 
-        The quickest come first. For a change outside functions, or in one that no test calls, they
-        are the tests that call any function of the file or are named after it, or else all.
+        The quickest come first. If no test calls it, or the change is outside functions, return the
+        tests that call any function of the file or are named after it; without any, all tests.
         """
         place = mutant.file, mutant.function
         names = [name for name, called in self.called.items() if place in called]
-        if not names:  # tests may read a module's names without a call
+        if not names:  # a test may use a module without calling its functions
             path = Path(mutant.file)
             mirror = f"tests/{path.parts[1]}/test_{path.stem}.py::"
             names = [
@@ -295,13 +296,13 @@ class Checkout:
             ]
         names = sorted(names or self.called, key=lambda name: self.seconds[name])
         room = f"tests/{Path(mutant.file).parts[1]}/"
-        own = [name for name in names if name.startswith(room)]
-        others = [name for name in names if not name.startswith(room)]
-        groups = zip((own, others), LONGEST, strict=True)
+        room_tests = [name for name in names if name.startswith(room)]
+        other_tests = [name for name in names if not name.startswith(room)]
+        groups = zip((room_tests, other_tests), LONGEST, strict=True)
         return [self._first(group, seconds) for group, seconds in groups if group]
 
     def _first(self, names: list[str], seconds: float) -> list[str]:
-        """Return as many tests as fit into these seconds, at least one."""
+        """Return the first tests that fit into ``seconds`` together, at least one."""
         ends = itertools.accumulate(self.seconds[name] for name in names)
         return [name for name, end in zip(names, ends, strict=True) if end < seconds] or names[:1]
 
@@ -319,14 +320,16 @@ class Checkout:
             cache = self.root.parent / "cache"
             shutil.rmtree(cache, ignore_errors=True)
             shutil.copytree(os.environ["UNROPE_CACHE"], cache)
-            os.environ["UNROPE_CACHE"] = str(cache)  # it may prepare other text in that
+            os.environ["UNROPE_CACHE"] = str(
+                cache
+            )  # a changed program may write wrong text to the cache
             return self.pytest(["-x", *dict.fromkeys(n.split("::")[0] for n in tests)], Only(tests))
 
         try:
             path.write_bytes(mutant.applied(source))
             os.utime(path, (times.st_atime, times.st_mtime + 10))
             seconds = 60 + 3 * sum(self.seconds[name] for name in tests)
-            code = in_a_child(job, seconds, self.root.parent / "said.txt")
+            code = in_a_child(job, seconds, self.root.parent / "output.txt")
         finally:
             path.write_bytes(source)
             os.utime(path, (times.st_atime, times.st_mtime))
@@ -334,7 +337,7 @@ class Checkout:
 
 
 def score(room: str, checkout: Checkout, minutes: float, options: Any) -> list[Mutant]:
-    """Try changes to a room in random order until the time is over; those that no test notices."""
+    """Try changes to a room in random order until the time is over; return the unnoticed ones."""
     names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
     if options.at is not None:
@@ -347,24 +350,28 @@ def score(room: str, checkout: Checkout, minutes: float, options: Any) -> list[M
         tried += 1
         noticed = checkout.notices(mutant)
         lived += [] if noticed else [mutant]
-        said = "noticed" if noticed else "LIVES"
-        print(f"{room} {tried} {said} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr)
+        verdict = "noticed" if noticed else "LIVES"
+        print(
+            f"{room} {tried} {verdict} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr
+        )
     share = (tried - len(lived)) / max(tried, 1)
     print(f"| {room} | {len(every)} | {tried} | {tried - len(lived)} | {share:.1%} |", flush=True)
     return lived
 
 
 def main() -> None:
-    """Try the rooms one after the other, each with its share of the time, and print the table."""
+    """Try changes to each room for its share of the time; print the table."""
     rooms = sorted(path.parent.name for path in ROOT.glob("trainer/*/__init__.py"))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", nargs="+", default=rooms, choices=rooms, metavar="ROOM")
-    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES", help="of changes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
-    parser.add_argument("--tests", nargs="+", metavar="PLACE", help="that are asked; else all")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIRECTORY", help="what the first run of the tests has found"
+        "--budget", type=float, default=60, metavar="MINUTES", help="time for changes"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at", metavar="FILE[:LINE]", help="only changes to this file or line")
+    parser.add_argument("--tests", nargs="+", metavar="PLACE", help="tests to run; all by default")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="keep records of the first run"
     )
     parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
     options = parser.parse_args()
@@ -372,9 +379,9 @@ def main() -> None:
         options.keep = options.keep.resolve()
         options.keep.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    os.environ.pop("PYTEST_ADDOPTS", None)  # options of the caller's project, unknown to this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its copy goes with it
-    for name in options.preload:  # once, and not in every process
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of another project
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed
+    for name in options.preload:  # once, instead of in every process
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     lived: list[Mutant] = []

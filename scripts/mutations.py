@@ -1,4 +1,4 @@
-"""The small changes that ``mutate.py`` makes to a file."""
+"""Small changes that ``mutate.py`` makes to a file."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ PAIRS = (
     ("rows", "columns"), ("better", "worse"), ("short", "long"), ("start", "end"),
 )  # fmt: skip
 SWAPPED = {name: other for a, b in reversed(PAIRS) for name, other in ((b, a), (a, b))}
-"""Names of what is easily taken for each other."""
-
+"""Names that are easily confused, each with the other."""
 
 LOOKS = {
     "alpha", "aspect", "capsize", "capthick", "dpi", "elinewidth", "fontsize", "fraction",
     "frameon", "handlelength", "handletextpad", "labelsize", "linewidth", "linewidths",
     "markeredgewidth", "markersize", "pad", "s", "titlesize", "zorder",
 }  # fmt: skip
-"""Keywords of figures that say how large, how far apart, how opaque or on top of what something is
-drawn: a matter of taste."""
+"""Keywords of figures that set sizes, spacing, opacity or stacking order: a matter of taste."""
 KEYED = {"asked", "digest", "fingerprint", "fingerprints", "identity", "key", "request", "same"}
 """Words in names of functions and variables whose values are hashed or compared."""
 HASHED = {"digest", "fingerprint", "hash", "md5", "sha1", "sha256"}
-"""Functions that make a key of what they are given."""
+"""Functions that compute a key from their arguments."""
 PARTS_OF_A_RUN = {"arm", "control", "phase", "run"}
-"""Names of what has a configuration that is not that of the whole run, or is one."""
+"""Variables that are a configuration other than the run's, or have one."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``file`` with the bytes from ``begin`` to ``end`` replaced; ``change``: said in words;
-    ``function``: the line of the one around it, None where there is none."""
+    """A change to ``file``: ``text`` replaces the bytes from ``begin`` to ``end``.
+
+    ``change`` describes it. ``function``: the line of the enclosing function, or None.
+    """
 
     file: str
     line: int
@@ -63,15 +63,16 @@ class Mutant:
 def mutants(source: bytes, file: str) -> list[Mutant]:
     """Return every change to try in a file.
 
-    Comparisons and arithmetic get another operator, ``and`` becomes ``or``, conditions are negated,
-    numbers change, truth values too, keyword arguments are left out, statements that do something
-    are skipped, and names become those of :data:`SWAPPED` where the file has them. A field is left
-    out of what is hashed or compared (:data:`KEYED`, :data:`HASHED`), the configuration of the run
-    takes the place of a phase's or a control's, and what is reset keeps its value. Left alone are
-    annotations, decorators, docstrings, messages (f-strings, what is raised or logged), and numbers
-    that a module or a class gives a name: sizes of chunks, which change nothing but the time, and
-    defaults. ``strict`` of ``zip`` stays too, which only watches, and so do :data:`LOOKS`, as
-    keywords and as keys of dictionaries.
+    Comparisons and arithmetic get another operator, ``and`` and ``or`` are exchanged, conditions
+    are negated, numbers and booleans change, keyword arguments are left out, statements with an
+    effect are skipped, and names are exchanged by :data:`SWAPPED` if the file has the other one. A
+    field is left out of hashed or compared values (:data:`KEYED`, :data:`HASHED`), the run's
+    configuration replaces that of a phase or a control, and variables are not reset.
+
+    Annotations, decorators, docstrings and messages (f-strings, raised or logged text) do not
+    change. Neither do numbers that a module or class names: defaults, and chunk sizes, which affect
+    only speed. ``strict`` of ``zip``, which only checks, and :data:`LOOKS` also stay, as keywords
+    and as keys of dictionaries.
     """
     tree, starts = ast.parse(source), [0]
     for line in source.splitlines(keepends=True):
@@ -79,16 +80,16 @@ def mutants(source: bytes, file: str) -> list[Mutant]:
     words = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     words |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     words |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | set(dir(builtins))
-    found = []
+    collected = []
     for node, new, function in _changes(tree):
         if isinstance(new, ast.Name | ast.Attribute) and _word(new) not in words:
             continue
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         text = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
-        said = f"{_short(ast.unparse(node))}  ->  {_short(ast.unparse(new))}"
-        found.append(Mutant(file, node.lineno, begin, end, text, said, function))
-    return found
+        change = f"{_short(ast.unparse(node))}  ->  {_short(ast.unparse(new))}"
+        collected.append(Mutant(file, node.lineno, begin, end, text, change, function))
+    return collected
 
 
 def _word(node: ast.Name | ast.Attribute) -> str:
@@ -102,19 +103,19 @@ def _short(text: str) -> str:
 def _changes(
     node: ast.AST, inside: int | None = None, above: tuple[ast.AST, ...] = ()
 ) -> Iterator[tuple[Any, ast.AST, int | None]]:
-    """Yield nodes, their replacements, and the line of the function around them.
+    """Yield nodes, their replacements, and the line of the enclosing function.
 
-    ``above``: the nodes around it, the innermost last.
+    ``above``: the enclosing nodes, innermost last.
     """
-    if isinstance(node, ast.JoinedStr | ast.Assert | ast.pattern) or _is_said(node):
+    if isinstance(node, ast.JoinedStr | ast.Assert | ast.pattern) or _is_message(node):
         return
     if isinstance(node, ast.keyword) and not _matters(node.arg):
         return
     for new in (
         *_replacements(node),
         *([ast.Pass()] if _skipped(node) else []),
-        *_left_out(node, above),
-        *_of_the_run(node, above),
+        *_without_fields(node, above),
+        *_with_run_config(node, above),
         *_not_reset(node, above),
     ):
         yield node, new, inside
@@ -124,8 +125,8 @@ def _changes(
             yield test, ast.UnaryOp(ast.Not(), test), inside
     path = (*above, node)
     if isinstance(node, ast.Dict):
-        kept = [pair for pair in zip(node.keys, node.values, strict=True) if _matters(pair[0])]
-        node = ast.Dict([key for key, _ in kept], [value for _, value in kept])
+        pairs = [pair for pair in zip(node.keys, node.values, strict=True) if _matters(pair[0])]
+        node = ast.Dict([key for key, _ in pairs], [value for _, value in pairs])
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or (
             isinstance(node, ast.Raise) and name == "exc"
@@ -140,14 +141,14 @@ def _changes(
 
 
 def _matters(name: str | ast.expr | None) -> bool:
-    """Whether a keyword, or a dictionary's key, is one whose value is changed."""
+    """Whether the value of a keyword or dictionary key may change."""
     if isinstance(name, ast.Constant):
         name = str(name.value)
     return not isinstance(name, str) or name.rpartition(".")[2] not in {"strict", *LOOKS}
 
 
-def _is_said(node: ast.AST) -> bool:
-    """Whether it is a docstring, or logs or prints something."""
+def _is_message(node: ast.AST) -> bool:
+    """Whether a node is a docstring, or logs or prints."""
     if not isinstance(node, ast.Expr):
         return False
     if isinstance(node.value, ast.Constant):
@@ -157,7 +158,7 @@ def _is_said(node: ast.AST) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether it is a number alone, or computed of numbers alone."""
+    """Whether a value is a number or an expression of numbers alone."""
     if isinstance(value, ast.BinOp):
         return _is_size(value.left) and _is_size(value.right)
     return isinstance(value, ast.Constant) and type(value.value) in (int, float)
@@ -186,12 +187,12 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Call():
             for left_out in node.keywords:
                 if left_out.arg is not None and _matters(left_out.arg):
-                    kept = [keyword for keyword in node.keywords if keyword is not left_out]
-                    yield ast.Call(node.func, node.args, kept)
+                    remaining = [keyword for keyword in node.keywords if keyword is not left_out]
+                    yield ast.Call(node.func, node.args, remaining)
 
 
 def _function(above: tuple[ast.AST, ...]) -> ast.FunctionDef | None:
-    """Return the innermost function around."""
+    """Return the innermost enclosing function."""
     return next((node for node in reversed(above) if isinstance(node, ast.FunctionDef)), None)
 
 
@@ -200,12 +201,12 @@ def _words(name: str) -> set[str]:
 
 
 def _hashes(node: ast.AST) -> bool:
-    """Whether it is a call that makes a key of its arguments."""
+    """Whether a node is a call that computes a key from its arguments."""
     return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in HASHED
 
 
 def _is_key(above: tuple[ast.AST, ...]) -> bool:
-    """Whether what is in these nodes becomes a key, or is held against another."""
+    """Whether a value inside these nodes becomes part of a key or a comparison."""
     for index in range(len(above) - 1, -1, -1):
         node = above[index]
         if _hashes(node):
@@ -218,7 +219,7 @@ def _is_key(above: tuple[ast.AST, ...]) -> bool:
             function = _function(above)
             names = _words(function.name) if function is not None else set()
             if isinstance(node, ast.Assign):
-                targets = {one.id for one in node.targets if isinstance(one, ast.Name)}
+                targets = {target.id for target in node.targets if isinstance(target, ast.Name)}
                 names |= {word for name in targets for word in _words(name)}
                 if function is not None and targets & _hashed_in(function):
                     return True
@@ -227,15 +228,15 @@ def _is_key(above: tuple[ast.AST, ...]) -> bool:
 
 
 def _compares(node: ast.AST) -> bool:
-    """Whether it asks of several elements whether they are equal."""
+    """Whether a node tests several elements for equality."""
     return isinstance(node, ast.GeneratorExp | ast.ListComp) and any(
-        isinstance(one, ast.Compare) and isinstance(one.ops[0], ast.Eq | ast.NotEq)
-        for one in ast.walk(node.elt)
+        isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Eq | ast.NotEq)
+        for part in ast.walk(node.elt)
     )
 
 
 def _hashed_in(function: ast.FunctionDef) -> set[str]:
-    """Return the variables of a function that it makes a key of."""
+    """Return the variables that a function computes keys from."""
     calls = [call for call in ast.walk(function) if _hashes(call)]
     return {n.id for call in calls for n in ast.walk(call) if isinstance(n, ast.Name)}
 
@@ -244,8 +245,8 @@ def _without(values: list[Any], index: int) -> list[Any]:
     return [*values[:index], *values[index + 1 :]]
 
 
-def _left_out(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
-    """Yield what is hashed or compared without one of its fields each."""
+def _without_fields(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
+    """Yield a hashed or compared value without each of its fields in turn."""
     match node:
         case ast.Dict() if _is_key(above):
             for i in range(len(node.values)):
@@ -258,7 +259,7 @@ def _left_out(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
         case ast.Call() if _hashes(node) and len(node.args) > 1:
             for i in range(len(node.args)):
                 yield ast.Call(node.func, _without(node.args, i), node.keywords)
-        case ast.BinOp(op=ast.Add() | ast.BitOr()) if any(_hashes(one) for one in above):
+        case ast.BinOp(op=ast.Add() | ast.BitOr()) if any(_hashes(outer) for outer in above):
             yield from (node.left, node.right)
         case ast.Compare(
             left=ast.Tuple() as left,
@@ -275,8 +276,8 @@ def _left_out(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
                     yield ast.BoolOp(node.op, rest) if len(rest) > 1 else rest[0]
 
 
-def _of_the_run(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
-    """Yield ``config`` in place of ``phase.config`` and of a control's, where there is one."""
+def _with_run_config(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
+    """Yield ``config`` in place of a phase's or a control's configuration."""
     match node:
         case ast.Attribute(value=ast.Name(id=part), attr="config", ctx=ast.Load()):
             pass
@@ -284,12 +285,14 @@ def _of_the_run(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
             pass
         case _:
             return
-    functions = [one for one in above if isinstance(one, ast.FunctionDef)]
-    named = {n.arg for one in functions for n in ast.walk(one.args) if isinstance(n, ast.arg)}
+    functions = [function for function in above if isinstance(function, ast.FunctionDef)]
+    named = {
+        n.arg for function in functions for n in ast.walk(function.args) if isinstance(n, ast.arg)
+    }
     named |= {
         n.id
-        for one in functions
-        for n in ast.walk(one)
+        for function in functions
+        for n in ast.walk(function)
         if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
     if part in PARTS_OF_A_RUN and "config" in named:
@@ -297,7 +300,7 @@ def _of_the_run(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
 
 
 def _is_initial(value: ast.AST | None) -> bool:
-    """Whether it is what a counter or a collection begins with."""
+    """Whether a value is the initial one of a counter or collection."""
     match value:
         case ast.Constant(value=None | bool() | int() | float() | ""):
             return True
@@ -309,16 +312,16 @@ def _is_initial(value: ast.AST | None) -> bool:
 
 
 def _not_reset(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
-    """Yield an assignment of an initial value that leaves one of its names as it was.
+    """Yield an assignment of an initial value that skips one of its targets.
 
-    A variable that is assigned once, in a loop, gets the value the first time alone. Attributes,
-    elements and ``clear()`` are statements that are skipped anyhow.
+    A variable that is assigned once, in a loop, gets the value only the first time. Assignments to
+    attributes and elements, and ``clear()``, are skipped by :func:`_skipped`.
     """
     if not isinstance(node, ast.Assign):
         return
     if len(node.targets) > 1 and _is_initial(node.value):
-        for i, one in enumerate(node.targets):
-            if isinstance(one, ast.Name):
+        for i, target in enumerate(node.targets):
+            if isinstance(target, ast.Name):
                 continue
             yield ast.Assign(_without(node.targets, i), node.value, lineno=node.lineno)
     (target, *others), function = node.targets, _function(above)
@@ -330,22 +333,22 @@ def _not_reset(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
         case _:
             pairs = [(target, node.value)]
     inner = above[above.index(function) :]
-    in_a_loop = any(isinstance(one, ast.For | ast.While) for one in inner)
+    in_a_loop = any(isinstance(outer, ast.For | ast.While) for outer in inner)
     for i, (name, value) in enumerate(pairs):
         if not isinstance(name, ast.Name) or not _is_initial(value):
             continue
         again = any(
-            isinstance(one, ast.Name)
-            and isinstance(one.ctx, ast.Store)
-            and one.id == name.id
-            and one.lineno < node.lineno
-            for one in ast.walk(function)
+            isinstance(earlier, ast.Name)
+            and isinstance(earlier.ctx, ast.Store)
+            and earlier.id == name.id
+            and earlier.lineno < node.lineno
+            for earlier in ast.walk(function)
         )
         if again and len(pairs) == 1:
             yield ast.Pass()
         elif again:
-            kept = _without(pairs, i)
-            sides = [ast.Tuple([pair[side] for pair in kept], ast.Load()) for side in (0, 1)]
+            remaining = _without(pairs, i)
+            sides = [ast.Tuple([pair[side] for pair in remaining], ast.Load()) for side in (0, 1)]
             yield ast.Assign([sides[0]], sides[1], lineno=node.lineno)
         elif in_a_loop and len(pairs) == 1:
             first = ast.parse(f"locals().get({name.id!r}, {ast.unparse(value)})", mode="eval").body
@@ -353,7 +356,7 @@ def _not_reset(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
 
 
 def _skipped(node: ast.AST) -> bool:
-    """Whether it is a statement that does something, and names nothing that is read later."""
+    """Whether a node is a statement with an effect that defines no name."""
     match node:
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue():
             return True
@@ -371,20 +374,20 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 SEEN = "unrope_seen"
-"""The module of which marked functions call ``see`` when they begin."""
+"""Module whose ``see`` marked functions call when they begin."""
 SEEN_TO = "UNROPE_SEEN"
-"""The environment variable that names the file where it notes them."""
-SOURCE_OF_SEEN = f'''"""Notes once for each process and file which functions are called."""
+"""Environment variable that names the file in which ``see`` records them."""
+SOURCE_OF_SEEN = f'''"""Record which functions are called, once per process and file."""
 
 import os
 
-told = set()
+recorded = set()
 
 
 def see(place):
     to = os.environ.get({SEEN_TO!r})
-    if to and (seen := (os.getpid(), to, place)) not in told:
-        told.add(seen)
+    if to and (seen := (os.getpid(), to, place)) not in recorded:
+        recorded.add(seen)
         with open(to, "a") as file:
             file.write(place + "\\n")
 '''
@@ -395,6 +398,6 @@ def marked(source: bytes, file: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            told = ast.parse(f"__import__({SEEN!r}).see({f'{file}:{node.lineno}'!r})").body
-            node.body[1 if ast.get_docstring(node) else 0 : 0] = told
+            call = ast.parse(f"__import__({SEEN!r}).see({f'{file}:{node.lineno}'!r})").body
+            node.body[1 if ast.get_docstring(node) else 0 : 0] = call
     return ast.unparse(ast.fix_missing_locations(tree))

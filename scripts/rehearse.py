@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Count what a training step would do on GPUs, without one.
+"""Count the operations, traffic and memory of a training step on GPUs, without a GPU.
 
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
     python scripts/rehearse.py loss            traffic of the loss outside its products
-    python scripts/rehearse.py collectives     what a rank of many sends in a step
-    python scripts/rehearse.py muon            what the host calls in a step of Muon
-    python scripts/rehearse.py memory          what its memory holds when it needs most
+    python scripts/rehearse.py collectives     collectives of a rank in a step
+    python scripts/rehearse.py muon            operators that the host calls in a step of Muon
+    python scripts/rehearse.py memory          peak memory of a step by part
 
-Tensors are fake: they have shapes and types and no values, so models of any size fit. Operators
-are those of an uncompiled step; views and empty tensors are none. Traffic is the size of what each
-reads and writes. transformers' Llama stands beside ours, with its loss as it is, in weights of
-bfloat16 (as FSDP2 gathers them) and of float32 (ours casts in its products, theirs runs under
+Tensors are fake: they have shapes and dtypes but no values, so models of any size fit. Operators
+are those of an uncompiled step, without views and empty tensors. Traffic is the bytes that they
+read and write. Our decoder is compared with transformers' Llama and its loss, with weights in
+bfloat16 (as FSDP2 gathers them) and in float32 (ours casts in its products, theirs runs under
 autocast).
 """
 
@@ -46,14 +46,14 @@ from trainer.training.rehearsal import PARTS as MEMORY_PARTS
 from trainer.training.rehearsal import fake_tensors, simulated_rank, step_memory, train_step
 
 Rows = Iterator[tuple[str, ...]]
-"""A header, and the rows below it."""
+"""Rows of a table, the header first."""
 
 NO_LAUNCH = ("empty", "detach", "device", "lift_fresh", "_unsafe_view", "alias")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the micro-batch ``[rows, length]`` of a GPU."""
+    """A model and a GPU's micro-batch ``[rows, length]``."""
 
     model: ModelConfig
     rows: int
@@ -69,7 +69,7 @@ SHAPES = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that compute, and the bytes that they read and write."""
+    """Dispatch mode that counts operators that compute, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def _counted(shape: Shape, step: Callable[[torch.Tensor], torch.Tensor]) -> Laun
 
 
 def launches() -> Rows:
-    """Compare ours with theirs, and the loss in chunks with the loss in one piece."""
+    """Compare our decoder with theirs, and the loss in chunks with the loss in one piece."""
     yield "shape", "weights", "", "operators", "of theirs", "traffic, GB", "of theirs"
     whole = loss.Chunks(logits=2**62, tokens=1, rows=2**31)
     for name, shape in SHAPES.items():
@@ -156,12 +156,12 @@ def launches() -> Rows:
                 "ours": ours(shape, weights),
                 "ours, loss in one": ours(shape, weights, whole),
             }
-            for title, one in rows.items():
-                yield name, str(weights)[6:], title, *_figures(one, other)
+            for title, counted in rows.items():
+                yield name, str(weights)[6:], title, *_figures(counted, other)
 
 
-def _figures(one: Launches, other: Launches) -> tuple[str, str, str, str]:
-    count, traffic = one.operators.total(), one.traffic.total()
+def _figures(counted: Launches, other: Launches) -> tuple[str, str, str, str]:
+    count, traffic = counted.operators.total(), counted.traffic.total()
     return (
         f"{count:,}",
         f"{count / other.operators.total():.2f}",
@@ -174,7 +174,7 @@ PRODUCTS = ("mm", "add_product")
 
 
 def loss_traffic() -> Rows:
-    """Count the traffic of the loss alone: in the passes of a CPU, and fused."""
+    """Count the traffic of the loss alone: in separate passes, as on a CPU, and fused."""
     yield "shape", "head", "", "chunks", "operators", "bytes a logit outside products"
     fused = loss.CHUNKS["cuda"]
     for name, shape in SHAPES.items():
@@ -188,7 +188,7 @@ def loss_traffic() -> Rows:
 
 
 def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launches, int]:
-    """Count forward and backward of the loss of bfloat16 states; also return its chunks."""
+    """Count forward and backward of the loss on bfloat16 states; return that and its chunks."""
     width, vocab, tokens = (
         shape.model.hidden_size,
         shape.model.vocab_size,
@@ -207,7 +207,7 @@ def of_loss(shape: Shape, head: torch.dtype, chunks: loss.Chunks) -> tuple[Launc
 
 
 class Collectives(TorchDispatchMode):
-    """Their names and the bytes that one rank holds of the larger side, in order."""
+    """Dispatch mode that records each collective's name and a rank's bytes of the larger side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,9 +216,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and note it where it is a collective."""
+        """Run an operator, and record it if it is a collective."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first its parts, then those come here
+            return NotImplemented  # DTensor runs it on its shards, which come here again
         space, name = operator.name().split("::")
         out = operator(*args, **(kwargs or {}))
         if "c10d" in space and "wrap" not in name and "wait" not in name:
@@ -233,7 +233,7 @@ def sent(
     shape: tuple[int, int],
     factor: float = 1.0,
 ) -> list[tuple[str, int]]:
-    """Return the collectives of one update of ``shape`` micro-batches; ``factor``: on gradients."""
+    """Return the collectives of one update; ``shape``: a micro-batch, ``factor``: on gradients."""
     with Collectives() as seen:
         train_step(module, optimizer, shape, factor)
     return seen.calls
@@ -242,15 +242,15 @@ def sent(
 def collectives() -> Rows:
     """List the collectives of a step of 32 ranks, sized by a rank's part of the larger side."""
     cases = [(name, case, 2) for name in SHAPES for case in REDUCED]
-    # 16 sequences a rank, of the recipe drope_llama2_7b.
+    # The recipe drope_llama2_7b has 16 sequences per rank.
     seven = ("fsdp2", "adamw", "micro_batch"), ("hsdp", "adamw", "micro_batch")
     cases += [("Llama-2-7B", seven[0], 16), *(("Llama-2-7B", case, 4) for case in seven)]
     yield "shape", "strategy", "optimizer", "reduced", "micro-batches", "collective", "number", "GB"
     for name, case, times in cases:
-        found: dict[str, list[int]] = {}
+        sizes_by_collective: dict[str, list[int]] = {}
         for collective, size in _of_a_step(SHAPES[name], *case, times):
-            found.setdefault(collective, []).append(size)
-        for collective, sizes in found.items():
+            sizes_by_collective.setdefault(collective, []).append(size)
+        for collective, sizes in sizes_by_collective.items():
             size = f"{sum(sizes) / 1e9:,.3f}"
             yield name, *case, str(times), collective, str(len(sizes)), size
 
@@ -285,7 +285,7 @@ def _of_a_step(
 
 
 class HostOperations(TorchDispatchMode):
-    """Counts what the host calls: operators on plain tensors, and those on sharded ones above."""
+    """Dispatch mode that counts operators on plain tensors and on sharded ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +303,11 @@ class HostOperations(TorchDispatchMode):
 
 
 def muon() -> Rows:
-    """Host operations of a step of an optimizer with Muon, of small matrices in 32 layers: their
-    size changes nothing. Tensors are real, or torch would take its fused operators apart."""
+    """Count host operations of an optimizer step with Muon, on small matrices in 32 layers.
+
+    The size of the matrices does not matter. Tensors are real, since torch decomposes its fused
+    operators on fake ones.
+    """
     yield "ranks", "strategy", "matrices", "operators", "of them on sharded tensors"
     for ranks, strategy in ((1, "single"), (2, "fsdp2"), (8, "fsdp2"), (8, "hsdp")):
         matrices, counted = host_operations(ranks, strategy)
@@ -313,7 +316,7 @@ def muon() -> Rows:
 
 
 def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
-    """Count the second step of a rank, and Muon's matrices."""
+    """Return the number of Muon's matrices, and the operators of a rank's second step."""
     config = RunConfig(
         model=ModelConfig(64, 96, 32, 4, 2, None, 256),
         strategy=StrategyConfig(name=strategy, shard_size=2 if strategy == "hsdp" else None),
@@ -332,7 +335,7 @@ def host_operations(ranks: int, strategy: Any) -> tuple[int, HostOperations]:
 
 
 def memory() -> Rows:
-    """List the memory of a step of one micro-batch by part, at its peak."""
+    """List the peak memory of a step of one micro-batch by part."""
     yield "shape", "ranks", "strategy", "recomputed", "sequences", *MEMORY_PARTS, "GiB"
     for name, ranks, strategy, recomputed, rows in (
         ("SmolLM-360M", 1, "single", "none", 4),
@@ -344,8 +347,8 @@ def memory() -> Rows:
         ("Llama-2-7B", 32, "fsdp2", "full", 4),
     ):
         shape = replace(SHAPES[name], rows=rows)
-        found = _memory_of(shape, ranks, strategy, recomputed)
-        sizes = (f"{size / 2**30:.1f}" for size in (*found.values(), sum(found.values())))
+        parts = _memory_of(shape, ranks, strategy, recomputed)
+        sizes = (f"{size / 2**30:.1f}" for size in (*parts.values(), sum(parts.values())))
         yield name, str(ranks), strategy, recomputed, str(rows), *sizes
 
 
@@ -371,24 +374,24 @@ PARTS: dict[str, Callable[[], Rows]] = {
 
 
 def main() -> None:
-    """Read the command line, count, print."""
+    """Read the command line, count and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", nargs="*", help=f"{' or '.join(PARTS)}; all of them by default")
-    parser.add_argument("--layers", type=int, help="of each model, instead of all")
-    parser.add_argument("--markdown", action="store_true", help="tables for a page")
-    given = parser.parse_args()
-    if unknown := set(given.what) - PARTS.keys():
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--layers", type=int, help="layers of each model, instead of all")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"{', '.join(sorted(unknown))}: expected {' or '.join(PARTS)}.")
-    if given.layers:
+    if options.layers:
         for name, shape in SHAPES.items():
             SHAPES[name] = replace(
-                shape, model=replace(shape.model, num_hidden_layers=given.layers)
+                shape, model=replace(shape.model, num_hidden_layers=options.layers)
             )
-    for what in given.what or PARTS:
-        header, *rows = PARTS[what]()
-        if given.markdown:
+    for part in options.parts or PARTS:
+        header, *rows = PARTS[part]()
+        if options.markdown:
             lines = [header, ("---",) * len(header), *rows]
             print(*(f"| {' | '.join(line)} |" for line in lines), sep="\n", end="\n\n")
         else:

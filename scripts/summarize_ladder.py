@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""The ladder's tables and figures: raw numbers of finished runs, and what is drawn from them.
+"""Collect raw numbers of the ladder's runs and make its tables and figures.
 
     python scripts/summarize_ladder.py runs/ladder_5 runs/ladder_6 runs/ladder_7
 
-Given runs, adds their numbers to cells.csv, arms.csv and claims.csv under docs/results/ladder, in
-place of those of the same rung, seed and arm. Prints the tables of docs/results/ladder.md from
-these files alone and draws the figures beside them.
+Given runs, writes their numbers to cells.csv, arms.csv and claims.csv under docs/results/ladder,
+replacing those of the same rung, seed and arm. Then prints the tables of docs/results/ladder.md
+from these files alone and draws the figures next to them.
 """
 
 from __future__ import annotations
@@ -54,20 +54,19 @@ HEADS = {
 SHARE = re.compile(r"DroPE (\d+)%")
 TEMPERED = " + temperature"
 ORDER = ", order"
-"""Ends the name of a rung whose task needs the order of statements."""
+"""Suffix of rungs whose task needs the order of statements."""
 Row = dict[str, str]
 
 
 def share(arm: str) -> str:
-    """Return which percentage of its steps an arm trains without an encoding; nothing for an arm
-    that keeps it."""
-    if found := SHARE.match(arm):
-        return found[1]
+    """Return the percentage of steps that an arm trains without an encoding; empty for none."""
+    if match := SHARE.match(arm):
+        return match[1]
     return "100" if arm == "NoPE from scratch" else ""
 
 
 def effect_of_drop(run: Path, arm: Arm) -> Drop | None:
-    """Return the losses of every held-out sequence around the drop of an arm."""
+    """Return an arm's effect of the drop on every held-out sequence; None without a drop."""
     for place in (run, *sorted((run / "controls").glob("*"))):
         state = read_saved(find_checkpoint(str(place)))
         if state["config"]["label"] == arm.name:
@@ -77,7 +76,7 @@ def effect_of_drop(run: Path, arm: Arm) -> Drop | None:
 
 
 def rows_of(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows that a run gives, each with the name of its file."""
+    """Yield the rows of a run, each with the name of its file."""
     report = Report.read(run / "report.json")
     size = f"{report.arms[0].parameters / 1e6:.1f}M"
     needs_order = report.config["evaluation"]["needles"].get("changes", 0) > 0
@@ -122,7 +121,7 @@ def _arm_row(arm: Arm, drop: Drop | None, coefficient: float | None) -> dict[str
 def _claims(
     report: Report, results: list[Result], arm: Arm, drop: Drop
 ) -> Iterator[dict[str, Any]]:
-    """Judge the papers' observations with this arm as DroPE."""
+    """Judge the papers' observations with this arm as the DroPE model."""
     models = {"rope": "RoPE", "drope": arm.name, "nope": "NoPE from scratch", "rope_id": "RoPE-ID"}
     names = {result.name for result in results}
     titles = {"": "", **{f"_{key}": f" + {title}" for key, title in report.methods.items()}}
@@ -133,14 +132,16 @@ def _claims(
         if name + title in names and f"{role}{key}" in ROLES
     }
     trained = {role: a for role, name in models.items() for a in report.arms if a.name == name}
-    for one in observe(results, roles, drop=drop, arms=trained, temperature=report.temperature):
-        shown = {True: "shown", False: "not shown", None: "not judged"}[one.shown]
-        row = {"arm": arm.name, "claim": one.claim, "source": one.source}
-        yield row | {"shown": shown, "evidence": one.evidence}
+    for observation in observe(
+        results, roles, drop=drop, arms=trained, temperature=report.temperature
+    ):
+        shown = {True: "shown", False: "not shown", None: "not judged"}[observation.shown]
+        row = {"arm": arm.name, "claim": observation.claim, "source": observation.source}
+        yield row | {"shown": shown, "evidence": observation.evidence}
 
 
 def collect(runs: Iterable[Path]) -> None:
-    """Write the raw numbers of the runs, in place of earlier ones of the same arms."""
+    """Write the raw numbers of the runs, replacing earlier ones of the same arms."""
     collected: dict[str, list[dict[str, Any]]] = {name: [] for name in HEADS}
     for run in runs:
         for name, row in rows_of(run):
@@ -149,11 +150,11 @@ def collect(runs: Iterable[Path]) -> None:
     for name, rows in collected.items():
         new = {_arm_key(row) for row in rows}
         path = RAW / f"{name}.csv"
-        kept = [row for row in (read(name) if path.exists() else []) if _arm_key(row) not in new]
+        earlier = [row for row in (read(name) if path.exists() else []) if _arm_key(row) not in new]
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, HEADS[name], lineterminator="\n")
             writer.writeheader()
-            writer.writerows(sorted([*kept, *rows], key=lambda row: _rung_order(row["rung"])))
+            writer.writerows(sorted([*earlier, *rows], key=lambda row: _rung_order(row["rung"])))
 
 
 def _arm_key(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -181,14 +182,14 @@ class Numbers:
         self.rungs = sorted({row["rung"] for row in self.arms}, key=_rung_order)
 
     def names(self, rung: str) -> list[str]:
-        """Return the arms of a rung: RoPE, DroPE with QK-norm, DroPE without, everything else."""
-        found = dict.fromkeys(row["arm"] for row in self.arms if row["rung"] == rung)
+        """Return the arms of a rung in order: RoPE, DroPE with QK-norm, DroPE without, others."""
+        arms = dict.fromkeys(row["arm"] for row in self.arms if row["rung"] == rung)
         return sorted(
-            found,
+            arms,
             key=lambda a: (a != "RoPE", not SHARE.match(a), "no norm" in a, int(share(a) or 0)),
         )
 
-    def of(self, rung: str, arm: str, factor: str, key: str) -> dict[str, float]:
+    def by_seed(self, rung: str, arm: str, factor: str, key: str) -> dict[str, float]:
         """Return the retrieval in %, or the loss, of a row at one length by seed."""
         scale = 100 if key == "retrieval" else 1
         return {
@@ -198,7 +199,7 @@ class Numbers:
         }
 
     def recovered(self, rung: str, arm: str) -> dict[str, float]:
-        """Return which percentage of the rise at the drop is won back, by seed."""
+        """Return the percentage of the drop's loss increase that is won back, by seed."""
         return {
             row["seed"]: 100 * float(row["recovered"])
             for row in self.arms
@@ -206,13 +207,17 @@ class Numbers:
         }
 
     def over_rope(self, rung: str, arm: str) -> dict[str, float]:
-        """Return by how many percent the text loss at C exceeds RoPE's, by seed."""
-        own, rope = (self.of(rung, name, "1", "loss") for name in (arm, "RoPE"))
-        return {seed: 100 * (own[seed] / rope[seed] - 1) for seed in own if seed in rope}
+        """Return the excess of the text loss at C over RoPE's in %, by seed."""
+        arm_losses, rope_losses = (self.by_seed(rung, name, "1", "loss") for name in (arm, "RoPE"))
+        return {
+            seed: 100 * (loss / rope_losses[seed] - 1)
+            for seed, loss in arm_losses.items()
+            if seed in rope_losses
+        }
 
 
 def interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """Return the mean over seeds and its 95% interval (Student's t); of one seed the value."""
+    """Return the mean over seeds and its 95% interval (Student's t), of zero width for one seed."""
     values = list(values)
     middle = mean(values)
     if len(values) < 2:
@@ -248,34 +253,36 @@ def table(numbers: Numbers) -> str:
     rows = [head, ["---"] * len(head)]
     for rung in numbers.rungs:
         for arm in numbers.names(rung):
-            loss = numbers.of(rung, arm, "1", "loss")
+            loss = numbers.by_seed(rung, arm, "1", "loss")
             row = [rung, arm, str(len(loss)), in_cell(loss.values(), ".3f")]
             row.append(
                 "" if arm == "RoPE" else with_interval(numbers.over_rope(rung, arm).values())
             )
             row.append(in_cell(numbers.recovered(rung, arm).values(), ".0f"))
             for name, factor in ((arm, "1"), (arm, "8"), (arm + TEMPERED, "8")):
-                row.append(in_cell(numbers.of(rung, name, factor, "retrieval").values()))
+                row.append(in_cell(numbers.by_seed(rung, name, factor, "retrieval").values()))
             rows.append(row)
     return as_markdown(rows)
 
 
 def claims(numbers: Numbers) -> str:
-    """Write in how many seeds each observation shows: a column for the two largest shares of every
-    rung; claims.csv has all."""
+    """Write the number of seeds that show each observation.
+
+    Columns are the two largest shares of each rung; claims.csv has all.
+    """
     counts: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for row in numbers.claims:
         column = (row["rung"], row["arm"])
-        own = counts.setdefault((row["claim"], row["source"]), {})
-        own.setdefault(column, []).append(row["shown"])
+        verdicts = counts.setdefault((row["claim"], row["source"]), {})
+        verdicts.setdefault(column, []).append(row["shown"])
     columns = []
     for rung in numbers.rungs:
         judged = [(rung, arm) for arm in numbers.names(rung)]
-        columns += [c for c in judged if any(c in own for own in counts.values())][-2:]
+        columns += [c for c in judged if any(c in verdicts for verdicts in counts.values())][-2:]
     head = ["claim", *(f"{rung}, {arm.removeprefix('DroPE ')}" for rung, arm in columns)]
     rows = [head, ["---"] * len(head)]
-    for (claim, source), own in counts.items():
-        cells = [_count(own.get(column, [])) for column in columns]
+    for (claim, source), verdicts in counts.items():
+        cells = [_count(verdicts.get(column, [])) for column in columns]
         rows.append([f"{claim} ({source})", *cells])
     return as_markdown(rows)
 
@@ -291,8 +298,7 @@ def as_markdown(rows: list[list[str]]) -> str:
 
 
 def recovery_figure(numbers: Numbers) -> None:
-    """Draw text loss over RoPE's, and retrieval at the longest length, over the share of steps
-    without an encoding."""
+    """Draw excess text loss and retrieval at 8x over the share of steps without an encoding."""
     lines = [
         (f"{rung}{', no norm' if plain else ''}", rung, plain)
         for rung in numbers.rungs
@@ -315,7 +321,7 @@ def recovery_figure(numbers: Numbers) -> None:
 
 
 def _far(numbers: Numbers) -> Any:
-    return lambda rung, arm: numbers.of(rung, arm + TEMPERED, "8", "retrieval")
+    return lambda rung, arm: numbers.by_seed(rung, arm + TEMPERED, "8", "retrieval")
 
 
 def _curve(numbers: Numbers, line: tuple[str, str, bool], style: int, quantity: Any) -> Series:
@@ -325,13 +331,13 @@ def _curve(numbers: Numbers, line: tuple[str, str, bool], style: int, quantity: 
         for arm in numbers.names(rung)
         if share(arm) and (not SHARE.match(arm) or ("no norm" in arm) is plain)
     ]
-    found = sorted((int(share(arm)), *interval(quantity(rung, arm).values())) for arm in arms)
-    x, y, low, high = zip(*found, strict=True)
+    points = sorted((int(share(arm)), *interval(quantity(rung, arm).values())) for arm in arms)
+    x, y, low, high = zip(*points, strict=True)
     return Series(label, style, x, y, low, high)
 
 
 def _shares(top: float | None) -> Callable[[Axes], None]:
-    """Return what sets the scales of a panel over shares of steps."""
+    """Return a function that sets the scales of a panel over shares of steps."""
 
     def prepare(axes: Axes) -> None:
         axes.set_xscale("log")
@@ -353,8 +359,10 @@ def reach_figure(numbers: Numbers, rung: str) -> None:
         if not cells:
             continue
         lengths = sorted({(int(r["length"]), r["factor"]) for r in cells})
-        found = [interval(numbers.of(rung, name, f, "retrieval").values()) for _, f in lengths]
-        y, low, high = zip(*found, strict=True)
+        intervals = [
+            interval(numbers.by_seed(rung, name, f, "retrieval").values()) for _, f in lengths
+        ]
+        y, low, high = zip(*intervals, strict=True)
         low, high = [max(v, 0) for v in low], [min(v, 100) for v in high]
         style = STYLE_NUMBERS.get(name, 7 + number)
         series.append(Series(name, style, [n for n, _ in lengths], y, low, high))
@@ -370,12 +378,12 @@ def reach_figure(numbers: Numbers, rung: str) -> None:
 
 
 def keep(figure: Figure, name: str) -> None:
-    """Save the drawing alone, beside the raw numbers."""
+    """Save a figure as SVG, without its PNG, next to the raw numbers."""
     save(figure, RAW / re.sub("[., ]+", "_", name)).with_suffix(".png").unlink()
 
 
 def main() -> None:
-    """Collect what is given, then print and draw."""
+    """Collect the runs, then print the tables and draw the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path)
     if runs := parser.parse_args().runs:

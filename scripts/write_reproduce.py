@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/reproduce.md from docs/reproduce.yaml: what of the papers is here, and how to get it.
+"""Write docs/reproduce.md from docs/reproduce.yaml: how to reproduce the papers' items.
 
 python scripts/write_reproduce.py
 """
@@ -53,10 +53,10 @@ HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "wh
 
 
 def cost(command: str, costs: dict[str, Any]) -> str:
-    """Return the training cost of a command, empty if it trains no experiment.
+    """Return the training cost of a command; empty if it trains no experiment.
 
     Raises:
-        KeyError: the cost of its experiment is not in the data.
+        KeyError: the data lacks the cost of its experiment.
     """
     experiment = re.match(r"\+experiment=(\w+)", command)
     if experiment is None:
@@ -66,7 +66,7 @@ def cost(command: str, costs: dict[str, Any]) -> str:
 
 
 def rows(item: dict[str, Any], costs: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows of an item: one per command, the first with all other cells."""
+    """Return an item's rows of the table: one per command; the first also has all other cells."""
     result = item.get("result", "")
     name = Path(result.partition("#")[0]).stem.replace("README", "results")
     linked = f"[{name}]({result})" if result else ""

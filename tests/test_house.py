@@ -176,6 +176,54 @@ def test_no_message_is_taken_apart():
     assert offences == []
 
 
+VAGUE = {
+    *("around", "found", "given", "here", "kept", "of"),
+    *("one", "own", "said", "told", "what"),
+}
+STORED = [
+    "trainer/evaluation/results.py: what",
+    "trainer/positional/spectrum.py: kept",
+    "trainer/runs/saved_state.py: what",
+]
+"""Fields of file formats, whose names stay."""
+NAME_FIELDS = {
+    **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), "name"),
+    **dict.fromkeys((ast.ExceptHandler, ast.MatchAs, ast.MatchStar), "name"),
+    **{ast.MatchMapping: "rest", ast.arg: "arg", ast.alias: "asname"},
+    **{ast.Name: "id", ast.Attribute: "attr"},
+}
+"""Attribute of a syntax node that holds the name it defines; a load defines none."""
+
+
+def defined_name(node):
+    is_load = isinstance(getattr(node, "ctx", None), ast.Load)
+    return None if is_load else getattr(node, NAME_FIELDS.get(type(node), ""), None)
+
+
+def test_names_say_what_they_hold():
+    offences, stored = [], []
+    for path in sorted(
+        path for room in ("trainer", "scripts") for path in (ROOT / room).rglob("*.py")
+    ):
+        place = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text())
+        fields = {
+            field.target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign)
+        }
+        for node in ast.walk(tree):
+            if (name := defined_name(node)) in VAGUE:
+                if node in fields and f"{place}: {name}" in STORED:
+                    stored.append(f"{place}: {name}")
+                else:
+                    offences.append(f"{place}:{node.lineno}: {name}")
+    assert offences == []
+    assert stored == STORED
+
+
 def test_help_needs_no_pydantic_and_a_wrong_configuration_no_torch():
     code = """if True:
         import contextlib, io, sys

@@ -59,7 +59,7 @@ def make(out: Path, checkout: Path) -> None:
 
 
 def draw(model: torch.nn.Module, seed: int) -> None:
-    """Fill the parameters with numbers that numpy draws from ``seed``, in the order of names."""
+    """Fill the parameters, sorted by name, with random numbers of numpy."""
     generator = np.random.default_rng(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -79,7 +79,7 @@ def write_config(directory: Path, values: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def write_logits(directory: Path, model: torch.nn.Module, vocabulary: int) -> None:
-    """Write token ids, their logits in float32, and those that the model has in float64."""
+    """Write token ids and their float32 logits; print their error against float64."""
     ids = torch.from_numpy(np.random.default_rng(99).integers(0, vocabulary, IDS))
     single = model(ids, use_cache=False).logits
     double = model.double()(ids, use_cache=False).logits

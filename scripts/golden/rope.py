@@ -46,40 +46,40 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 4096, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}),
     (128, 4096, {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}),
 ]  # fmt: skip
-"""Head size, ``max_position_embeddings``, ``rope_parameters``."""
+"""Cases: head size, ``max_position_embeddings``, ``rope_parameters``."""
 
 
 def make(out: Path) -> None:
     """Write ``rope.json``: each case at sequences of 1,024 and 4,096 tokens."""
-    found = []
+    cases = []
     for head_dim, training_length, values in CASES:
-        given = {"rope_theta": 1e4} | values
+        parameters = {"rope_theta": 1e4} | values
         for length in (1024, 4096):
             config = LlamaConfig(
                 hidden_size=4 * head_dim,
                 num_attention_heads=4,
                 head_dim=head_dim,
                 max_position_embeddings=training_length,
-                rope_parameters=dict(given),
+                rope_parameters=dict(parameters),
             )
             rotary = LlamaRotaryEmbedding(config)
             positions = torch.arange(length)[None]
             cos, sin = rotary(torch.zeros(1, 1), positions)
             rows = [position for position in POSITIONS if position < length]
             pairs = len(rotary.inv_freq)
-            found.append(
-                {"head_dim": head_dim, "training_length": training_length, "rope": given}
+            cases.append(
+                {"head_dim": head_dim, "training_length": training_length, "rope": parameters}
                 | {"length": length, "positions": rows}
                 | {"inv_freq": _rounded(rotary.inv_freq)}
                 | {"attention_factor": float(rotary.attention_scaling)}
                 | {"cos": [_rounded(cos[0, p, :pairs]) for p in rows]}
                 | {"sin": [_rounded(sin[0, p, :pairs]) for p in rows]}
             )
-    (out / "rope.json").write_text(_text(found))
+    (out / "rope.json").write_text(_text(cases))
 
 
 def _rounded(row: torch.Tensor) -> list[float]:
-    """Return nine significant digits, which hold a float32."""
+    """Return values rounded to nine significant digits, which represent a float32 exactly."""
     return [float(f"{value:.9g}") for value in row.tolist()]
 
 

@@ -1,8 +1,8 @@
-"""Run NVIDIA's RULER and write its prompts, its draws and its scores.
+"""Run NVIDIA's RULER and write its prompts, random draws and scores.
 
-Its programs download essays, SQuAD and HotpotQA; the files that they read are replaced by small
-texts made here. A tokenizer of words and punctuation replaces the model's. Everything else is the
-checkout's own code, run unchanged.
+Its programs download essays, SQuAD and HotpotQA; small generated texts replace the files that they
+read. A tokenizer of words and punctuation replaces the model's. All other code of the checkout runs
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import yaml
 LENGTHS = (1024, 2048)
 SAMPLES = 2
 MORE = {("niah_multivalue", 1024): 16, ("cwe", 4096): SAMPLES}
-"""More samples, so that a needle stands before the first sentence, and lists with the repetitions
-of long ones."""
+"""Additional samples: a needle before the first sentence, and the repetitions of long lists."""
 SEED = 42
 DRAWN = ("choice", "choices", "sample", "randint", "getrandbits")
 PAIRS = 400
@@ -37,7 +36,7 @@ def make(out: Path, checkout: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         scripts = Path(shutil.copytree(checkout / "scripts", Path(temporary) / "scripts"))
         files = _stand_ins()
-        # Only for lists that are longer than any here.
+        # RULER reads english_words only for lists longer than these.
         for name, content in {**files, "english_words": {"0": "word"}}.items():
             path = scripts / "data/synthetic/json" / f"{name}.json"
             path.write_text(json.dumps(content))
@@ -61,11 +60,11 @@ def _tasks(scripts: Path) -> dict[str, dict[str, Any]]:
     return yaml.safe_load((scripts / "synthetic.yaml").read_text())
 
 
-# ---------------------------------------------------------------- texts to read
+# ---------------------------------------------------------------- texts
 
 
 def _stand_ins() -> dict[str, Any]:
-    """Texts in the formats of the essays, of SQuAD and of HotpotQA."""
+    """Return texts in the formats of the essays, SQuAD and HotpotQA."""
     places = ("Arden", "Bray", "Colne", "Dale", "Esk", "Firth", "Gower")
     goods = ("wool", "salt", "grain", "slate", "cider")
     ends = (".", "!", "?", '."', ".)")
@@ -117,7 +116,7 @@ def _stand_ins() -> dict[str, Any]:
 
 
 class Recorder:
-    """Stands for the module ``random`` and keeps what is drawn from it."""
+    """Stand-in for the module ``random`` that records draws."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -137,7 +136,7 @@ class Recorder:
 
 
 class RecordedNumpy:
-    """Stands for numpy; keeps what ``numpy.random.randint`` draws."""
+    """Stand-in for numpy that records draws of ``numpy.random.randint``."""
 
     def __init__(self, seen: list[Any]) -> None:
         def randint(*arguments: int) -> int:
@@ -151,7 +150,7 @@ class RecordedNumpy:
 
 
 class WordTokenizer:
-    """A token for each word and punctuation mark."""
+    """Tokenizer with a token for each word and punctuation mark."""
 
     def text_to_tokens(self, text: str) -> list[str]:
         """Return the tokens of ``text``."""
@@ -168,7 +167,7 @@ def _load(path: Path, name: str) -> types.ModuleType:
 
 
 def _prompts(scripts: Path, task: str, length: int, count: int) -> list[dict[str, Any]]:
-    """Run the program of a task as ``prepare.py`` does, and return what it wrote."""
+    """Run the program of a task as ``prepare.py`` does, and return its prompts."""
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     config = _tasks(scripts)[task]
@@ -209,11 +208,11 @@ def _prompts(scripts: Path, task: str, length: int, count: int) -> list[dict[str
     for number, row in enumerate(written):
         text = row["input"] + row["answer_prefix"]
         (_, units, draws) = next(call for call in reversed(calls) if text.endswith(call[0]))
-        found = {"task": task, "length": length, "trial": number}
-        found |= {"units": units, "draws": draws}
-        found |= {"text": text, "prefix": row["answer_prefix"], "outputs": row["outputs"]}
-        found |= {"tokens": row["length"], "new_tokens": base["tokens_to_generate"]}
-        rows.append(found)
+        prompt = {"task": task, "length": length, "trial": number}
+        prompt |= {"units": units, "draws": draws}
+        prompt |= {"text": text, "prefix": row["answer_prefix"], "outputs": row["outputs"]}
+        prompt |= {"tokens": row["length"], "new_tokens": base["tokens_to_generate"]}
+        rows.append(prompt)
     return rows
 
 
@@ -248,7 +247,7 @@ def _scores(scripts: Path, prompts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pairs(prompts: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return predictions and references: edge cases, then answers that are right in part."""
+    """Return predictions and references: edge cases, then partly right answers."""
     edge = [
         ("", ["a"]),
         (" ", ["a", "b"]),
@@ -279,8 +278,8 @@ def _pairs(prompts: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         ("🙂 yes", ["🙂"]),
     ]
     generator = random.Random(7)
-    found = list(edge)
-    while len(found) < PAIRS:
+    pairs = list(edge)
+    while len(pairs) < PAIRS:
         prompt = generator.choice(prompts)
         answers = prompt["outputs"]
         other = generator.choice(prompts)["outputs"]
@@ -290,5 +289,5 @@ def _pairs(prompts: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         change = generator.choice([str, str.upper, str.title, str.swapcase])
         text = generator.choice([", ", " ", "\n", "", "\t"]).join(map(change, words))
         cut = generator.choice([0, 0, 1, 3])
-        found.append((" " + text[: len(text) - cut], answers))
-    return found
+        pairs.append((" " + text[: len(text) - cut], answers))
+    return pairs

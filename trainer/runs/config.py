@@ -111,7 +111,7 @@ class RunConfig:
     def problems(self) -> list[Problem]:
         """Check within and between the groups."""
         model_problems, drop_problems = self.model.problems(), self._drop_problems()
-        found = [
+        group_problems = [
             *self._name_problems(),
             *model_problems,
             *self.data.problems(),
@@ -128,7 +128,7 @@ class RunConfig:
             *unknown_encodings(self.positional),
         ]
         if model_problems:
-            return found
+            return group_problems
         of_model = self._float8_problems() if self.trainer.fp8 else []
         if self.evaluation.enabled:
             of_model += layer_problems(
@@ -140,7 +140,7 @@ class RunConfig:
             drop = {"drop": self.drop} if drops and not drop_problems else {}
             length = self.data.sequence_length
             of_model += layout_problems(self.positional, self.model, length, drop)
-        return list(dict.fromkeys([*found, *of_model]))
+        return list(dict.fromkeys([*group_problems, *of_model]))
 
     def _name_problems(self) -> Iterator[Problem]:
         if not NAME.fullmatch(self.name):

@@ -238,11 +238,12 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
     size = phase.config.trainer.batch_size
     first = phase.first_sample(state["step"] - 1, state.get("skips", []))
     samples = samples_of(corpus, phase)
-    found = as_text(int(samples.hashes(range(first, first + size)).sum()))
-    if found != state["certificate"]["last_step"]:
+    certificate = as_text(int(samples.hashes(range(first, first + size)).sum()))
+    if certificate != state["certificate"]["last_step"]:
         raise UserError.at(
             "data",
             f"the last step of the checkpoint read samples {first} to {first + size - 1} with the "
-            f"certificate {state['certificate']['last_step']}, here they have {found}; `python -m "
-            "trainer prepare verify=true` compares the prepared text with its checksums.",
+            f"certificate {state['certificate']['last_step']}, here they have {certificate}; "
+            "`python -m trainer prepare verify=true` compares the prepared text with its "
+            "checksums.",
         )
