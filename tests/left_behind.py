@@ -52,7 +52,7 @@ def nothing_left_behind():
             kept.append((handle, file))
 
     RemovableHandle.__init__ = made
-    before = variables()
+    before, words = variables(), [*sys.argv]
     try:
         yield
     finally:
@@ -63,6 +63,8 @@ def nothing_left_behind():
     for layer in observed:
         layer.observe = None
     assert not observed, f"{len(observed)} layers that are still observed"
+    words_after, sys.argv[:] = [*sys.argv], words
+    assert words_after == words, "the command line of the process is another one than before"
     after = variables()
     changed = [name for name in before.keys() & after.keys() if before[name] != after[name]]
     assert not changed, f"variables with another value than before: {sorted(changed)}"

@@ -228,3 +228,14 @@ def test_divergence_is_torch_s_at_every_position(models, monkeypatch):
     expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean(0)
     np.testing.assert_allclose(divergence, expected, rtol=1e-3, atol=1e-7)
     assert divergence[-1] > 1e-3
+
+
+@pytest.mark.parametrize("lengths", [(24, 48), (48, 24)])
+def test_only_what_both_models_were_trained_on_is_within(tiny_decoder, lengths):
+    targets = [
+        Target(name, tiny_decoder(training_length=length), IDS)
+        for name, length in zip(("before", "after"), lengths, strict=True)
+    ]
+    study = DropStudy(*targets)
+    assert study.trained == 24
+    assert "first 24 tokens" in study.run().text

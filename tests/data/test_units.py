@@ -381,3 +381,24 @@ def test_malformed_rows_of_the_batches_before_count_in_the_share():
     assert in_batches(few, config=config)[-1].bad == 7
     with pytest.raises(UserError, match=r"11 of the first 27 rows are malformed"):
         in_batches(few, DocumentBatch(rows=20, bad=4), config)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_malformed_rows_are_counted_once_whatever_comes_between(
+    config, many_pieces, tmp_path, monkeypatch, interrupted
+):
+    monkeypatch.setattr(units, "NAMED", 1)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": f"Document {i} says it. "} for i in range(150)]
+    path.write_text("\n".join(map(json.dumps, [*rows[:20], *[{}] * 15, *rows[20:]])))
+    work = work_of(replace(config, files=[str(path)], bad_rows=0.5))
+
+    def stop(_):
+        if len(list((work.directory / "pieces").glob("0*.json"))) >= 2:
+            raise KeyboardInterrupt
+
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            work.run(workers=1, report=stop)
+    work.run(workers=1)
+    assert open_prepared(work.directory).manifest.bad_rows == 15

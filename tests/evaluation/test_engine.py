@@ -148,6 +148,24 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus):
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
 
 
+def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
+    fitted = TemperatureSettings(models="all")
+    config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
+    layouts = {"a": model.layout, "b": model.layout.with_training_length(64)}
+    subjects = [Subject(n, n, model.config, layout, lambda: model) for n, layout in layouts.items()]
+    recipes = {
+        n: [recipe(m, layout, config) for m in config.methods] for n, layout in layouts.items()
+    }
+    text = FitText({64: np.zeros((1, 64), np.int64)}, corpus.end_of_text, "text")
+
+    def keys(*subjects):
+        plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text)
+        return {(plan.subject.name, plan.recipe.key, plan.length): plan.key for plan in plans}
+
+    a, b = subjects
+    assert keys(a, b) == keys(b, a) == keys(a) | keys(b)
+
+
 def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
     names = ["none", "dope", "yarn+weighted_rope"]

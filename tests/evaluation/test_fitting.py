@@ -271,3 +271,26 @@ def test_interventions_on_shared_keys_stay(tiny_decoder):
     result = layout.tempered_by_head([[0.1, 0.2, 0.3, 0.4]], [0])
     assert result.layers[0].intervention.key_noise == (0.1, 0.1, 0.2, 0.2)
     assert result.layers[1:] == layout.layers[1:]
+
+
+def test_every_step_takes_the_gradient_of_its_own_losses_alone(tiny_decoder, monkeypatch):
+    gradients = []
+
+    class Still:
+        """An optimizer that records gradients and moves nothing."""
+
+        def __init__(self, parameters, lr):
+            (self.coefficients,) = parameters
+
+        def step(self):
+            gradients.append(self.coefficients.grad.clone())
+
+    monkeypatch.setattr(torch.optim, "Adam", Still)
+    monkeypatch.setattr(fitting, "STEPS", 2)
+    model = decoder_of(tiny_decoder, "rope, GQA")
+    base, layers = tempered(model.layout, 0.0), range(len(model.layout.layers))
+    for windows in (WINDOWS, *({n: w} for n, w in WINDOWS.items())):
+        fit_heads(fitting_of(model), lambda _: base, windows, layers, 0.2)
+    both, again, *each = gradients
+    torch.testing.assert_close(again, both)
+    torch.testing.assert_close(each[0] + each[2], both)

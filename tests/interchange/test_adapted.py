@@ -427,3 +427,12 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     assert "transformers cannot compute it" in problem_of(tmp_path)
     monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)
     assert "pip install 'unrope[transformers]'" in problem_of(saved)
+
+
+def test_a_batch_is_checked_by_its_longest_row_after_others_with_as_short_a_one():
+    model = AdaptedModel(made("Llama", rope_parameters=DYNAMIC))
+    model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=1e-9))
+    ids = IDS[0].repeat(8).tolist()
+    generate(model, [ids[:5], ids[:8]], 50)  # within the training length of 64
+    with pytest.raises(UserError, match="follows the length"):
+        generate(model, [ids[:5], ids[:60]], 50)

@@ -223,6 +223,16 @@ def test_another_training_length_changes_no_spectrum_at_any_length(other, length
     assert by_query.spectra[0].temperature.reference == (None if other == C else C)
 
 
+@pytest.mark.parametrize("spectrum", [dynamic(FAST, ntk_aware, C), TEMPERED])
+@pytest.mark.parametrize("lengths", [(2 * C, 4 * C), (2 * C, C), (C // 2, 4 * C)])
+def test_what_grows_with_the_length_keeps_its_reference_through_several_phases(spectrum, lengths):
+    layout = changed = one_layer(C, spectrum)
+    for length in lengths:
+        changed = changed.with_training_length(length)
+    for length in (C // 4, C, C + 1, 3 * C, 9 * C):
+        assert changed.at(length).layers == layout.at(length).layers
+
+
 @pytest.mark.parametrize(
     ("changed", "lengths"),
     [

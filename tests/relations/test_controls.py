@@ -214,7 +214,7 @@ CHECKED = {
     "remarks._other_budgets": "in say_unusual_settings",
     "arms.arm_problems": "in all checks",
     "arms.phase_configs": "in all checks",
-    "experiment.corpus_problems": "calls two that are below",
+    "experiment.corpus_problems": "below",
     "experiment.experiment_problems": "below",
     "experiment.label_problems": "in experiment_problems",
     "experiment.length_problems": "in experiment_problems",
@@ -418,3 +418,14 @@ def test_a_control_is_trained_and_reported_like_a_run_of_its_own(base, tmp_path)
     for name, arm in found["first"].items():
         for ours, theirs in zip(arm, found["second"][name], strict=True):
             assert ours == theirs, name
+
+
+def test_monitored_text_is_checked_of_every_arm(monkeypatch):
+    for name in ("check_vocabularies", "check_evaluated_text"):
+        monkeypatch.setattr(experiment, name, lambda arms, corpus: None)
+    corpus, keys = SimpleNamespace(validation=range(100)), []
+    longer = {"monitor": {"lengths_every": 2, "lengths": [50]}}
+    for change in (longer, {"controls": {"x": {"label": "x", **longer}}}):
+        arms = arms_of(parse(RunConfig, merged(RUN, change)))
+        keys.append([problem.key for problem in experiment.corpus_problems(arms, corpus)])
+    assert keys == [["monitor.lengths"]] * 2

@@ -12,6 +12,7 @@ import logging
 import re
 from dataclasses import fields, replace
 
+import lightning as L
 import pytest
 import yaml
 
@@ -20,15 +21,24 @@ from tests.relations.leaves import nested
 from tests.relations.test_controls import REMARKS
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
+from trainer.data.corpus import prepare_corpus
 from trainer.runs import memory
 from trainer.runs.arms import gpus_that_fit
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phase_config import PhaseConfig
-from trainer.runs.phases import kept_steps, phases_of, stretch_end, tokens_at, training_length_at
+from trainer.runs.phases import (
+    kept_steps,
+    phase_at,
+    phases_of,
+    stretch_end,
+    tokens_at,
+    training_length_at,
+)
 from trainer.runs.ranks import Ranks
 from trainer.runs.training_config import StrategyConfig
+from trainer.training.run import train
 from trainer.workflows import experiment, remarks
 from trainer.workflows import plan as plans
 from trainer.workflows.plan import PlanRequest
@@ -277,3 +287,22 @@ def test_a_value_that_a_run_cannot_have_is_found_in_a_control_and_in_a_phase():
             missed.append(f"phases.b.{place}={value!r}: {of_phase}")
     assert missed == []
     assert in_phases > 10
+
+
+class Rhythm(L.Callback):
+    """Compares the rhythm of all callbacks with that of the phase, before each step."""
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        phase = phase_at(module.phases, trainer.global_step)
+        parts = [
+            part
+            for callback in trainer.callbacks
+            for part in (callback, *getattr(callback, "guards", ()))
+        ]
+        rhythms = {part.log_every for part in parts if hasattr(part, "log_every")}
+        assert rhythms == {phase.config.trainer.log_every}
+
+
+def test_callbacks_follow_the_rhythm_of_their_phase(texts, tmp_path):
+    config = parse(RunConfig, {**texts, "run_dir": str(tmp_path / "run")})
+    train(config, prepare_corpus(config.data, config.tokenizer), callbacks=[Rhythm()])

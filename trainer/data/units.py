@@ -228,7 +228,8 @@ def write_manifest(plan: Plan, directory: Path) -> None:
     Raises:
         UserError: there is no text to train on.
     """
-    records = [r for unit in range(len(plan.units)) for r in _records(directory, unit)]
+    units = [_records(directory, unit) for unit in range(len(plan.units))]
+    records = [record for unit in units for record in unit]
     shards = {split: [r.shards[split] for r in records if split in r.shards] for split in SPLITS}
     if missing := [split for split in SPLITS if not shards[split]]:
         raise UserError.at(
@@ -251,7 +252,7 @@ def write_manifest(plan: Plan, directory: Path) -> None:
         dtype=plan.dtype,
         end_of_text=plan.end,
         tokenizer_sha256=hashlib.sha256(tokenizer.encode()).hexdigest(),
-        bad_rows=sum(record.bad for record in records),
+        bad_rows=sum(unit[-1].bad for unit in units if unit),  # a piece counts those before it, too
         tokens={split: sum(shard.tokens for shard in shards[split]) for split in SPLITS},
         documents={split: sum(shard.documents for shard in shards[split]) for split in SPLITS},
         shards=shards,
