@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextvars import ContextVar
-from functools import wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from weakref import WeakSet
 
@@ -78,16 +78,30 @@ def is_registered(handle):
 
 def variables():
     """Return the values of context variables, and of module variables that functions assign."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("trainer."):
-            continue
-        for key in ASSIGNED.get(name, ()):
-            found[f"{name}.{key}"] = id(getattr(module, key, None))
-        for key, value in vars(module).items():
-            if isinstance(value, ContextVar):
-                found[f"{name}.{key}"] = id(value.get(None))
-    return found
+    return {
+        (module.__name__, key): id(value.get(None) if isinstance(value, ContextVar) else value)
+        for module, keys in watched(len(sys.modules))
+        for key in keys
+        for value in [getattr(module, key, None)]
+    }
+
+
+@lru_cache(maxsize=1)
+def watched(modules):
+    """Return the imported modules of the package with their variables of both kinds.
+
+    ``modules``: number of all imported modules; the answer is worked out anew when it changes.
+    """
+    of_package = [m for name, m in list(sys.modules.items()) if name.startswith("trainer.")]
+    contexts = {
+        module.__name__: [k for k, v in vars(module).items() if isinstance(v, ContextVar)]
+        for module in of_package
+    }
+    return [
+        (module, [*ASSIGNED.get(name, ()), *contexts[name]])
+        for module in of_package
+        if contexts[name := module.__name__] or name in ASSIGNED
+    ]
 
 
 ASSIGNED = {
