@@ -86,7 +86,7 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
         assert len(rows) == 1 + 2 * 11
     assert (place / "frequency_entropy_lengths.csv").is_file()
     said = (tmp_path / "report.html").read_text()
-    assert "they were chosen on 40 tokens of validation text" in said
+    assert "pairs chosen on 40 tokens of validation text" in said
     assert "From 24 to 48 tokens SequenceFE of a query pair" in said
 
 
