@@ -122,8 +122,7 @@ def step(draw: random.Random) -> bytes:
             b"\x82\x01",
             b"r" + (1 << draw.randint(0, 31)).to_bytes(4, "little"),  # LONG_BINPUT
             b"\x8a\xff" + draw.randbytes(255),  # a long number
-            b"\x8e"
-            + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # length of bytes that are missing
+            b"\x8e" + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # without its bytes
         )
     )
 

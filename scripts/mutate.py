@@ -320,9 +320,8 @@ class Checkout:
             cache = self.root.parent / "cache"
             shutil.rmtree(cache, ignore_errors=True)
             shutil.copytree(os.environ["UNROPE_CACHE"], cache)
-            os.environ["UNROPE_CACHE"] = str(
-                cache
-            )  # a changed program may write wrong text to the cache
+            # A changed program may write wrong text to the cache.
+            os.environ["UNROPE_CACHE"] = str(cache)
             return self.pytest(["-x", *dict.fromkeys(n.split("::")[0] for n in tests)], Only(tests))
 
         try:

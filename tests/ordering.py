@@ -56,6 +56,10 @@ def pytest_terminal_summary(terminalreporter, config):
                 seconds[scope(report.nodeid)] += report.duration
     known = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
     known |= {name: round(taken, 1) for name, taken in seconds.items()}  # of the tests that ran
-    kept = {name: taken for name, taken in sorted(known.items()) if taken >= LEAST}
+    kept = {
+        name: taken
+        for name, taken in sorted(known.items())
+        if taken >= LEAST and (config.rootpath / name.split("::")[0]).is_file()
+    }
     DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
     terminalreporter.write_line(f"{DURATIONS}: {len(kept)} files and classes")

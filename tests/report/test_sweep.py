@@ -433,6 +433,16 @@ def test_a_grid_with_numbers_is_a_line_for_each_value_of_the_other_key():
     )
 
 
+def test_a_key_that_some_runs_of_a_grid_lack_has_a_line_for_them():
+    """As where two sweeps are compared, one of which set a key more."""
+    settings = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1"}, {"a": "2"}]
+    sweep = Sweep("s", tuple(run(str(n), s, point(1, 3)) for n, s in enumerate(settings)))
+    (axis,) = axes(sweep)
+    assert [(name, [value for value, _ in line]) for name, line in axis.lines] == [
+        *(("b=x", [1, 2]), ("no b", [1, 2])),
+    ]
+
+
 def test_a_grid_of_words_is_a_map():
     values = [(a, b) for a in ("never", "always") for b in ("x", "y", "z")]
     plan, drawn = figure(grid(*values))

@@ -100,6 +100,8 @@ def test_perplexity_of_key_tokens_says_which_tokens_these_are():
         "RoPE as trained, with up to 256 tokens of context, has a loss below 2 nats there, and "
         "more than 2 nats less than with up to 32. Its own row is low by this choice."
     ) in table.note
+    by_another = report(*made.cells, tasks=made.tasks, key_tokens={**about, "by": "large"})
+    assert by_key(by_another)["key_tokens"].note.endswith("less than with up to 32.")
 
 
 def test_losses_that_are_all_equal_have_no_best():

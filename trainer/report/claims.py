@@ -20,6 +20,7 @@ from trainer.common.words import percent
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Arm, Drop, Observation, is_known
 from trainer.evaluation.statistics import Estimate, change
+from trainer.report.tables import interval
 
 # A model with less retrieval at the training length has not learned the task: its reach is unknown.
 LEARNED = 0.5
@@ -80,7 +81,7 @@ def signed(share: float) -> str:
 def in_words(cell: Result) -> str:
     """Return ``DroPE 95.6% (92.4–97.5)``."""
     rate = _retrieval(cell)
-    return f"{cell.name} {percent(rate.mean)}% ({percent(rate.low)}–{percent(rate.high)})"
+    return f"{cell.name} {percent(rate.mean)}% ({interval(rate)})"
 
 
 def pair_in_words(a: Result, b: Result) -> str:

@@ -36,7 +36,14 @@ from trainer.report.sweep import (
     unfinished,
 )
 from trainer.report.sweep_figures import sweep_figure
-from trainer.report.tables import UNMEASURED, csv_table, latex_tables, markdown_tables, tables
+from trainer.report.tables import (
+    UNMEASURED,
+    csv_table,
+    interval,
+    latex_tables,
+    markdown_tables,
+    tables,
+)
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of arms
@@ -110,7 +117,7 @@ def lead(report: Report) -> str:
     if not ranked:
         return text
     (best, top), first = ranked[0], outcomes.rows[0]
-    reached = f"{percent(top.mean)}% ({percent(top.low)}–{percent(top.high)})"
+    reached = f"{percent(top.mean)}% ({interval(top)})"
     if len(ranked) == 1:
         return f"{text} {outcomes.name(best)} reaches {reached} there in {measure}."
     of_all = f"{len(ranked)} combinations of model and method"
@@ -120,8 +127,8 @@ def lead(report: Report) -> str:
     reference = estimates[first]
     if reference is None or best == first:
         return f"{text}."
-    limits = f"{percent(reference.low)}–{percent(reference.high)}"
-    return f"{text}; {outcomes.name(first)} has {percent(reference.mean)}% ({limits})."
+    share = f"{percent(reference.mean)}% ({interval(reference)})"
+    return f"{text}; {outcomes.name(first)} has {share}."
 
 
 def tally(observations: Sequence[Observation]) -> str:

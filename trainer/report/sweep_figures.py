@@ -129,14 +129,15 @@ def axes(sweep: Sweep) -> list[Axis]:
     if len(sweep.keys) == 2 and numbers and _grid(sweep):
         key = max(numbers, key=lambda key: len(set(numbers[key])))
         (other,) = set(sweep.keys) - {key}
-        values = list(dict.fromkeys(run.settings[other] for run in sweep.runs))
+        title = sweep.titles[other]
+        values = list(dict.fromkeys(run.settings.get(other) for run in sweep.runs))
         return [
             Axis(
                 key,
                 tuple(
                     (
-                        f"{sweep.titles[other]}={value}",
-                        _sorted(key, [r for r in sweep.runs if r.settings[other] == value]),
+                        f"no {title}" if value is None else f"{title}={value}",
+                        _sorted(key, [r for r in sweep.runs if r.settings.get(other) == value]),
                     )
                     for value in values
                 ),

@@ -246,13 +246,15 @@ def of_key_tokens(report: Report) -> str:
     about = report.key_tokens
     if not about:
         return ""
+    is_evaluated = any(cell.model == about["by"] for cell in report.cells)
     return (
         f"exp of the mean loss on {about['tokens']:,} key tokens "
         f"({percent(about['tokens'] / about['of'])}%) of the last {report.last} tokens of "
         "held-out sequences, the same for all models, methods and lengths (LongPPL, arXiv "
         f"2410.23771): {about['by']} as trained, with up to {about['long']} tokens of context, "
         f"has a loss below {-about['beta']:g} nats there, and more than {about['alpha']:g} nats "
-        f"less than with up to {about['short']}. Its own row is low by this choice."
+        f"less than with up to {about['short']}."
+        f"{' Its own row is low by this choice.' if is_evaluated else ''}"
     )
 
 
