@@ -167,6 +167,6 @@ def test_lengths_in_tokens_take_the_place_of_multiples():
         ),
     ],
 )
-def test_lengths_in_tokens_are_checked_under_the_key_tokens(changes, message):
+def test_lengths_in_tokens_are_checked_under_evaluation_tokens(changes, message):
     (problem,) = map(str, EvaluationConfig(**changes).problems(64))
     assert problem.startswith(message)

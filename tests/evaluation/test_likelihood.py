@@ -176,8 +176,8 @@ def test_long_contexts_lose_their_beginning(tokenizer, caplog):
         Encoder(tokenizer, room).requests([pair, ("", "x")])
         assert message in caplog.text
         assert bool(message) == ("1 of 2 contexts lost" in caplog.text)
-    (stored,) = Encoder(tokenizer, 2).requests([pair])
-    assert (stored.context, stored.continuation) == (whole.context[-1:], whole.continuation)
+    (cut,) = Encoder(tokenizer, 2).requests([pair])
+    assert (cut.context, cut.continuation) == (whole.context[-1:], whole.continuation)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -294,10 +294,10 @@ def test_a_fit_depends_on_the_parts_before_it(fitting, name):
 
 
 def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
-    for layers, message in ((None, [1]), ("all", None)):
+    for layers, expected in ((None, [1]), ("all", None)):
         have = fitting(windows=[16, None])
         layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
-        assert have.temperature.get("layers") == message
+        assert have.temperature.get("layers") == expected
 
 
 def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting):
@@ -373,7 +373,9 @@ def test_a_single_coefficient_is_noted_as_given(fitting):
     assert have.notes == ["logits times 1 + 0.3 ln s, as given"]
 
 
-@pytest.mark.parametrize("name", ["longrope", "temperature", "yarn+temperature", "dope", "pi"])
+@pytest.mark.parametrize(
+    "name", ["longrope", "temperature", "yarn+temperature", "temperature_per_head", "dope", "pi"]
+)
 def test_the_sequences_of_a_fit_are_counted_before_it(fitting, name):
     have, read = fitting(), []
     have.read = lambda sequences, length: read.append((sequences, length))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +191,25 @@ def test_key_tokens_are_chosen_by_the_first_model_once_for_all(runs, tmp_path, m
     second, place = evaluate_lengths(request(runs, tmp_path, **asked, key_tokens=other))
     assert second.key_tokens["by"] == "DroPE"
     assert place != output
+
+
+def test_another_chooser_reads_a_short_context_within_its_training_length(runs, tmp_path):
+    """Also where the evaluated models count from a longer training length."""
+    message = r"evaluation\.key_tokens\.short: expected fewer tokens than the long context of 32"
+    for training_length in (None, 64):
+        for short, refused in ((31, False), (32, True)):
+            key_tokens = KeyTokenSettings(str(runs), short, alpha=1e-9, beta=-50.0)
+            asked = request(
+                runs,
+                tmp_path,
+                tasks=["key_tokens"],
+                methods=["none"],
+                windows=20,
+                training_length=training_length,
+                key_tokens=key_tokens,
+            )
+            with pytest.raises(UserError, match=message) if refused else nullcontext():
+                evaluate_lengths(asked)
 
 
 def test_too_few_key_tokens_are_no_result(runs, tmp_path):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.common.fields import Count, FreeForm, Natural, Number, OptionalText, configuration
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.outcomes import AS_IS
@@ -48,22 +48,19 @@ class BenchmarkConfig(MethodsConfig):
         """The single extension factor that methods are set for."""
         return [self.factor]
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        problems = [*self.method_problems()]
         if not self.tasks:
-            example = "expected one or more, for instance [arc_easy,piqa]."
-            problems.insert(0, Problem("evaluation.tasks", example))
+            yield Problem("evaluation.tasks", "expected one or more, for instance [arc_easy,piqa].")
+        yield from self.method_problems()
         idle = [part for part in self.parts if part in NEED_A_FACTOR]
         if idle and self.factor == 1:
-            problems.append(
-                Problem(
-                    "evaluation.factor",
-                    f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
-                    "training length they are set for, for instance 4.",
-                )
+            yield Problem(
+                "evaluation.factor",
+                f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
+                "training length they are set for, for instance 4.",
             )
-        return problems
 
 
 @configuration

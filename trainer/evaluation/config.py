@@ -58,6 +58,19 @@ class KeyTokenSettings:
                 "evaluation.key_tokens.beta", f"expected a number below 0, got {self.beta:g}."
             )
 
+    @listed
+    def context_problems(self, training_length: int, longest: int) -> Iterator[Problem]:
+        """Check the short context for a chooser of this training length.
+
+        ``longest``: tokens of the longest windows.
+        """
+        long = min(training_length, longest)
+        if self.short is not None and self.short >= long:
+            yield Problem(
+                "evaluation.key_tokens.short",
+                f"expected fewer tokens than the long context of {long}, got {self.short}.",
+            )
+
 
 @configuration
 class EvaluationConfig(MethodsConfig):
@@ -172,13 +185,9 @@ class EvaluationConfig(MethodsConfig):
         if STATEMENTS in self.tasks:
             yield from multiples._statement_problems(C, shortest)
         yield from multiples.choice_problems(C, self.methods or ())
-        short, long = self.key_tokens.short, min(C, round(longest))
-        is_first = self.key_tokens.model is None  # the training length of another is not known yet
-        if KEY_TOKENS in self.tasks and is_first and short is not None and short >= long:
-            yield Problem(
-                "evaluation.key_tokens.short",
-                f"expected fewer tokens than the long context of {long}, got {short}.",
-            )
+        if KEY_TOKENS in self.tasks and self.key_tokens.model is None:
+            # Another chooser's training length is not known yet.
+            yield from self.key_tokens.context_problems(C, round(longest))
         reads_windows = bool({PERPLEXITY, KEY_TOKENS} & {*self.tasks})
         if reads_windows and self.last is not None and self.last > shortest:
             yield Problem(

@@ -230,7 +230,10 @@ class _Worker:
         return Cell(*names, plan.length, plan.factor, **fields, seconds=total).to_dict()
 
     def _part(self, job: Job) -> dict[str, Any]:
-        """Return a part of a cell; measure it if it is not stored. A whole cell is not."""
+        """Return a part of a cell; measure it if it is not stored.
+
+        The only part of a cell is not stored, since the cell itself is.
+        """
         plan = job.plan
         assert plan is not None
 

@@ -204,6 +204,9 @@ STEPS, RATE, LARGEST = 30, 0.05, 100.0
 """Steps and learning rate of Adam, and the largest coefficient. The paper's code has 200 steps of
 batches, and a rate of 0.05 to 0.1 on the scale itself."""
 
+BACKWARD = 3
+"""Cost of a forward and a backward pass, in forward passes."""
+
 
 def fit_heads(
     fitting: Fitting,
@@ -246,7 +249,7 @@ def fit_heads(
                     assert scale.grad is not None
                     c.grad[index] += scale.grad * learned * log_s
                     scale.grad = None
-                fitting.read(*tokens.shape)
+                fitting.read(BACKWARD * len(tokens), length)
             if not math.isfinite(loss):
                 break
             if loss < lowest:

@@ -13,10 +13,9 @@ It is chosen once, for all models, methods and lengths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from trainer.common.progress import Progress
 from trainer.data.order import Integers
 from trainer.evaluation.config import KeyTokenSettings
 from trainer.evaluation.loss import Done, losses_of_batches
-from trainer.evaluation.measurements import Measurement, Reading
+from trainer.evaluation.measurements import WindowLosses
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.results import KEY_TOKENS
 from trainer.evaluation.store import Share, Store, all_fields, fingerprint, pack, unpack, wait_for
@@ -189,56 +188,29 @@ _NOT_READ = {
 
 
 @dataclass
-class KeyTokens(Measurement):
-    """Held-out loss on the key tokens among the last tokens of windows with common ends.
+class KeyTokens(WindowLosses):
+    """Held-out loss on the key tokens among the last tokens of windows with common ends."""
 
-    ``windows``: ``[N, length]`` tokens for each length.
-    """
-
-    windows: dict[int, Integers]
-    end_of_text: int
     chosen: ChosenTokens
     key: str = KEY_TOKENS
     title: str = "Perplexity of key tokens"
-
-    def sequences(self, length: int) -> int:
-        """Return the number of windows."""
-        return len(self.windows[length])
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the windows and of which of their last tokens are key."""
         of_all = all_fields(self, _NOT_READ)
         return fingerprint(self.windows[length], self.chosen.mask, of_all)
 
-    def part(self, rank: int, ranks: int) -> KeyTokens:
-        """Return one rank's share of the windows."""
+    def part(self, rank: int, ranks: int) -> Self:
+        """Return one rank's share of the windows and of their key tokens."""
         chosen = replace(self.chosen, mask=self.chosen.mask[rank::ranks])
-        windows = {length: x[rank::ranks] for length, x in self.windows.items()}
-        return replace(self, windows=windows, chosen=chosen)
-
-    @cached_property
-    def _last(self) -> int:
-        return self.chosen.mask.shape[1]
-
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the losses of the last tokens of every window in the part."""
-        batches = losses_of_batches(
-            reading.model,
-            self.windows[reading.length],
-            self.end_of_text,
-            reading.batch_tokens,
-            reads=reading.reads,
-            done=reading.done,
-            piece=reading.piece,
-        )
-        nothing = torch.zeros(0, self._last)
-        losses = torch.cat([nothing, *(batch[:, -self._last :].clone() for batch in batches)])
-        return {"losses": pack(losses.numpy())}
+        return replace(super().part(rank, ranks), chosen=chosen)
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Return the mean over all key tokens, and over those of each window that has any."""
-        read: Sequence[Any] = [unpack(part["losses"]) for part in parts]
-        losses, mask = np.concatenate(read).astype(np.float64), self.chosen.mask
+        mask = self.chosen.mask
+        last = mask.shape[1]
+        read = [unpack(part["losses"])[:, -last:].astype(np.float64) for part in parts]
+        losses = np.concatenate(read)
         windows = [x[key] for x, key in zip(losses, mask, strict=True) if key.any()]
         by_window = tuple(x.mean().item() for x in windows)
         return {"last_loss": losses[mask].mean().item(), "by_window": by_window}

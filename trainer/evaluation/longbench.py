@@ -32,11 +32,12 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, first_line
 from trainer.common.fields import Count, Natural, OptionalText, configuration
+from trainer.common.validation import adapter
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.scoring import Prompt, Task, list_problems
 from trainer.interchange.hub import cached_or_downloaded
@@ -295,14 +296,14 @@ def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
     Raises:
         UserError: the file cannot be read, is empty, or has a malformed line; names the first.
     """
-    adapter, rows = TypeAdapter(row), []
+    rows: list[T] = []
     try:
         with file.open("r", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
-                    rows.append(adapter.validate_json(line))
+                    rows.append(adapter(row).validate_json(line))
                 except ValidationError as error:
                     first: Any = error.errors()[0]
                     place = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -107,36 +107,19 @@ class Measurement(ABC):
 
 
 @dataclass
-class Perplexity(Measurement):
-    """Held-out loss by position, and on the last tokens of windows that end at the same places.
-
-    ``windows``: ``[N, length]`` tokens for each length. ``last``: number of last tokens that are
-    reported (None: the training length, or the shortest length if that is less).
-    """
+class WindowLosses(Measurement):
+    """Losses on windows of held-out text, ``[N, length]`` tokens for each length."""
 
     windows: dict[int, Integers]
     end_of_text: int
-    training_length: int
-    last: int | None = None
-    key: str = PERPLEXITY
-    title: str = "Held-out perplexity"
 
     def sequences(self, length: int) -> int:
         """Return the number of windows."""
         return len(self.windows[length])
 
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[length], self._last, all_fields(self, _NOT_OF_WINDOWS))
-
-    def part(self, rank: int, ranks: int) -> Perplexity:
+    def part(self, rank: int, ranks: int) -> Self:
         """Return one rank's share of the windows."""
         return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
-
-    @property
-    def _last(self) -> int:
-        """Number of last tokens reported, equal for all lengths."""
-        return self.last or min([self.training_length, *self.windows])
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the losses of every window, and the size of each batch."""
@@ -153,6 +136,29 @@ class Perplexity(Measurement):
         nothing = np.zeros((0, reading.length), np.float32)
         losses = torch.cat(batches).numpy() if batches else nothing
         return {"sizes": [len(batch) for batch in batches], "losses": pack(losses)}
+
+
+@dataclass
+class Perplexity(WindowLosses):
+    """Held-out loss by position, and on the last tokens of windows that end at the same places.
+
+    ``last``: number of last tokens that are reported (None: the training length, or the shortest
+    length if that is less).
+    """
+
+    training_length: int
+    last: int | None = None
+    key: str = PERPLEXITY
+    title: str = "Held-out perplexity"
+
+    def fingerprint(self, length: int) -> str:
+        """Return a hash of the windows and the averaged tokens."""
+        return fingerprint(self.windows[length], self._last, all_fields(self, _NOT_OF_WINDOWS))
+
+    @property
+    def _last(self) -> int:
+        """Number of last tokens reported, equal for all lengths."""
+        return self.last or min([self.training_length, *self.windows])
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Return mean losses of buckets of half a training length, and on the last tokens."""

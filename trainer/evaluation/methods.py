@@ -19,6 +19,7 @@ from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import (
+    BACKWARD,
     RATE,
     STEPS,
     Fitting,
@@ -461,7 +462,7 @@ def _temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 
 def _per_head_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     """Return the numbers of sequences that the fit reads, a backward pass counted as two."""
-    more = 3 * (STEPS + 1) * config.fit_windows
+    more = BACKWARD * (STEPS + 1) * config.fit_windows
     return {s: count + more for s, count in _temperature_fits(config, factor).items()}
 
 

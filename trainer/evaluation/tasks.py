@@ -69,7 +69,8 @@ def make_tasks(
     ``chooser``: chooses the key tokens; their task is left out if it is None.
 
     Raises:
-        UserError: no measurement is possible, or the text is shorter than the longest length.
+        UserError: no measurement is possible, the text is shorter than the longest length, or the
+            short context of the chooser is not shorter than its long one.
     """
     made: list[Measurement] = []
     notes: list[str] = []
@@ -83,6 +84,8 @@ def make_tasks(
         elif name == KEY_TOKENS:
             if chooser is None:
                 continue
+            C = chooser.subject.layout.training_length
+            raise_all(config.key_tokens.context_problems(C, max(lengths)))
             last = config.last or min(training_length, *lengths)
             chosen = chooser.choose(windows[max(lengths)], end, last)
             if chosen.too_few:

@@ -212,6 +212,9 @@ def measure_models(
             if config.key_tokens.model is not None:
                 candidate = _chooser(config.key_tokens.model, text)
                 model = subject_of(candidate, dtype, device, chunk=chunk, tf32=tf32)
+                long = min(model.layout.training_length, max(lengths))
+                shape = {f"{model.name}, which chooses key tokens,": model.config}
+                raise_all(evaluation_problems(shape, long, config, device, share.processes))
             chooser = Chooser(model, config.key_tokens, Store(cells), config.batch_tokens, share)
         raise_all(evaluation_problems(shapes, max(lengths), config, device, share.processes))
         with multiplying(device, tf32):

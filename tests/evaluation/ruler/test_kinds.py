@@ -66,10 +66,6 @@ def test_an_essay_can_be_asked_again():
 
 
 NEEDLE = re.compile(r"One of the special magic (\w+) for ([\w .'-]+?) is: ([0-9a-f-]+)\.")
-NUMBER, WORD = r"[1-9]\d{6}", r"\D+-\D+"
-
-# Name: haystack, pattern of keys, kind and pattern of values, keys (None: as many as fit), values,
-# queries.
 
 
 def parts(text):
