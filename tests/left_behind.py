@@ -42,14 +42,14 @@ def nothing_left_behind():
 
     A hook of a model that is gone, or of one that a later test makes, does not count.
     """
-    kept = []
+    handles = []
     usual = RemovableHandle.__init__
 
     def made(handle, *arguments, **named):
         usual(handle, *arguments, **named)
         file = sys._getframe(2).f_code.co_filename
         if file.startswith(PACKAGE) and not file.endswith(STAYS):
-            kept.append((handle, file))
+            handles.append((handle, file))
 
     RemovableHandle.__init__ = made
     before, words = variables(), [*sys.argv]
@@ -57,9 +57,9 @@ def nothing_left_behind():
         yield
     finally:
         RemovableHandle.__init__ = usual
-    hooks = [file for handle, file in kept if is_registered(handle)]
+    hooks = [file for handle, file in handles if is_registered(handle)]
     assert not hooks, f"hooks that were not removed: {hooks}"
-    observed = [one for one in LAYERS if one.observe is not None]
+    observed = [layer for layer in LAYERS if layer.observe is not None]
     for layer in observed:
         layer.observe = None
     assert not observed, f"{len(observed)} layers that are still observed"

@@ -1,4 +1,4 @@
-"""A tiny corpus and a function that trains on it."""
+"""A tiny corpus, shapes of small models, and a function that trains them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""Shape of a small model."""
+SMALLEST = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture
@@ -32,11 +42,7 @@ def base(tmp_path_factory):
     return {
         "name": "tiny",
         "model": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
+            **SMALLEST,
             "initializer": "fan_in",
             "qk_norm": {"when": "after_drop"},
         },

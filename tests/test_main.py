@@ -23,13 +23,13 @@ def packages(tmp_path, monkeypatch):
 def test_another_package_of_the_name_elsewhere_is_a_warning(name, packages, capsys):
     (packages / f"{name}.dist-info").mkdir()
     main(["--help"])
-    message = capsys.readouterr()
+    printed = capsys.readouterr()
     shown = name.replace("_", "-").replace("r-0", "r 0")
-    assert message.err == (
+    assert printed.err == (
         f"warning: Coqui's package {shown} in {packages} has the same import name as Unrope, "
         "trainer. Install Unrope in a virtual environment of its own.\n"
     )
-    assert "experiment" in message.out
+    assert "experiment" in printed.out
 
 
 def test_only_the_first_rank_warns(packages, capsys, monkeypatch):

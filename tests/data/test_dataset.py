@@ -153,10 +153,10 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     config = DataConfig(document_mask=True)
     batch = as_batch(targets, 0, np.ones(targets.shape, dtype=np.float32), config)
     expected = bounds_of(batch["documents"]).tolist()
-    result = batch["bounds"].tolist()
-    assert result[: len(expected)] == expected
-    assert set(result[len(expected) :]) <= {targets.size}
-    assert len(result) % BOUNDS == 0
+    bounds = batch["bounds"].tolist()
+    assert bounds[: len(expected)] == expected
+    assert set(bounds[len(expected) :]) <= {targets.size}
+    assert len(bounds) % BOUNDS == 0
     longest = max(np.diff(expected))
     assert longest <= batch["longest"] < 2 * longest
     assert batch["longest"].bit_count() == 1

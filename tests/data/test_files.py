@@ -186,9 +186,9 @@ def test_links_are_followed_and_a_file_counts_once(tmp_path, monkeypatch):
         ["texts/*.txt", "texts/deep/*.txt", "texts/linked/*.txt"],
         ["texts", "./texts/a.txt", str(tmp_path / "texts")],
     ):
-        result = find_files(patterns, "data.files")
-        assert [file.name for file in result] == names, patterns
-        assert [file.size for file in result] == [1, 1, 1]
+        files = find_files(patterns, "data.files")
+        assert [file.name for file in files] == names, patterns
+        assert [file.size for file in files] == [1, 1, 1]
 
 
 def test_what_cannot_be_read_in_a_directory_is_an_error_not_less_text(tmp_path):
@@ -222,8 +222,8 @@ def test_addresses_of_other_file_systems_are_read_as_files_here():
     memory = fsspec.filesystem("memory")
     for name in ("b", "a"):
         memory.pipe(f"/texts/{name}.jsonl", json.dumps({"text": name}).encode())
-    result = find_files(["memory://texts/*.jsonl"], "data.files")
-    assert [file.name for file in result] == ["a.jsonl", "b.jsonl"]
-    assert [row for file in result for row in read_rows(file.path, "text")] == ["a", "b"]
+    files = find_files(["memory://texts/*.jsonl"], "data.files")
+    assert [file.name for file in files] == ["a.jsonl", "b.jsonl"]
+    assert [row for file in files for row in read_rows(file.path, "text")] == ["a", "b"]
     with pytest.raises(UserError, match="nowhere:"):
         find_files(["nowhere://x.txt"], "data.files")

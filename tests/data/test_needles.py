@@ -57,15 +57,15 @@ def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_num
     tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed, end)
     assert tokens.shape == weights.shape == (8, 64)
     for row, weight in zip(tokens, weights, strict=True):
-        result = statements_in(row)
-        assert 2 <= len(result) <= 20
+        statements = statements_in(row)
+        assert 2 <= len(statements) <= 20
         known: dict[int, int] = {}
         expected = np.ones(64)
-        for position, name, number in result:
+        for position, name, number in statements:
             assert known.setdefault(name, number) == number
             before = row[:position]  # with a mask, only what stands behind the last end
             begin = max(np.flatnonzero(before == end), default=0) if end else 0
-            if name in {int(row[p]) for p, *_ in result if begin <= p < position}:
+            if name in {int(row[p]) for p, *_ in statements if begin <= p < position}:
                 expected[position + 1] = 10.0
         assert len(known) <= 5
         np.testing.assert_array_equal(weight, expected)
@@ -106,12 +106,12 @@ def test_trial_states_the_answer_once_and_ends_with_its_name(length):
     trials = make_trials(text_of(50, length), np.arange(50), VOCABULARY, 4, seed=1)
     assert trials.prompts.shape == (50, length)
     for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
-        result = statements_in(prompt)
-        names = [name for _, name, _ in result]
-        numbers = [number for *_, number in result]
-        assert len(result) == len(set(names)) == len(set(numbers)) == 4
+        statements = statements_in(prompt)
+        names = [name for _, name, _ in statements]
+        numbers = [number for *_, number in statements]
+        assert len(statements) == len(set(names)) == len(set(numbers)) == 4
         assert prompt[0] == 0  # the first token stays first
-        (position,) = [p for p, name, _ in result if name == prompt[-1]]
+        (position,) = [p for p, name, _ in statements if name == prompt[-1]]
         assert prompt[position + 1] == answer
         assert depth == length - 1 - position
 
@@ -120,10 +120,10 @@ def test_trial_states_the_answer_once_and_ends_with_its_name(length):
 def test_trials_ask_for_the_last_of_several_numbers(changes):
     trials = make_trials(text_of(60, 64), np.arange(60), VOCABULARY, 4, seed=1, changes=changes)
     for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
-        result = statements_in(prompt)
-        assert len({number for *_, number in result}) == len(result) == 4
-        assert len({name for _, name, _ in result}) == 4 - changes
-        asked = [(place, number) for place, name, number in result if name == prompt[-1]]
+        statements = statements_in(prompt)
+        assert len({number for *_, number in statements}) == len(statements) == 4
+        assert len({name for _, name, _ in statements}) == 4 - changes
+        asked = [(place, number) for place, name, number in statements if name == prompt[-1]]
         assert len(asked) == changes + 1
         assert asked[-1] == (63 - depth, answer)
 
@@ -148,13 +148,13 @@ def test_training_sequences_have_statements_from_the_first_token_to_the_last():
 def test_as_few_and_as_many_names_and_mentions_as_are_allowed_are_drawn():
     config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(3, 20))
     tokens, _ = mix_needles(text_of(3000, 64), np.arange(3000), VOCABULARY, config, 0)
-    result = [statements_in(row) for row in tokens]
-    assert {len(row) for row in result} == set(range(3, 21))
-    names = [len({name for _, name, _ in row}) for row in result if len(row) == 20]
+    statements = [statements_in(row) for row in tokens]
+    assert {len(row) for row in statements} == set(range(3, 21))
+    names = [len({name for _, name, _ in row}) for row in statements if len(row) == 20]
     assert set(names) == {2, 3, 4, 5}
     assert np.bincount(names, minlength=6)[2:].min() > 0.15 * len(names)
-    assert {name for row in result for _, name, _ in row} == set(range(100, 116))
-    assert {number for row in result for *_, number in row} == set(range(200, 290))
+    assert {name for row in statements for _, name, _ in row} == set(range(100, 116))
+    assert {number for row in statements for *_, number in row} == set(range(200, 290))
 
 
 def test_trials_do_not_depend_on_how_many_are_made():
@@ -192,10 +192,10 @@ def test_words_are_found_by_a_tokenizer_that_puts_a_token_before_every_text():
         single=f"{END_OF_TEXT} $A",
         special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
     )
-    result = NeedleVocabulary.from_tokenizer(tokenizer)
-    np.testing.assert_array_equal(result.names, plain.names)
-    np.testing.assert_array_equal(result.numbers, plain.numbers)
-    assert result.full_stop == plain.full_stop
+    vocabulary = NeedleVocabulary.from_tokenizer(tokenizer)
+    np.testing.assert_array_equal(vocabulary.names, plain.names)
+    np.testing.assert_array_equal(vocabulary.numbers, plain.numbers)
+    assert vocabulary.full_stop == plain.full_stop
 
 
 def test_words_are_single_tokens_and_text_survives_a_round_trip():

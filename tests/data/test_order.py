@@ -13,16 +13,16 @@ from trainer.data.order import PERIOD, Mixture, keys, permuted, sample_indices, 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
 @settings(max_examples=60, deadline=None)
 def test_every_item_comes_once_in_an_epoch(size, seed, epoch):
-    result = sample_indices(seed, np.arange(epoch * size, (epoch + 1) * size), size)
-    assert sorted(result) == list(range(size))
+    indices = sample_indices(seed, np.arange(epoch * size, (epoch + 1) * size), size)
+    assert sorted(indices) == list(range(size))
 
 
 @given(size=st.integers(1, 2000), group=st.integers(1, 500), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, group, seed):
-    result = sample_indices(seed, np.arange(size), size, group)
-    assert sorted(result) == list(range(size))
-    whole = result[: size // group * group].reshape(-1, group)
+    indices = sample_indices(seed, np.arange(size), size, group)
+    assert sorted(indices) == list(range(size))
+    whole = indices[: size // group * group].reshape(-1, group)
     assert (whole // group == whole[:, :1] // group).all()
 
 
@@ -73,9 +73,9 @@ def test_each_item_is_as_likely_in_each_place(size):
 
 def test_neighbours_in_order_are_no_neighbours_in_the_text():
     """Rank correlation of places and items, and of successive items, is that of chance."""
-    result = sample_indices(0, np.arange(50_000), 50_000)
-    assert abs(np.corrcoef(result, np.arange(50_000))[0, 1]) < 0.02
-    assert abs(np.corrcoef(result[1:], result[:-1])[0, 1]) < 0.02
+    indices = sample_indices(0, np.arange(50_000), 50_000)
+    assert abs(np.corrcoef(indices, np.arange(50_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(indices[1:], indices[:-1])[0, 1]) < 0.02
 
 
 def test_a_mixture_has_its_shares_and_leaves_no_sample_out():

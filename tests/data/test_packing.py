@@ -55,12 +55,12 @@ def test_best_fit_is_that_of_a_plain_loop(lengths):
             rooms[rooms.index(min(fitting))] -= length
         else:
             rooms.append(size - length)
-    result = [
+    unfilled = [
         size - sum(pieces)
         for group in _best_fit(np.cumsum(lengths).astype(np.uint32), size)
         for pieces in group[1]
     ]
-    assert Counter(result) == Counter(rooms)
+    assert Counter(unfilled) == Counter(rooms)
 
 
 def test_packed_sequences_hold_whole_documents_and_padding_that_does_not_count(config, monkeypatch):

@@ -56,8 +56,10 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
         prepare_corpus(config, TokenizerConfig(path=str(path)))
     with pytest.raises(UserError, match="another tokenizer than the model's"):
         prepare_corpus(config, BPE, other)
-    path_of_own = str(directory / "tokenizer.json")
-    assert prepare_corpus(config, TokenizerConfig(path=path_of_own)).directories == [str(directory)]
+    tokenizer_path = str(directory / "tokenizer.json")
+    assert prepare_corpus(config, TokenizerConfig(path=tokenizer_path)).directories == [
+        str(directory)
+    ]
 
 
 def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory, tmp_path):
@@ -318,8 +320,8 @@ def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
 
 def open_below(directory):
     """Files of a directory that this process has open."""
-    result = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    return sum(path.startswith(str(directory)) for path in result)
+    paths = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum(path.startswith(str(directory)) for path in paths)
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):

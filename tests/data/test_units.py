@@ -62,11 +62,11 @@ def test_there_are_shards_of_every_split_with_their_documents(config, many_piece
     assert len(text.train.places) > 6
     streams = (text.train, text.validation, text.test)
     documents = [d for stream in streams for d in stream.documents(10**6)]
-    message = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
+    texts = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
     assert all(ids[-1] == text.end_of_text for ids in documents)
     expected = [f"Document {i} says something. " * (1 + i % 7) for i in range(120)]
-    assert sorted(message) == sorted(expected)
-    trained = message[: len(text.train.documents(10**6))]
+    assert sorted(texts) == sorted(expected)
+    trained = texts[: len(text.train.documents(10**6))]
     assert trained == [s for s in expected if s in set(trained)]  # in the order of the source
     manifest = text.manifest
     assert sum(manifest.documents.values()) == 120
@@ -152,10 +152,10 @@ def _killed_with_workers(config, sender):
 
 
 def _runs(pid):
-    result = subprocess.run(
+    process = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
-    return result.stdout.strip()[:1] not in {"", "Z"}
+    return process.stdout.strip()[:1] not in {"", "Z"}
 
 
 def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):
@@ -214,6 +214,15 @@ def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces,
     path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
     with pytest.raises(UserError, match=r"1\.jsonl' has .* bytes, and had"):
         unfinished.run((2, 3), workers=1)
+
+
+def test_a_damaged_plan_of_another_state_of_the_source_stops_no_preparation(config, tmp_path):
+    begun = work_of(config).directory
+    begun.mkdir(parents=True)
+    (begun / "plan.json").write_text("{")
+    path = tmp_path / "texts" / "1.jsonl"
+    path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
+    assert work_of(config).run(workers=1)
 
 
 def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):

@@ -77,11 +77,6 @@ def others(kind: Any, value: Any) -> Iterator[Any]:
             yield legal
 
 
-def another(kind: Any, value: Any) -> Any:
-    """Return another legal value of a field."""
-    return next(others(kind, value))
-
-
 def get(config: Any, path: str) -> Any:
     """Return the value at a dotted path."""
     for name in path.split("."):
@@ -91,9 +86,9 @@ def get(config: Any, path: str) -> Any:
 
 def with_value(config: Any, path: str, value: Any) -> Any:
     """Return a copy of a dataclass with one leaf changed."""
-    name, _, rest = path.partition(".")
+    name, _, inner = path.partition(".")
     return replace(
-        config, **{name: with_value(getattr(config, name), rest, value) if rest else value}
+        config, **{name: with_value(getattr(config, name), inner, value) if inner else value}
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.program import ROOT
 from tests.relations.leaves import leaves, nested, others
+from tests.small_runs import SHAPE
 from trainer.common.errors import Problem, UserError
 from trainer.runs import memory
 from trainer.runs.arms import arms_of, gpus_that_fit
@@ -38,14 +39,7 @@ from trainer.workflows.training_text import readings
 RUN = {
     "name": "same",
     "run_dir": "runs/same",
-    "model": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
+    "model": {**SHAPE, "vocab_size": 512},
     "drop": {"at": 6},
     "data": {"source": "files", "files": ["a.jsonl"]},
     "tokenizer": {"vocab_size": 300},
@@ -196,7 +190,7 @@ def test_a_control_has_the_configuration_of_a_run_with_its_changes(name):
 
 def functions_of_arms():
     """Return the functions that take the configurations of all arms, as ``module.name``."""
-    found = set()
+    functions = set()
     for path in (ROOT / "trainer").rglob("*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "[str, RunConfig]" in text else ():
@@ -204,8 +198,8 @@ def functions_of_arms():
                 continue
             kinds = [ast.unparse(x.annotation) for x in node.args.args if x.annotation]
             if any("[str, RunConfig]" in kind for kind in kinds):
-                found.add(f"{path.stem}.{node.name}")
-    return found
+                functions.add(f"{path.stem}.{node.name}")
+    return functions
 
 
 REMARKS = ("say_unusual_settings",)
@@ -253,23 +247,24 @@ def refused(check, *arguments):
 
 
 @pytest.fixture
-def told(monkeypatch, caplog):
-    """A function from arms to what each check and remark says of them.
+def messages_of(monkeypatch, caplog):
+    """A function from arms to the messages of each check and remark.
 
     The machine has little memory, nothing is read, and weights to start from are of 4,096 tokens.
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 20)
     start = SimpleNamespace(layout=SimpleNamespace(training_length=4096))
-    given = lambda model: start if model.qkv_bias else None  # noqa: E731
-    monkeypatch.setattr(remarks, "starting_weights", given)
+    monkeypatch.setattr(
+        remarks, "starting_weights", lambda model: start if model.qkv_bias else None
+    )
     monkeypatch.setattr(experiment, "check_writable", lambda place: None)
     monkeypatch.setattr(experiment, "all_gather", lambda mine: [mine, *(OTHERS[type(mine)])])
     monkeypatch.setattr(training_text, "vocabulary_size", lambda tokenizer: 600)
     monkeypatch.setattr(training_text, "tokenizer_of_weights", lambda config: None)
     subjects = []
     monkeypatch.setattr(
-        training_text, "applicable", lambda of, few: (subjects.extend(of), ({}, ()))[1]
+        training_text, "applicable", lambda models, few: (subjects.extend(models), ({}, ()))[1]
     )
     monkeypatch.setattr(training_text, "make_tasks", lambda *_: ([], []))
     monkeypatch.setattr(training_text, "fit_text", lambda *_: None)
@@ -278,8 +273,8 @@ def told(monkeypatch, caplog):
     def of_arms(arms):
         subjects.clear()
         training_text.check_evaluated_text(arms, text)
-        found = {
-            "subjects": [(one.config, replace(one.layout, training_length=1)) for one in subjects],
+        messages = {
+            "subjects": [(s.config, replace(s.layout, training_length=1)) for s in subjects],
             "machine": experiment.machine_problems(arms, 1),
             "experiment on 1": experiment.experiment_problems(arms, 1, 1),
             "experiment on 6": experiment.experiment_problems(arms, 6, 3),
@@ -291,8 +286,8 @@ def told(monkeypatch, caplog):
         for name in REMARKS:
             caplog.clear()
             getattr(remarks, name)(arms)
-            found[name] = caplog.messages
-        return {name: Counter(map(words, lines)) for name, lines in found.items()}
+            messages[name] = caplog.messages
+        return {name: Counter(map(words, lines)) for name, lines in messages.items()}
 
     return of_arms
 
@@ -305,18 +300,20 @@ ONE_WAY = {"data.mixture": "a control may leave out a text of its run, which has
 """Changes of which checks say something else of a control than of a run, with the reason."""
 
 
-def test_checks_and_remarks_say_the_same_of_a_run_and_of_a_control(told):
-    silent, told_of_run = set(), told({"main": parse(RunConfig, RUN)})
+def test_checks_and_remarks_say_the_same_of_a_run_and_of_a_control(messages_of):
+    silent, messages_of_run = set(), messages_of({"main": parse(RunConfig, RUN)})
     for name in ALL.keys() - ONE_WAY.keys():
         run, other, *_ = both_ways(name)
         controls = {
             c: replace(config, label=None, run_dir="runs/same/controls/x")
             for c, config in (("run", run), ("other", other))
         }
-        forth = told({"main": run, "x": controls["other"]})
-        assert forth == told({"main": other, "x": controls["run"]}), name
-        alone = told({"main": other})
-        silent |= {kind for kind in forth if alone[kind] - told_of_run[kind] and not forth[kind]}
+        forth = messages_of({"main": run, "x": controls["other"]})
+        assert forth == messages_of({"main": other, "x": controls["run"]}), name
+        alone = messages_of({"main": other})
+        silent |= {
+            kind for kind in forth if alone[kind] - messages_of_run[kind] and not forth[kind]
+        }
         assert not silent, (name, silent)
 
 
@@ -329,13 +326,13 @@ def of_experiment(config):
     several = parse(RunConfig, values)
     request = PlanRequest(config, 1, 1, "h100", 0.4)
     rows = {row for section in plans.plan(request) for row in section.rows}
-    kept = {name: text.partition(",")[0].partition(":")[0] for name, text in rows}
+    counts = {name: text.partition(",")[0].partition(":")[0] for name, text in rows}
     return {
         "gpus": [gpus_that_fit(several, nodes) for nodes in (1, 2, 3)],
         "packed": {data.sequence_length for data in readings(config) if data.packing != "stream"},
         "longest": max(data.sequence_length for data in readings(config)),
         "operations": Counter(text for name, text in rows if name.startswith("operations of")),
-        "checkpoints": {kept["checkpoints kept"], kept.get("those of controls")},
+        "checkpoints": {counts["checkpoints kept"], counts.get("those of controls")},
     }
 
 
@@ -386,7 +383,7 @@ def of_arm(place, report, name):
     ]
     arm = next(arm for arm in report.arms if arm.name == name)
     cells = [replace(cell, seconds=0.0) for cell in report.cells if cell.model == name]
-    (watched,) = [one for one in watch._read_run(place).arms if one.name == name]
+    (watched,) = [arm for arm in watch._read_run(place).arms if arm.name == name]
     steps = watched.step, watched.steps, watched.tokens_left, watched.is_trained
     phases = [(phase.name, phase.start, phase.end) for phase in watched.phases]
     (row,) = compare._beside_each_other([Swept(str(place))], place).runs
@@ -406,17 +403,17 @@ def test_a_control_is_trained_and_reported_like_a_run_of_its_own(base, tmp_path)
         "first": merged(run, {"controls": {"x": ANOTHER}}),
         "second": merged(merged(run, ANOTHER), {"controls": {"x": returned}}),
     }
-    found = {}
+    arms_by_label = {}
     for name, values in experiments.items():
         config = parse(RunConfig, {**values, "run_dir": str(tmp_path / name)})
         report, _ = experiment.run_experiment(config)
         arms = arms_of(config)
-        found[name] = {
+        arms_by_label[name] = {
             label(arm): of_arm(Path(arm.run_dir), report, label(arm)) for arm in arms.values()
         }
-    assert len(found["first"]) == 2
-    for name, arm in found["first"].items():
-        for ours, theirs in zip(arm, found["second"][name], strict=True):
+    assert len(arms_by_label["first"]) == 2
+    for name, arm in arms_by_label["first"].items():
+        for ours, theirs in zip(arm, arms_by_label["second"][name], strict=True):
             assert ours == theirs, name
 
 

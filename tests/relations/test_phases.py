@@ -19,7 +19,7 @@ import yaml
 from tests.commands.malformed.words import RUN as MALFORMED
 from tests.relations.leaves import nested
 from tests.relations.test_controls import REMARKS
-from tests.small_runs import trained_in
+from tests.small_runs import SMALLEST, trained_in
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.runs import memory
@@ -61,7 +61,7 @@ def test_every_key_of_a_phase_is_one_of_these():
     assert {field.name for field in fields(PhaseConfig)} == {*OVERRIDDEN, *OWN}
 
 
-def phase(steps, length, batch, micro, log, peak, a, **more):
+def phase_values(steps, length, batch, micro, log, peak, a, **more):
     """Plain values of a phase that overrides everything."""
     schedule = {"name": "constant", "peak": peak, "warmup_steps": 1}
     sizes = {"sequence_length": length, "batch_size": batch, "micro_batch_size": micro}
@@ -77,23 +77,16 @@ def phase(steps, length, batch, micro, log, peak, a, **more):
 
 
 PHASES = {
-    "first": phase(3, 32, 4, 2, 1, 1.0, 1.0),
-    "long": phase(2, 64, 2, 1, 2, 0.5, 3.0, rescale={"method": "pi"}),
-    "dropped": phase(3, 64, 2, 2, 3, 0.7, 3.0, drop={"anneal_steps": 2}),
-    "short": phase(2, 16, 6, 3, 1, 0.2, 2.0),
+    "first": phase_values(3, 32, 4, 2, 1, 1.0, 1.0),
+    "long": phase_values(2, 64, 2, 1, 2, 0.5, 3.0, rescale={"method": "pi"}),
+    "dropped": phase_values(3, 64, 2, 2, 3, 0.7, 3.0, drop={"anneal_steps": 2}),
+    "short": phase_values(2, 16, 6, 3, 1, 0.2, 2.0),
 }  # fmt: skip
 MIXTURE = {"a": {"weight": 1.0}, "b": {"weight": 1.0, "min_characters": 1}}
 VALUES = {
     "name": "phased",
     "run_dir": "runs/phased",
-    "model": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 300,
-    },
+    "model": {**SMALLEST, "vocab_size": 300},
     "positional": {"layers": ["rope"]},
     "drop": {"at": None, "effect_sequences": 4},
     "data": {"source": "files", "files": ["a.jsonl"], "sequence_length": 24, "mixture": MIXTURE},
@@ -121,14 +114,15 @@ OTHER = {
 
 def of_phases(config):
     """Return all that a phase says of itself, without the run that it is a part of."""
-    found = []
-    for one in phases_of(config):
-        plain = {k: v for k, v in vars(one).items() if k not in ("config", "stretch")}
-        factors = [one.factor(step) for step in range(one.start, one.end)]
-        found.append([plain, factors, one.stretch, one.change, one.config.trainer.accumulation()])
-        found.append([one.config.data, replace(one.config.trainer, max_tokens=None)])
-        found.append([one.first_sample(one.end - 1, [(1, 5)]), one.tokens_at(one.end), one.seed])
-    return found
+    values = []
+    for phase in phases_of(config):
+        plain = {k: v for k, v in vars(phase).items() if k not in ("config", "stretch")}
+        factors = [phase.factor(step) for step in range(phase.start, phase.end)]
+        values += [plain, factors, phase.stretch, phase.change, phase.seed, phase.config.data]
+        values += [phase.config.trainer.accumulation(), phase.tokens_at(phase.end)]
+        values.append(replace(phase.config.trainer, max_tokens=None))
+        values.append(phase.first_sample(phase.end - 1, [(1, 5)]))
+    return values
 
 
 DDP = StrategyConfig("ddp")
@@ -163,13 +157,13 @@ def test_what_every_phase_overrides_decides_on_nothing(key, monkeypatch, caplog)
     assert run != other or key in ("trainer.max_steps",)
     for computed in (of_phases, counted, checked, planned):
         assert computed(run) == computed(other), computed.__name__
-    said = []
+    messages = []
     for config in (run, other):
         caplog.clear()
         for name in REMARKS:
             getattr(remarks, name)({"main": config})
-        said.append(caplog.messages)
-    assert said[0] == said[1]
+        messages.append(caplog.messages)
+    assert messages[0] == messages[1]
 
 
 def of_the_configuration(config, ranks, exact):
@@ -182,12 +176,12 @@ def of_the_configuration(config, ranks, exact):
 def checked(config):
     """Return what checks find in a run and each of its phases, on a machine with little memory."""
     arms = {"main": config}
-    found = [
+    problems = [
         *experiment.machine_problems(arms, 1),
         *experiment.experiment_problems(arms, 5, 5),
         *experiment.start_problems(arms, Ranks()),
     ]
-    return [str(problem) for problem in found]
+    return [*map(str, problems)]
 
 
 def planned(config):
@@ -214,7 +208,7 @@ def test_what_every_phase_overrides_is_not_read_while_it_trains(texts, tmp_path)
             changes = merged(changes, nested(key, value))
     changes = merged(changes, {"data": {"mixture": {"a": {"weight": 9.0}, "b": {"weight": 0.5}}}})
     left_out = "tokens_per_second", "time/", "memory"
-    found = []
+    results = []
     for name, change in (("run", {}), ("other", changes)):
         _, trained = trained_in(tmp_path / name, texts, **change)
         state = read_state(trained.checkpoint)
@@ -225,9 +219,9 @@ def test_what_every_phase_overrides_is_not_read_while_it_trains(texts, tmp_path)
                 for row in csv.DictReader(file)
             ]
         done = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
-        effects = {name: vars(effect) for name, effect in trained.effects.items()}
-        found.append([rows, json.loads(json.dumps(state)), done, effects])
-    assert found[0] == found[1]
+        effects = {phase: vars(effect) for phase, effect in trained.effects.items()}
+        results.append([rows, json.loads(json.dumps(state)), done, effects])
+    assert results[0] == results[1]
 
 
 ROWS = [line.split(" | ")[0].strip() for line in MALFORMED.splitlines() if line.strip()]
@@ -262,19 +256,20 @@ def keys_of(values):
     except UserError as error:
         return {problem.key for problem in error.problems}
     arms = experiment.arms_of(config)
-    found = [*experiment.machine_problems(arms, 1), *experiment.experiment_problems(arms, 1, 1)]
-    return {problem.key for problem in found}
+    problems = [*experiment.machine_problems(arms, 1), *experiment.experiment_problems(arms, 1, 1)]
+    return {problem.key for problem in problems}
 
 
 def test_a_value_that_a_run_cannot_have_is_found_in_a_control_and_in_a_phase():
     sound, missed, in_phases = keys_of(SINGLE), [], 0
     for key, value in words():
         change = nested(key, value)
-        wrong = {one for one in keys_of(merged(SINGLE, change)) - sound if "model.from" not in one}
+        keys = keys_of(merged(SINGLE, change)) - sound
+        wrong = [name for name in keys if "model.from" not in name]
         if not wrong:
             continue
         of_control = keys_of(merged(SINGLE, {"controls": {"x": {"label": "X", **change}}}))
-        if not any(one.startswith("controls.x") for one in of_control):
+        if not any(name.startswith("controls.x") for name in of_control):
             missed.append(f"controls.x.{key}={value!r}: {of_control}")
         name = next((run for run in IN_PHASES if f"{key}.".startswith(f"{run}.")), None)
         if name is None or key.startswith(("drop.at", "drop.enabled", "drop.schedule", "drop.eff")):
@@ -283,7 +278,7 @@ def test_a_value_that_a_run_cannot_have_is_found_in_a_control_and_in_a_phase():
         place = IN_PHASES[name] + key.removeprefix(name)
         two = {"a": {"steps": 6}, "b": {"steps": 6, **nested(place, value)}}
         of_phase = keys_of(merged(SINGLE, {"phases": two}))
-        if not any(one.startswith("phases.b") for one in of_phase) and value is not None:
+        if not any(name.startswith("phases.b") for name in of_phase) and value is not None:
             missed.append(f"phases.b.{place}={value!r}: {of_phase}")
     assert missed == []
     assert in_phases > 10

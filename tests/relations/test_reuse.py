@@ -43,17 +43,17 @@ class BrokenError(Exception):
 
 def model_state(model):
     """Return what every module of a model has beside its weights, and how many hooks."""
-    found = {}
+    state = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if "hooks" in key:
-                found[name, key] = len(value)
+                state[name, key] = len(value)
             elif key == "_parameters":
-                given = {k: v for k, v in value.items() if v is not None}
-                found[name, key] = {k: (id(v), v.requires_grad) for k, v in given.items()}
+                weights = {k: v for k, v in value.items() if v is not None}
+                state[name, key] = {k: (id(v), v.requires_grad) for k, v in weights.items()}
             elif value is not None and (not key.startswith("_") or key == "_layout"):
-                found[name, key] = value if isinstance(value, bool | int | float) else id(value)
-    return found
+                state[name, key] = value if isinstance(value, bool | int | float) else id(value)
+    return state
 
 
 def process_state():
@@ -88,7 +88,7 @@ CONTEXTS = {
     ),
     "subjects.multiplying": lambda model: multiplying("cuda", True),
     "stopping.heeding_signals": lambda model: stopping.heeding_signals(),
-    "processes.stopping_at_once": lambda model: stopping_at_once("said", signal.SIGTERM),
+    "processes.stopping_at_once": lambda model: stopping_at_once("Stopped", signal.SIGTERM),
     "loggers.kept_dashboards": lambda model: kept_dashboards(),
     "sources._without_collections": lambda model: sources._without_collections(),
 }
@@ -120,14 +120,14 @@ ELSEWHERE = {
 
 def context_managers():
     """Return the functions of the package under ``@contextmanager``."""
-    found = set()
+    functions = set()
     for path in (ROOT / "trainer").rglob("*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "@contextmanager" in text else ():
             if isinstance(node, ast.FunctionDef):
-                names = [ast.unparse(one) for one in node.decorator_list]
-                found |= {f"{path.stem}.{node.name}"} if "contextmanager" in names else set()
-    return found
+                names = [ast.unparse(decorator) for decorator in node.decorator_list]
+                functions |= {f"{path.stem}.{node.name}"} if "contextmanager" in names else set()
+    return functions
 
 
 def test_every_context_manager_is_classified():
@@ -249,9 +249,9 @@ def steps(tally, seed, count=3, broken=()):
         tally.end_update(loss if step not in broken else loss * math.nan, losses.sum(), skipped)
 
 
-def same(one, other):
+def same(first, second):
     """Return whether two groups of numbers are equal, where NaN equals itself."""
-    return str(one) == str(other)
+    return str(first) == str(second)
 
 
 def test_a_row_contains_nothing_of_the_row_before():
@@ -290,20 +290,19 @@ def test_spikes_are_counted_once():
 
 @pytest.mark.parametrize("kind", [Tally, Certificate])
 def test_what_was_saved_replaces_all_that_was_there(kind):
-    def use(one, seed):
+    def use(counter, seed):
         if kind is Tally:
-            steps(one, seed, 4, broken=(3,))
+            steps(counter, seed, 4, broken=(3,))
         else:
-            one.add(torch.arange(seed, seed + 3), True)
-            one.add(torch.arange(seed, seed + 3), False)
+            counter.add(torch.arange(seed, seed + 3), True)
+            counter.add(torch.arange(seed, seed + 3), False)
 
     saved, used, new = kind(), kind(), kind()
     use(saved, 5)
     use(used, 9)
-    load = {Tally: lambda one: one.load(saved.state(), torch.device("cpu"))}
-    load = load.get(kind, lambda one: one.load(saved.state()))
-    load(new)
-    load(used)
+    device = [torch.device("cpu")] if kind is Tally else []
+    for counter in (new, used):
+        counter.load(saved.state(), *device)
     assert same(new.state(), saved.state())
     assert same(used.state(), saved.state())
     use(used, 3)

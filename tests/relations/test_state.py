@@ -58,12 +58,12 @@ STATEFUL = {
 
 def stateful_classes():
     """Return the classes whose methods assign attributes of the object."""
-    found = set()
+    classes = set()
     for path in (ROOT / "trainer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any(map(assigns, node.body)):
-                found.add(node.name)
-    return found
+                classes.add(node.name)
+    return classes
 
 
 def assigns(method):
@@ -145,22 +145,24 @@ class Looking(L.Callback):
         if index % trainer.accumulate_grad_batches:
             return
         ours = [x for x in trainer.callbacks if type(x).__module__.startswith("trainer.")]
-        values = {type(x).__name__: x for x in ours if type(x).__name__ != "Resume"}
-        found = {}
-        for name, value in values.items():
-            look(value, name, found)
-        look(module.tally.state(), "tally", found)
-        look(module.certificate.state(), "certificate", found)
+        values_seen = {}
+        callbacks = {type(x).__name__: x for x in ours if type(x).__name__ != "Resume"}
+        for name, value in callbacks.items():
+            look(value, name, values_seen)
+        look(module.tally.state(), "tally", values_seen)
+        look(module.certificate.state(), "certificate", values_seen)
         (optimizer,) = trainer.optimizers
         for name, weight in module.model.named_parameters():
-            found[f"weights.{name}"] = weight.double().sum().item()
+            values_seen[f"weights.{name}"] = weight.double().sum().item()
             for key, tensor in optimizer.state.get(weight, {}).items():
-                found[f"optimizer.{name}.{key}"] = torch.as_tensor(tensor).double().sum().item()
-        found["layout"] = module.model.layout
-        found["backends"] = [block.self_attn.attend.__name__ for block in module.model.layers]
-        found["modes"] = [part.training for part in module.model.modules()]
-        found["random"] = torch.get_rng_state().sum().item()
-        self.seen[trainer.global_step] = found
+                values_seen[f"optimizer.{name}.{key}"] = (
+                    torch.as_tensor(tensor).double().sum().item()
+                )
+        values_seen["layout"] = module.model.layout
+        values_seen["backends"] = [block.self_attn.attend.__name__ for block in module.model.layers]
+        values_seen["modes"] = [part.training for part in module.model.modules()]
+        values_seen["random"] = torch.get_rng_state().sum().item()
+        self.seen[trainer.global_step] = values_seen
         if trainer.global_step == self.only:
             raise StoppedError
 
@@ -169,24 +171,24 @@ class StoppedError(Exception):
     """Enough was seen."""
 
 
-def look(value, path, found, depth=0):
-    """Put every plain value within an object into ``found`` by its path."""
+def look(value, path, values_seen, depth=0):
+    """Put every plain value within an object into ``values_seen`` by its path."""
     if isinstance(value, torch.Tensor):
-        found[path] = value.tolist()
+        values_seen[path] = value.tolist()
     elif value is None or isinstance(value, bool | int | float | str | Layout):
-        found[path] = value
+        values_seen[path] = value
     elif isinstance(value, dict):
-        found[f"{path}#"] = sorted(map(str, value))
+        values_seen[f"{path}#"] = sorted(map(str, value))
         for key, item in value.items():
-            look(item, f"{path}[{key}]", found, depth)
+            look(item, f"{path}[{key}]", values_seen, depth)
     elif isinstance(value, list | tuple | set | frozenset):
-        found[f"{path}#"] = len(value)
+        values_seen[f"{path}#"] = len(value)
         for index, item in enumerate(value):
-            look(item, f"{path}[{index}]", found, depth)
+            look(item, f"{path}[{index}]", values_seen, depth)
     elif type(value).__module__.startswith("trainer.") and depth < 3:
         for key, item in vars(value).items():
             if key not in OF_THIS_PROCESS:
-                look(item, f"{path}.{key}", found, depth + 1)
+                look(item, f"{path}.{key}", values_seen, depth + 1)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +219,9 @@ def test_a_resumed_run_is_in_the_state_of_the_whole_run(whole, base, tmp_path, s
 
 def test_a_phase_begins_without_the_losses_of_the_phase_before(whole):
     _, seen = whole
-    counts = {step: found["Transitions.held_out_losses#"] for step, found in seen.items()}
+    counts = {
+        step: values_seen["Transitions.held_out_losses#"] for step, values_seen in seen.items()
+    }
     assert {step: counts[step] for step in (3, 4, 5)} == {3: 0, 4: 1, 5: 0}
 
 

@@ -19,6 +19,6 @@ def checksum(path):
 
 checkpoint_files.checksum = checksum
 checkpoint_files.MOST_THREADS = 1
-result = newest_sound_checkpoint(Path(sys.argv[1]))
-print(result.name)
+newest = newest_sound_checkpoint(Path(sys.argv[1]))
+print(newest.name)
 dist.destroy_process_group()

@@ -114,19 +114,23 @@ def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):
     assert json.loads((place / MARK).read_text())["format"] == 1
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
         ('{"program": "unrope", "format": 99}', "format 99.*newer"),
+        ('{"program": "other", "format": 1}', "of another program, 'other'"),
         ("[", "damaged"),
         ("{}", "damaged"),
     ],
 )
-def test_a_directory_of_another_format_is_refused(place, mark, message):
+def test_a_directory_of_another_format_or_program_is_left_alone(place, mark, message, overwrite):
     opened(place)
     (place / MARK).write_text(mark)
+    before = contents(place)
     with pytest.raises(UserError, match=message):
-        opened(place)
+        opened(place, overwrite=overwrite)
+    assert contents(place) == before
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is_now(place, tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def test_checkpoints_in_a_run_directory_of_a_newer_format_are_refused(run):
             read()
 
 
-@pytest.mark.parametrize("result", [0, -1, "1", None, 1.5, True])
-def test_what_is_no_number_of_a_format_is_damage(result):
+@pytest.mark.parametrize("number", [0, -1, "1", None, 1.5, True])
+def test_what_is_no_number_of_a_format_is_damage(number):
     with pytest.raises(UserError, match="output: 'x' is damaged"):
-        check_format(result, 1, "output", "'x'", "choose another")
+        check_format(number, 1, "output", "'x'", "choose another")

@@ -57,12 +57,12 @@ def written(directory, dtype=torch.float32, size=(4, 3), chunks=HALVES, places=N
 
 
 def test_what_an_index_says_is_read_to_the_last_number(tmp_path):
-    result = read_index(written(tmp_path))
-    about = result.state_dict_metadata["a"]
+    index = read_index(written(tmp_path))
+    about = index.state_dict_metadata["a"]
     assert (about.size, about.properties.dtype) == (torch.Size([4, 3]), torch.float32)
     assert about.chunks == HALVES
     for i, chunk in enumerate(HALVES):
-        stored = result.storage_data[MetadataIndex("a", chunk.offsets)]
+        stored = index.storage_data[MetadataIndex("a", chunk.offsets)]
         assert (stored.relative_path, stored.offset, stored.length) == ("file", 1 + 24 * i, 24)
 
 

@@ -28,10 +28,10 @@ def test_the_command_can_be_typed_again(argv, typed):
 def test_the_commit_is_that_of_the_package_s_own_repository(tmp_path):
     def git(*words):
         name = ("-c", "user.name=a", "-c", "user.email=a@b")
-        message = subprocess.run(
+        done = subprocess.run(
             ["git", "-C", str(tmp_path), *name, *words], capture_output=True, text=True, check=True
         )
-        return message.stdout.strip()
+        return done.stdout.strip()
 
     assert commit(tmp_path) == ""
     git("init", "--quiet")

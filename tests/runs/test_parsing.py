@@ -228,11 +228,11 @@ def test_branches_are_possible_from_the_first_step_to_the_last_before_a_drop():
 def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
     values = controlled(a={"trainer": {"keep_best": -1}})
     values["trainer"]["log_every"] = 0
-    for outcome in (), (Problem("before", "something."),):
+    for known in (), (Problem("before", "something."),):
         with pytest.raises(UserError) as error:
-            parse(RunConfig, values, outcome)
+            parse(RunConfig, values, known)
         assert tuple(map(str, error.value.problems)) == (
-            *map(str, outcome),
+            *map(str, known),
             "trainer.log_every: expected 1 or more, got 0.",
             "controls.a.trainer.keep_best: expected 0 or more, got -1.",
         )
@@ -357,6 +357,22 @@ def test_without_weights_mistakes_are_found_all_the_same():
         "seed: known.",
         "optimizer.lr: expected a positive number, got 0.",
     )
+
+
+@pytest.mark.parametrize(("plugins", "key"), [(["nowhere.py"], "plugins"), ([3], "plugins[0]")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positional": {"layers": ["mine"]}},
+        {"drop": {"at": 5, "to": "mine"}},
+        {"phases": {"a": {"steps": 2}, "b": {"steps": 2, "drop": {"to": "mine"}}}},
+        {"controls": {"x": {"positional": {"layers": ["mine"]}}}},
+    ],
+)
+def test_no_name_is_unknown_while_a_plugin_that_may_add_it_is_missing(plugins, key, changes):
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, {"run_dir": "x", "plugins": plugins, **changes})
+    assert [problem.key for problem in error.value.problems] == [key]
 
 
 TEMPERED = PositionalConfig(temperature=TemperatureConfig(coefficient=0.1, reference=8))

@@ -55,15 +55,15 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
         for _ in range(wanted["steps"]):
             if not orders or orders[-1][0] != length:
                 orders.append([length, 0])
-            result = phase_at(phases, step)
-            assert result.config.data.sequence_length == length
-            assert result.order == len(orders) - 1
-            assert result.first_sample(step) == orders[-1][1]
+            current = phase_at(phases, step)
+            assert current.config.data.sequence_length == length
+            assert current.order == len(orders) - 1
+            assert current.first_sample(step) == orders[-1][1]
             assert tokens_at(config, step) == tokens
             orders[-1][1] += size
             step, tokens = step + 1, tokens + length * size
-            assert phase_before(phases, step) is result
-            alike = phases[(result.start == 0 and 0) or phases.index(result)]
+            assert phase_before(phases, step) is current
+            alike = phases[(current.start == 0 and 0) or phases.index(current)]
             assert phase_at(phases, stretch_end(phases, step - 1) - 1).stretch == alike.stretch
     assert config.trainer.max_steps == step
     assert tokens_at(config, step) == tokens

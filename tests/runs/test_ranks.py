@@ -132,12 +132,12 @@ def said_by_two(tmp_path_factory):
 
 
 def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two):
-    assert [message["alone"] for message in said_by_two] == ["done", "done"]
-    assert [message["collective"] for message in said_by_two] == ["late", "gave up"]
+    assert [outcome["alone"] for outcome in said_by_two] == ["done", "done"]
+    assert [outcome["collective"] for outcome in said_by_two] == ["late", "gave up"]
 
 
 def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
-    assert [message["disk"] for message in said_by_two] == [
+    assert [outcome["disk"] for outcome in said_by_two] == [
         "nowhere: No such file or directory."
     ] * 2
 
@@ -150,12 +150,12 @@ def test_a_node_that_sees_no_gpu_is_named_by_all(said_by_two):
 
 
 def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):
-    first, second = (message["dashboard"] for message in said_by_two)
+    first, second = (outcome["dashboard"] for outcome in said_by_two)
     assert first == second == Path(said_by_two[0]["file"]).read_text()
 
 
 def test_ranks_of_a_machine_share_its_cores(said_by_two):
-    assert [int(message["threads"]) for message in said_by_two] == [
+    assert [int(outcome["threads"]) for outcome in said_by_two] == [
         max(len(os.sched_getaffinity(0)) // 2, 1)
     ] * 2
 

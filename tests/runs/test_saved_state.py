@@ -90,7 +90,7 @@ def test_what_training_needs_is_checked_where_it_goes_on(state, tmp_path):
     read_run_state(tmp_path / "step-000012", state)
     read_run_state(tmp_path / "before-drop", state)
     read_run_state(tmp_path / "step-1200000", changed(state, ["step"], 1_200_000))
-    for place, result, message in (
+    for place, values, message in (
         ("step-000013", state, "step: 12."),
         ("step-000012", changed(state, ["data"], None), "data: "),
         ("step-000012", changed(state, ["certificate", "samples"], "x"), "certificate.samples: "),
@@ -104,7 +104,7 @@ def test_what_training_needs_is_checked_where_it_goes_on(state, tmp_path):
         ),
     ):
         with pytest.raises(UserError) as error:
-            read_run_state(tmp_path / place, result)
+            read_run_state(tmp_path / place, values)
         begins = f"checkpoint: state.json of {place!r} is damaged: {message}"
         assert str(error.value).startswith(begins)
 

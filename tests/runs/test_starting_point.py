@@ -206,9 +206,10 @@ def test_other_text_another_order_and_other_samples_are_refused(finished, corpus
         check_same_data(state, corpus, replace(config, seed=1))
     changed = json.loads(json.dumps(state))
     changed["certificate"]["last_step"] = "0" * 16
-    result = state["certificate"]["last_step"]
+    certificate = state["certificate"]["last_step"]
     message = (
-        rf"^data: the last step of the checkpoint read samples 44 to 47 .* {'0' * 16}, .* {result};"
+        "^data: the last step of the checkpoint read samples 44 to 47 "
+        rf".* {'0' * 16}, .* {certificate};"
     )
     with pytest.raises(UserError, match=message):
         check_same_data(changed, corpus, config)
@@ -250,13 +251,13 @@ def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
     }  # fmt: skip
     never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
     config = parse(RunConfig, merged(base, {"run_dir": "x", "phases": phases, **never}))
-    result = phases_of(config)
+    trained = phases_of(config)
     skips = [[4, 3], [10, 5]]
-    read = epochs_read(corpus, result, skips)
+    read = epochs_read(corpus, trained, skips)
     (name,) = read(0)
     times = 0.0
     for step in range(11):
-        phase = next(p for p in result if p.start <= step < p.end)
+        phase = next(p for p in trained if p.start <= step < p.end)
         order = TrainingSamples(corpus, phase.config.data, phase.seed)
         times += order.epochs(sum(n for first, n in skips if first == step))[name]
         assert read(step)[name] == pytest.approx(times)

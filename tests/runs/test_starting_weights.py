@@ -95,7 +95,7 @@ def test_a_rank_reads_weights_without_the_others(finished, monkeypatch):
     monkeypatch.setattr(
         module,
         "load",
-        lambda *reference, alone=False: (asked.append(alone), load(*reference, alone=alone)),
+        lambda *arguments, alone=False: (asked.append(alone), load(*arguments, alone=alone)),
     )
     start = starting_weights(ModelConfig(from_run=finished[0].run_dir))
     start.decoder()

@@ -35,15 +35,15 @@ def untrained(build, **options):
 
 def test_names_say_whose_tensors_they_are(trained):
     model, optimizer = trained
-    result = tensors_of(model, optimizer)
+    tensors = tensors_of(model, optimizer)
     names = [name for name, _ in model.named_parameters()]
     moments = ("step", "exp_avg", "exp_avg_sq")
-    assert result.keys() == {
+    assert tensors.keys() == {
         "rng.cpu.0", *(f"model.{n}" for n in names),
         *(f"optimizer.{n}.{key}" for n in names for key in moments),
     }  # fmt: skip
-    assert not any(value.requires_grad for value in result.values())
-    assert torch.equal(result["rng.cpu.0"], torch.get_rng_state())
+    assert not any(value.requires_grad for value in tensors.values())
+    assert torch.equal(tensors["rng.cpu.0"], torch.get_rng_state())
     assert random_states(3).keys() == {"rng.cpu.3"}
 
 

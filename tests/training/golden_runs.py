@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from tests.program import run_ranks
+from tests.small_runs import SHAPE
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import read_metrics
@@ -22,11 +23,7 @@ from trainer.training.run import train
 STEPS = 20
 BASE = {
     "model": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **SHAPE,
         "initializer": "fan_in",
         "qk_norm": {"when": "after_drop"},
     },

@@ -190,11 +190,11 @@ class Preparation:
     def _plan(self, parts: int) -> Plan:
         if not (self.directory / "plan.json").is_file():
             assert self.listing is not None
-            unfinished = _states(self.directory.parent, self.request, finished=False)
-            if parts > 1 and unfinished:
+            root, request = self.directory.parent, self.request
+            if parts > 1 and (begun := _states(root, request, finished=False)):
                 raise UserError.at(
                     "data",
-                    f"parts of {describe(self.config)} lie in {str(unfinished[0])!r}, begun when "
+                    f"parts of {describe(self.config)} lie in {str(begun[0])!r}, begun when "
                     "it had other files or sizes; bring those back, or remove that directory.",
                 )
             plan = make_plan(self.config, self.tokenizer_config, self.tokenizer, self.listing)

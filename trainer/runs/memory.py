@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,25 +111,20 @@ def evaluation_problems(
     dtype = precision_of(evaluation.dtype, device)
     chunk = prefill_chunk(evaluation.prefill_chunk, device)
     for name, shape in shapes.items():
-
-        def needed(
-            tokens: int, chunk: int | None, dtype: Dtype, shape: ModelConfig = shape
-        ) -> tuple[int, int, int]:
-            return evaluation_memory(shape, tokens, evaluation, chunk, dtype, device)
-
-        sizes = needed(longest, chunk, dtype)
+        needed = partial(evaluation_memory, shape, evaluation=evaluation, device=device)
+        sizes = needed(longest, chunk=chunk, dtype=dtype)
         if sum(sizes) > free:
             parts = zip(("weights", "keys and values", "activations"), sizes, strict=True)
             held = ", ".join(f"{part} {gib(size)}" for part, size in parts if size)
             yield Problem(
                 "evaluation.lengths",
                 f"{longest:,} tokens of {name} need at least {gib(sum(sizes))} ({held}), and "
-                f"{gib(free)} are free; {_remedy(needed, longest, chunk, dtype, free)}.",
+                f"{gib(free)} are free; {_smallest_change(needed, longest, chunk, dtype, free)}.",
             )
 
 
-def _remedy(
-    needed: Callable[[int, int | None, Dtype], tuple[int, int, int]],
+def _smallest_change(
+    needed: Callable[..., tuple[int, int, int]],
     longest: int,
     chunk: int | None,
     dtype: Dtype,
@@ -136,18 +132,18 @@ def _remedy(
 ) -> str:
     """Return the smallest change with which an evaluation fits into ``free`` bytes.
 
-    ``needed``: function from tokens, chunk and dtype to the bytes that it needs.
+    ``needed``: :func:`evaluation_memory` of the model, from ``tokens``, ``chunk`` and ``dtype``.
     """
     chunks = [c for c in CHUNKS if c < (chunk or longest)]
     half: Dtype = "bf16"
     for other_dtype in dict.fromkeys((dtype, half)):
         for other_chunk in (chunk, *chunks):
-            if (size := sum(needed(longest, other_chunk, other_dtype))) <= free:
+            if (size := sum(needed(longest, chunk=other_chunk, dtype=other_dtype))) <= free:
                 words = [f"evaluation.dtype={other_dtype}"] if other_dtype != dtype else []
                 words += [f"evaluation.prefill_chunk={other_chunk}"] * (other_chunk != chunk)
                 return f"{' '.join(words)} needs {gib(size)}"
     tokens = longest
-    while tokens and sum(needed(tokens, chunk, dtype)) > free:
+    while tokens and sum(needed(tokens, chunk=chunk, dtype=dtype)) > free:
         tokens = tokens * 7 // 8
     if tokens:
         return f"choose lengths of up to {tokens:,} tokens, or a device with more memory"

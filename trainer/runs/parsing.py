@@ -76,7 +76,7 @@ def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
 
 def _of_plugins(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems of plugins that cannot be loaded."""
-    return [problem for problem in problems if problem.key == "plugins"]
+    return [problem for problem in problems if _group(problem) == "plugins"]
 
 
 def _group(problem: Problem) -> str:
@@ -84,7 +84,7 @@ def _group(problem: Problem) -> str:
     return problem.key.split("[")[0].split(".")[0]
 
 
-NAMED_BY_PLUGINS = ("positional", "evaluation", "monitor", "analysis", "data")
+NAMED_BY_PLUGINS = ("positional", "drop", "phases", "evaluation", "monitor", "analysis", "data")
 """Groups that can name what a plugin adds."""
 DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
 """Groups that are checked against sizes of the model, of its text and of its steps."""
