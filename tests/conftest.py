@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of commands: processes are as many as cores
+
 from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
@@ -18,7 +22,6 @@ from trainer.positional.config import PositionalConfig, build_layout
 
 pytest_plugins = ["tests.left_behind", "tests.ordering", "tests.small_runs", "tests.done_once"]
 
-torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
 
@@ -27,6 +30,13 @@ settings.load_profile("tests")
 def first_rank():
     """As Lightning knows it, which keeps that of the last trainer made in this process."""
     rank_zero_only.rank = 0
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Also after a command with ``threads``: beside other processes, two threads take three times
+    as long as one."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
