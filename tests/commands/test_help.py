@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import yaml
+from omegaconf._utils import get_yaml_loader
 
 from trainer.commands.hydra import files as config_files
-from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.hydra.help import COLUMN, _two_columns, help_text
+from trainer.commands.hydra.files import ConfigFiles, read_file
+from trainer.commands.hydra.help import COLUMN, _keys, _two_columns, help_text
 
 FILES = {
     "start": """\
@@ -58,7 +62,7 @@ Keys (KEY=VALUE):
   far.near.high=[2, 3]
   far.empty={}"""
 END = """\
-Options:
+Flags:
   --help                        this text
   --cfg job [--package GROUP]   print all values
   --config-dir DIR              a directory with groups and experiments of your own
@@ -79,7 +83,7 @@ def files(tmp_path, monkeypatch):
 
 def test_the_text_without_words(files):
     assert (
-        help_text("start", "\nAbout it.\n", [], files, ["task"], several=True)
+        help_text("start", "\nAbout it.\n", [], files, ["task"], {}, several=True)
         == f"""\
 {BEGIN}
 
@@ -101,7 +105,7 @@ Keys of task=count; of another: +task=NAME --help:
 def test_groups_that_words_choose_show_their_keys(files):
     words = ["+task=sum", "model=small", "+whole=all", "seed=3", "other=thing"]
     assert (
-        help_text("start", "About it.", words, files, [], several=False)
+        help_text("start", "About it.", words, files, [], {"--go": "begin"}, several=False)
         == f"""\
 {BEGIN}
 
@@ -122,13 +126,14 @@ Keys of whole=all:
   task: count, sum
   whole: all
 
-{END}"""
+{END}
+  --go                          begin"""
     )
 
 
 def test_options_of_the_whole_configuration_are_those_of_commands_with_a_model(files):
     assert (
-        help_text("plain", "About it.", [], files, [], several=False)
+        help_text("plain", "About it.", [], files, [], {}, several=False)
         == f"""\
 About it.
 
@@ -136,6 +141,78 @@ About it.
 
 {END}"""
     )
+
+
+MINE = """\
+# @package _global_
+# About the file.
+controls:
+  no-drop: {drop: {enabled: false}, seed: 1}  # trains on
+  # without any
+  # encoding
+  NoPE: &nope
+    label: >-  # a block
+      note: a text, # all of it
+    about: "a # b"  # in quotes
+    list:  # of items
+           # and their weights
+      - name: x  # of an item
+        weight: 3
+  again: *nope  # the same
+  more:
+    <<: *nope
+    about: c
+  low:  # on its own line
+    {seed: 2}
+  windows: [1,  # of no key
+            2]  # of both
+"""
+
+
+def test_keys_and_comments_are_those_of_yaml(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    nope = [
+        ("label", "'note: a text, # all of it'", "a block"),
+        ("about", "'a # b'", "in quotes"),
+        ("list", "[{name: x, weight: 3}]", "of items and their weights"),
+    ]
+    assert [(key.path, key.default, key.meaning) for key in _keys(path)] == [
+        ("controls.no-drop", None, "trains on"),
+        ("controls.no-drop.drop.enabled", "false", ""),
+        ("controls.no-drop.seed", "1", ""),
+        ("controls.NoPE", None, "without any encoding"),
+        *((f"controls.NoPE.{name}", *rest) for name, *rest in nope),
+        ("controls.again", None, "the same"),
+        *((f"controls.again.{name}", *rest) for name, *rest in nope),
+        *((f"controls.more.{name}", *rest) for name, *rest in nope),
+        ("controls.more.about", "c", ""),
+        ("controls.low", None, "on its own line"),
+        ("controls.low.seed", "2", ""),
+        ("controls.windows", "[1, 2]", "of both"),
+    ]
+
+
+def leaves(content, prefix=""):
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def test_every_key_of_the_projects_files_is_listed_with_its_value_and_comment():
+    for path in config_files.config_directory().rglob("*.yaml"):
+        content = {k: v for k, v in read_file(path).items() if k not in ("defaults", "hydra")}
+        keys = _keys(path)
+        listed = {key.path: key.default for key in keys if key.default is not None}
+        assert {key: yaml.load(text, get_yaml_loader()) for key, text in listed.items()} == dict(
+            leaves(content)
+        ), path
+        text = path.read_text().partition("\nhydra:")[0]
+        comments = re.findall(r"^ *\w+:.*?  # (.*)", text, re.MULTILINE)
+        meanings = " ".join(key.meaning for key in keys)
+        assert [comment for comment in comments if comment not in meanings] == [], path
 
 
 @pytest.mark.parametrize("length", [COLUMN - 2, COLUMN - 1, COLUMN, COLUMN + 1])

@@ -65,6 +65,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         (["analyze", "--help"], "  sinks                         Attention on the first token"),
         (["generate", "--help"], "  top_p=1.0                     Draw from the likeliest"),
         (["slurm", "--help"], "  slurm.gpus_per_node=null      GPUs and workers of a node"),
+        (["slurm", "--help"], "  --submit                      hand the scripts to sbatch"),
         (["--help"], "  positional: alibi, gemma3, half_rope"),
         (
             ["--help"],
@@ -172,7 +173,7 @@ def test_version(words, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--multrun"], "unknown option '--multrun'. Did you mean '--multirun'?"),
+        (["--multrun"], "unknown flag '--multrun'. Did you mean '--multirun'?"),
         (["--config-dir"], "--config-dir: expected one argument."),
         (["--cfg", "jobs"], "--cfg: invalid choice: 'jobs'"),
         (["--package", "model"], "--package, --resolve: only with --cfg job."),

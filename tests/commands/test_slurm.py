@@ -269,7 +269,7 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
             [ODD, "+controls.odd.callbacks.mine={_target_: my_callbacks.Mine}"],
             ["controls.odd.callbacks.mine: a job does not look for 'my_callbacks'"],
         ),
-        (["--sumbit"], ["unknown option '--sumbit'. Did you mean '--submit'?"]),
+        (["--sumbit"], ["unknown flag '--sumbit'. Did you mean '--submit'?"]),
         (["sede=1", "slurm.nodes=0"], ["sede: unknown key. Did you mean 'seed'?", "slurm.nodes"]),
     ],
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
 
 SUBMIT = "--submit"
+FLAGS = {SUBMIT: "hand the scripts to sbatch"}
 
 
 @configuration
@@ -237,6 +238,6 @@ COMMAND = Command(
     read,
     execute,
     single="a job is of one run; --multirun hydra/launcher=submitit_slurm is for `train`.",
-    flags=(SUBMIT,),
+    flags=FLAGS,
     described=("slurm",),
 )

@@ -38,6 +38,6 @@ COMMAND = Command(
     read,
     execute,
     single="text is prepared once, for all runs that read it.",
-    flags=(slurm.SUBMIT,),
+    flags=slurm.FLAGS,
     described=("slurm",),
 )

@@ -275,7 +275,7 @@ a.b.c.d=1 | unknown key
 seed.x=1 | seed is a value, not a group
 ~sed | unknown key
 hydra.run.dir=x | Hydra's own settings need --multirun
---sed=1 | unknown option '--sed=1'
+--sed=1 | unknown flag '--sed=1'
 --config-dir none seed=1 | there is no directory 'none'
 """
 

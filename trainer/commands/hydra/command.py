@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 COMPLETION = "--shell-completion"
-"""The option whose words are not overrides."""
+"""The flag whose words are not overrides."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Command(Generic[T]):
     """Does the work."""
     single: str = ""
     """Why it has no ``--multirun``, a sentence; empty if it has."""
-    flags: tuple[str, ...] = ()
-    """Options that only it has."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags that only it has, with their meanings."""
     verbatim: str = ""
     """A key that may be given several times, each value taken unparsed."""
     bare: bool = False

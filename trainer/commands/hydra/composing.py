@@ -62,7 +62,7 @@ class Composed:
     files: ConfigFiles = field(default_factory=ConfigFiles)
     """Files to choose options from."""
     flags: tuple[str, ...] = ()
-    """The command's own flags that were given."""
+    """The flags among the words that only this command has."""
     verbatim: tuple[str, ...] = ()
     """Values of the command's verbatim key."""
 

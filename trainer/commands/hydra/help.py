@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf._utils import get_yaml_loader
 
-from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global, read_file
+from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global
 
 WIDTH, COLUMN = 100, 32
-KEY = re.compile(r"( *)([a-z]\w*):(?: |$)")
-OPTIONS = """\
-Options:
-  --help                        this text
-  --cfg job [--package GROUP]   print all values
-  --config-dir DIR              a directory with groups and experiments of your own
-  --version                     of the program"""
-MULTIRUN = """
-  --multirun                    a job for each of several values or options: seed=0,1"""
+COMMENT = re.compile(r"(?::[^#]*|[ ,]*)#(.*)")
+"""The rest of a line from the end of a key or a value, with its comment."""
+BLOCK = {False, "|", ">"}
+"""Styles of YAML's nodes that are written below their keys."""
+FLAGS = {
+    "--help": "this text",
+    "--cfg job [--package GROUP]": "print all values",
+    "--config-dir DIR": "a directory with groups and experiments of your own",
+    "--version": "of the program",
+}
+MULTIRUN = {"--multirun": "a job for each of several values or options: seed=0,1"}
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,16 @@ def help_text(
     words: Sequence[str],
     files: ConfigFiles,
     described: Sequence[str],
+    flags: Mapping[str, str],
     *,
     several: bool,
 ) -> str:
-    """Return ``about``, then the keys, groups and options of a command.
+    """Return ``about``, then the keys, groups and flags of a command.
 
     ``root``: the file of ``conf/`` that it starts from. ``described``: groups whose options are
-    listed one by one. ``several``: whether the command has ``--multirun``. Keys are listed for the
-    described groups and for the groups that ``words`` choose.
+    listed one by one. ``flags``: those of this command only, with their meanings. ``several``:
+    whether the command has ``--multirun``. Keys are listed for the described groups and for the
+    groups that ``words`` choose.
 
     Raises:
         UserError: the words choose an option that does not exist, or whose file cannot be read.
@@ -83,7 +88,9 @@ def help_text(
         title = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):"
         lists = [textwrap.fill(text, WIDTH, subsequent_indent=" " * 4) for text in lists]
         parts.append("\n".join([title, *lists]))
-    parts.append(OPTIONS + (MULTIRUN if several else ""))
+    flags = FLAGS | (MULTIRUN if several else {}) | {**flags}
+    lines = [_two_columns(f"  {flag}", meaning) for flag, meaning in flags.items()]
+    parts.append("\n".join(["Flags:", *lines]))
     return "\n\n".join(parts)
 
 
@@ -126,56 +133,51 @@ def _documented(paths: Sequence[Path], prefix: str = "") -> dict[str, Key]:
 
 
 def _keys(path: Path) -> list[Key]:
-    """Return the keys of a file with their comments, beside them or in the lines above."""
-    content = read_file(path)
-    keys: list[Key] = []
-    parents: list[tuple[int, str]] = []
-    above: list[str] = []
-    end = 0  # of the key of the line above
-    for line in path.read_text("utf-8").splitlines():
-        code, _, comment = line.partition("#")
-        if not code.strip():
-            if len(code) > end and keys:  # continues below the end of a line
-                keys[-1] = replace(keys[-1], meaning=f"{keys[-1].meaning} {comment.strip()}")
-            elif comment:
-                above.append(comment.strip())
-            else:
-                above.clear()
-            continue
-        if match := KEY.match(line):
-            depth, end = len(match[1]), len(match[0].rstrip())
-            parents = [parent for parent in parents if parent[0] < depth]
-            parents.append((depth, match[2]))
-            names = [name for _, name in parents]
-            if names[0] not in ("defaults", "hydra"):
-                first = not keys
-                meaning = comment.strip() or ("" if first else " ".join(above))
-                key = Key(".".join(names), _default(content, names), meaning)
-                if key.default is not None or key.meaning:
-                    keys.append(key)
-                if "{" in code and key.default is None:  # a group in one line
-                    keys += _leaves(content, names)
-        above.clear()
-    return keys
+    """Return the keys of a file that can be read, with their comments."""
+    text = path.read_text("utf-8")
+    lines = text.splitlines()
+    loader = get_yaml_loader()(text)
+
+    def walk(group: yaml.MappingNode, prefix: str) -> Iterator[Key]:
+        loader.flatten_mapping(group)
+        for key, value in group.value:
+            name = f"{prefix}{key.value}"
+            if name in ("defaults", "hydra"):
+                continue
+            meaning = _comment(lines, key, value)
+            if not isinstance(value, yaml.MappingNode) or not value.value:
+                yield Key(name, _written(loader.construct_object(value, deep=True)), meaning)
+                continue
+            if meaning:
+                yield Key(name, None, meaning)
+            yield from walk(value, f"{name}.")
+
+    root = loader.get_single_node()
+    return [] if root is None else [*walk(root, "")]
 
 
-def _leaves(content: Any, names: Sequence[str]) -> list[Key]:
-    """Return the keys below a group, without their own meanings."""
-    group = content
-    for name in names:
-        group = group[name]
-    if not isinstance(group, dict) or not group:
-        return [Key(".".join(names), _default(content, names), "")]
-    return [key for name in group for key in _leaves(content, [*names, str(name)])]
+def _comment(lines: Sequence[str], key: yaml.Node, value: yaml.Node) -> str:
+    """Return the comment beside a key and in the lines that continue it, or the one above."""
+    # An alias stands for a value above it, and a block ends where the key below it begins.
+    is_beside = value.start_mark.line == key.end_mark.line
+    is_block = BLOCK & {getattr(value, "flow_style", None), getattr(value, "style", None)}
+    end = value.end_mark if is_beside and not is_block else key.end_mark
+    if match := COMMENT.match(lines[end.line], end.column):
+        continued = re.compile(rf" {{{key.end_mark.column + 2},}}#")
+        comments = [match[1], *takewhile(continued.match, lines[end.line + 1 :])]
+    else:
+        line = key.start_mark.line
+        start = f"{lines[line][: key.start_mark.column]}#"
+        comments = [*takewhile(lambda above: above.startswith(start), reversed(lines[:line]))][::-1]
+        if len(comments) == line:  # what the file begins with is about all of it
+            return ""
+    return " ".join(comment.lstrip(" #").rstrip() for comment in comments)
 
 
-def _default(content: Any, names: Sequence[str]) -> str | None:
-    for name in names:
-        content = content[name]
-    if isinstance(content, dict) and content:
-        return None
-    written = yaml.safe_dump(content, default_flow_style=True, width=10**6, sort_keys=False)
-    return written.removesuffix("\n...\n").strip()
+def _written(value: Any) -> str:
+    """Return a value as a file holds it."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()
 
 
 def _two_columns(key: str, meaning: str) -> str:

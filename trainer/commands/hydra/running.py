@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,17 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     key = f"{command.verbatim}="
     verbatim = [word for word in words if command.verbatim and word.startswith(key)]
     others = [word for word in words if word not in verbatim]
-    options, overrides = split_options(others, command.flags)
+    flags, overrides = split_flags(others, command.flags)
     bare = [word for word in overrides if command.bare and not _is_setting(word)]
     overrides = [word for word in overrides if word not in bare]
-    files, problems = ConfigFiles(options.config_dir), [*options.problems]
+    files, problems = ConfigFiles(flags.config_dir), [*flags.problems]
     stray: list[str] = []
     if command.subject:
         overrides, stray = with_subject(command.subject, overrides)
         problems += [_stray(word, command, overrides) for word in stray]
-    if options.help:
+    if flags.help:
         several = not command.single
-        about = command.root, command.help, overrides, files, command.described
+        about = command.root, command.help, overrides, files, command.described, command.flags
         print(help_text(*about, several=several))
         return
     # Here, so that help needs none of Hydra.
@@ -49,21 +49,21 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         )
     encodings = plugin_encodings(overrides, files, problems)
     files = replace(files, encodings=encodings)
-    if options.multirun and command.single:
+    if flags.multirun and command.single:
         raise UserError(*problems, Problem("--multirun", command.single))
     values = (*(word.removeprefix(key) for word in verbatim), *bare)
     # A stray word may be meant as the verbatim key, which is then not missing as well.
     values = (*values, *(stray if command.verbatim else ()))
-    if options.multirun:
+    if flags.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
-    elif options.hydra:
-        if command.completed is not None and COMPLETION not in options.hydra:
+    elif flags.hydra:
+        if command.completed is not None and COMPLETION not in flags.hydra:
             composed = compose_words(overrides, command.root, files, problems)
             overrides = [*command.completed(replace(composed, verbatim=values))]
-        hydra_main.show(command, overrides, files, problems, options.hydra)
+        hydra_main.show(command, overrides, files, problems, flags.hydra)
     else:
         composed = compose_words(overrides, command.root, files, problems)
-        request = command.read(replace(composed, flags=options.flags, verbatim=values))
+        request = command.read(replace(composed, flags=flags.of_command, verbatim=values))
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))
         command.execute(request)
@@ -110,31 +110,31 @@ def _is_setting(word: str) -> bool:
 
 
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
-"""Options that Hydra answers by itself."""
+"""Flags that Hydra answers by itself."""
 DRY_RUN = "--dry-run"
-"""An option of other programs; this program has the command ``plan`` instead."""
+"""A flag of other programs; this program has the command ``plan`` instead."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options beside the overrides."""
+class Flags:
+    """Flags beside the overrides."""
 
     help: bool
     multirun: bool
     config_dir: Path | None
-    flags: tuple[str, ...]
-    """The command's own flags that were given."""
+    of_command: tuple[str, ...]
+    """The flags among the words that only this command has."""
     hydra: tuple[str, ...]
-    """Words of options that Hydra answers."""
+    """Words of flags that Hydra answers."""
     problems: tuple[Problem, ...]
-    """Options that do not exist."""
+    """Flags that do not exist."""
 
 
-def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Options, list[str]]:
-    """Split the words into options and overrides.
+def split_flags(words: Sequence[str], of_command: Iterable[str]) -> tuple[Flags, list[str]]:
+    """Split the words into flags and overrides; ``of_command``: flags that only it has.
 
     Raises:
-        UserError: an option lacks its value.
+        UserError: a flag lacks its value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--help", "-h", action="store_true")
@@ -146,7 +146,7 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     parser.add_argument("--info", "-i", const="all", nargs="?")
     parser.add_argument("--hydra-help", action="store_true")
     parser.add_argument(COMPLETION, "-sc", action="store_true")
-    for flag in flags:
+    for flag in of_command:
         parser.add_argument(flag, action="store_true", dest=flag)
     names = [name for action in parser._actions for name in action.option_strings]
     try:
@@ -157,7 +157,7 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
         ) from error
     overrides = [word for word in unknown if not word.startswith("-")]
     plan = shlex.join(["python", "-m", "trainer", "plan", *overrides])
-    hydra = [option for option in HYDRA if getattr(parsed, option[2:].replace("-", "_"))]
+    hydra = [flag for flag in HYDRA if getattr(parsed, flag[2:].replace("-", "_"))]
     if parsed.cfg:
         hydra += [parsed.cfg, *(["--package", parsed.package] if parsed.package else [])]
         hydra += ["--resolve"] if parsed.resolve else []
@@ -166,7 +166,7 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     problems = [
         Problem(DRY_RUN, f"to see what a run needs without starting it: {plan}")
         if word == DRY_RUN
-        else Problem("", f"unknown option {word!r}.", did_you_mean(word, names))
+        else Problem("", f"unknown flag {word!r}.", did_you_mean(word, names))
         for word in unknown
         if word.startswith("-")
     ]
@@ -175,11 +175,11 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     if parsed.multirun and hydra:
         problems.append(Problem("--multirun", f"it cannot be joined with {hydra[0]}."))
     is_help = overrides[:1] == ["help"]
-    return Options(
+    return Flags(
         help=parsed.help or is_help,
         multirun=parsed.multirun,
         config_dir=Path(parsed.config_dir) if parsed.config_dir is not None else None,
-        flags=tuple(flag for flag in flags if getattr(parsed, flag)),
+        of_command=tuple(flag for flag in of_command if getattr(parsed, flag)),
         hydra=tuple(hydra),
         problems=tuple(problems),
     ), overrides[is_help:]
