@@ -423,10 +423,21 @@ def test_an_encoding_of_a_plugin_is_an_option_also_of_a_sweep(done, plugin):
             "--multirun: several jobs would write 'runs/zoo'; let its name hold what differs, for "
             "instance 'name=zoo_${positional.name}_${seed}'.",
         ),
+        (
+            ["seed=0,1", "name=zoo", "run_dir=/x/r"],
+            "--multirun: several jobs would write '/x/r'; let its name hold what differs, for "
+            "instance 'run_dir=/x/r_${seed}'.",
+        ),
     ],
 )
 def test_a_sweep_says_how_its_runs_are_named(done, words, said):
     assert refused("train", "--multirun", *words) == (said,)
+
+
+def test_a_sweep_of_exports_is_told_to_vary_their_directory(done):
+    words = ["checkpoint=x", "to=runs/x", "dtype=float32,bfloat16"]
+    (problem,) = refused("export", "--multirun", *words)
+    assert problem.endswith("for instance 'to=runs/x_${dtype}'.")
 
 
 def test_a_group_with_a_name_of_its_own_keeps_it(done):

@@ -50,6 +50,7 @@ COMMAND = Command(
     read,
     execute,
     output=lambda request: request.to,
+    output_keys=("to",),
     subject="checkpoint",
     alone=True,
 )

@@ -246,6 +246,7 @@ COMMAND = Command(
     read,
     execute,
     output=lambda named: named.request.run_dir,
+    output_keys=("run_dir", "name"),
     described=("experiment",),
     together=compare,
     wordless=wordless,

@@ -54,6 +54,8 @@ class Command(Generic[T]):
     """Groups that its help describes key by key."""
     output: Callable[[T], str | None] = lambda _: None
     """Returns the directory that only one job may write, if there is one."""
+    output_keys: tuple[str, ...] = ()
+    """Keys that the directory follows from: the first that the words set, otherwise the last."""
     together: Callable[[Path], None] | None = None
     """Compares what several jobs wrote, given the directory with their failures."""
     alone: bool = False

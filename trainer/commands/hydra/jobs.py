@@ -33,46 +33,49 @@ from trainer.runs.sweep import Swept, noting_failure, open_sweep
 def run_jobs(
     command: Command[Any], words: Sequence[str], files: ConfigFiles, known: Sequence[Problem]
 ) -> None:
-    """Check the words of all jobs, then start the first.
+    """Check the words of all jobs, then run them all.
 
     Raises:
-        UserError: with the problems of all jobs, each once.
+        UserError: with the problems of all jobs, each once; none was started.
     """
     overrides, malformed = parse_words(words)
     jobs = expand([override for override in overrides if not is_for_hydra(override)])
-    problems = dict.fromkeys([*known, *malformed])
-    outputs: dict[str, list[str]] = {}
+    problems = [*known, *malformed]
+    words_by_output: dict[str, list[str]] = {}
     for job in jobs:
         try:
-            output = command.output(command.read(compose_words(job, command.root, files)))
+            composed = compose_words(job, command.root, files)
+            output = command.output(command.read(composed))
         except UserError as error:
-            problems |= dict.fromkeys(error.problems)
+            problems += error.problems
             continue
-        if output in outputs:
-            name = _distinct_name(output, overrides, files)
+        if output is None:
+            continue
+        if output in words_by_output:
+            word = _distinct_output(command, composed, overrides, files)
             message = f"several jobs would write {output!r}; let its name hold what differs, for "
-            problems |= {Problem("--multirun", f"{message}instance {name}."): None}
-        outputs |= {output: job} if output else {}
+            problems.append(Problem("--multirun", f"{message}instance {word}."))
+        words_by_output[output] = job
     raise_all(problems)
     settings = [str(override.input_line) for override in overrides if is_for_hydra(override)]
     first = plain_groups(jobs[0], files.default_groups(command.root))
-    composed = compose_with_hydra(command.root, [*first, *settings], files)
+    # For every command, since this also checks Hydra's settings.
+    sweep = compose_with_hydra(command.root, [*first, *settings], files).hydra.sweep
     several = ["--multirun", *words]
     drawn = any(o.is_sweep_override() and not o.is_discrete_sweep() for o in overrides)
-    if command.together is None or len(outputs) < 2 or drawn:
+    if command.together is None or len(words_by_output) < 2 or drawn:
         _main(command, several, files)
         return
-    place = open_sweep(Path(composed.hydra.sweep.dir), _swept(outputs))
-    failed = 0
+    place = open_sweep(Path(sweep.dir), _swept(words_by_output))
     try:
-        failed = _main(command, several, files, place)
+        exit_code = _main(command, several, files, place)
     except SystemExit as stop:
         if stop.code != 1:  # interrupted, or asked to stop
             raise
-        failed = 1
+        exit_code = 1
     command.together(place)
-    if failed:
-        sys.exit(failed)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def show(
@@ -80,36 +83,39 @@ def show(
     words: Sequence[str],
     files: ConfigFiles,
     known: Sequence[Problem],
-    options: Sequence[str],
+    flags: Sequence[str],
 ) -> None:
-    """Answer ``--cfg job`` and its like.
+    """Let Hydra answer ``flags``, such as ``--cfg job``.
 
     Raises:
         UserError: a word is wrong.
     """
     problems: Sequence[Problem] = known
-    if COMPLETION not in options:  # its words are no overrides
+    if COMPLETION not in flags:  # its words are no overrides
         overrides, malformed = parse_words(words)
         plain = [str(override.input_line) for override in overrides if not is_for_hydra(override)]
         problems = compose_words(plain, command.root, files, [*known, *malformed]).problems
     raise_all(problems)
-    _main(command, [*options, *words], files)
+    _main(command, [*flags, *words], files)
 
 
-def _distinct_name(output: str, overrides: Sequence[Override], files: ConfigFiles) -> str:
-    """Return a word for ``name`` or ``to`` with what a sweep varies, quoted for a shell."""
+def _distinct_output(
+    command: Command[Any], composed: Composed, overrides: Sequence[Override], files: ConfigFiles
+) -> str:
+    """Return a word, quoted for a shell, that gives each job of a sweep its own directory."""
+    *others, last = command.output_keys
+    key = next((key for key in others if key in composed.named_keys), last)
     groups = files.groups()
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
-    parts = [f"${{{key}.name}}" if key in groups else f"${{{key}}}" for key in swept]
-    key = "name" if Path(output).parent == Path("runs") else "to"
-    return shlex.quote(f"{key}={'_'.join([Path(output).name, *parts])}")
+    parts = [f"${{{name}.name}}" if name in groups else f"${{{name}}}" for name in swept]
+    return shlex.quote(f"{key}={'_'.join([composed.values[key], *parts])}")
 
 
-def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
-    """Return the runs of a sweep, each with the words that only it has."""
-    differing = [len(set(words)) > 1 for words in zip(*outputs.values(), strict=True)]
+def _swept(words_by_output: dict[str, list[str]]) -> list[Swept]:
+    """Return the runs of a sweep, by their directories, each with the words that only it has."""
+    differing = [len(set(words)) > 1 for words in zip(*words_by_output.values(), strict=True)]
     runs = []
-    for output, words in outputs.items():
+    for output, words in words_by_output.items():
         distinct = [word for word, differs in zip(words, differing, strict=True) if differs]
         pairs = (word.lstrip("+").partition("=") for word in distinct)
         settings = {key: value for key, _, value in pairs}
@@ -122,12 +128,16 @@ def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
 def _main(
     command: Command[Any], words: Sequence[str], files: ConfigFiles, place: Path | None = None
 ) -> int:
-    """Run Hydra. With the ``place`` of a sweep, jobs record their failures there, and a mistake
-    in one does not keep the others in this process from starting. Return its exit code, or 0."""
-    launcher, failed = os.getpid(), [0]
+    """Run the jobs with Hydra; return the exit code of those that failed, or 0.
+
+    ``place``: directory of a sweep. Its jobs record their failures there, and after a mistake in
+    one of them the next one of this process starts all the same.
+    """
+    launcher, exit_code = os.getpid(), 0
 
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)
     def job(composed: DictConfig) -> None:
+        nonlocal exit_code
         try:
             with exit_codes():
                 request = command.read(Composed.from_hydra(composed))
@@ -138,7 +148,7 @@ def _main(
         except SystemExit as stop:
             if place is None or stop.code != MISTAKE or os.getpid() != launcher:
                 raise
-            failed[0] = MISTAKE
+            exit_code = MISTAKE
 
     directory = [] if files.user_directory is None else ["--config-dir", str(files.user_directory)]
     original = sys.argv
@@ -147,4 +157,4 @@ def _main(
         job()
     finally:
         sys.argv = original
-    return failed[0]
+    return exit_code
