@@ -121,6 +121,20 @@ def test_the_array_that_prepares_can_be_written_alone(place):
     assert "--array=1-3" in options(Path("slurm_jobs/mine/prepare.sbatch").read_text())
 
 
+def test_the_array_alone_leaves_an_earlier_job_as_it_is():
+    from trainer.commands.slurm_prepare import COMMAND as ARRAY
+
+    def files():
+        return {path.name: path.read_text() for path in Path("slurm_jobs/mine").glob("*.*")}
+
+    script(*TWO, "name=mine", name="mine")
+    earlier = files()
+    run_command(ARRAY, [ONE, "name=mine", "seed=3"])
+    array = {"prepare.sbatch", "finish.sbatch"}
+    assert {name: text for name, text in files().items() if name not in array} == earlier
+    assert array < files().keys()
+
+
 @pytest.mark.parametrize(("gpus", "cores"), [(0, 8), (1, 8), (8, 64)])
 def test_cores_are_asked_for_by_the_worker_unless_they_are_given(gpus, cores):
     job = "strategy=ddp", f"slurm.gpus_per_node={gpus}"

@@ -72,13 +72,13 @@ def read(composed: Composed, trains: bool = True) -> Job:
 def execute(job: Job) -> None:
     """Write the job and the jobs that prepare its text, print what it needs, and submit them or
     print how to."""
-    script = write_job(job)
+    directory = write_job(job)
     if job.settings.gpus_per_node:
         _say_plan(job)
     before = PREPARING if job.settings.prepare else {}
     # Training starts when the text is whole, and is cancelled if the preparation fails.
     options = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"] if before else []
-    submit_all(job, script.parent, {**before, script.name: options})
+    submit_all(job, directory, {**before, TRAINING: options})
 
 
 def _say_plan(job: Job) -> None:
@@ -95,6 +95,8 @@ def _say_plan(job: Job) -> None:
 MFU = 0.4
 """Share of the peak for the printed hours; `trainer plan mfu=` takes others."""
 
+TRAINING = "job.sbatch"
+"""The script that trains."""
 LAST = "LAST"
 """Placeholder in an option of sbatch for the number of the job submitted before."""
 PREPARING = {
@@ -176,8 +178,11 @@ def _is_visible_to_jobs(module: str) -> bool:
     return PathFinder.find_spec(module, paths) is not None
 
 
-def write_job(job: Job) -> Path:
-    """Write ``job.sbatch``, ``config.yaml``, ``code/`` and ``logs/``; return the script's path.
+def write_job(job: Job, trains: bool = True) -> Path:
+    """Write the scripts of a job with their ``code/`` and ``logs/``; return their directory.
+
+    ``trains``: False leaves out ``job.sbatch`` and ``config.yaml``, so that those of an earlier job
+    stay as they are.
 
     Raises:
         UserError: the directory cannot be written.
@@ -193,14 +198,14 @@ def write_job(job: Job) -> Path:
     place = directory.resolve()
     code = snapshot(place / "code", job.files.user_directory)
     (place / "logs").mkdir(exist_ok=True)  # without it SLURM fails the job
-    text = yaml.safe_dump(plain(config), sort_keys=False)
-    write_atomically(place / "config.yaml", text)
     written = (settings, config.name, job.words, code, place / "logs")
-    if settings.prepare:
-        for name, text in prepare_scripts(*written).items():
-            write_atomically(place / name, text)
-    write_atomically(place / "job.sbatch", job_script(*written))
-    return directory / "job.sbatch"
+    texts = prepare_scripts(*written) if settings.prepare else {}
+    if trains:
+        texts["config.yaml"] = yaml.safe_dump(plain(config), sort_keys=False)
+        texts[TRAINING] = job_script(*written)
+    for name, text in texts.items():
+        write_atomically(place / name, text)
+    return directory
 
 
 def submit(command: list[str]) -> str:

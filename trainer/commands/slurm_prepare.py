@@ -20,17 +20,17 @@ def read(composed: Composed) -> slurm.Job:
 
 def execute(job: slurm.Job) -> None:
     """Write the array and the job that completes its work, and submit them or say how."""
-    slurm.submit_all(job, slurm.write_job(job).parent, slurm.PREPARING)
+    slurm.submit_all(job, slurm.write_job(job, trains=False), slurm.PREPARING)
 
 
 HELP = """
-python -m trainer slurm prepare +experiment=NAME slurm.prepare=PARTS [slurm.KEY=VALUE] [--submit]
+python -m trainer slurm prepare +experiment=NAME [slurm.prepare=PARTS] [KEY=VALUE ...] [--submit]
 
-Writes an array of jobs that prepare the text of a run, each a part of it on one node's CPUs, and
-one job that comes after and completes what they leave. At its time limit, or when its node fails, a
-job is started again and goes on.
-'slurm.prepare_options=["--partition=cpu","--cpus-per-task=32"]' says
-which nodes they get; the run's own choice of nodes, memory and queue is for GPUs.
+Writes an array of jobs, each of which prepares a part of a run's text on the CPUs of one node, and
+a last job. The last job waits until the array has ended, and prepares any part that failed. A job
+that reaches its time limit, or whose node fails, is started again and resumes. The run's own choice
+of nodes, memory and queue is for GPUs, and not used;
+'slurm.prepare_options=["--partition=cpu","--cpus-per-task=32"]' chooses the nodes.
 """
 COMMAND = Command(
     "slurm",
