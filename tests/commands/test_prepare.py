@@ -14,6 +14,7 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.common.errors import UserError
+from trainer.common.processes import cores
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
@@ -21,6 +22,7 @@ from trainer.data.preparing import prepare_command
 from trainer.runs.checkpoint_files import digests
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
+from trainer.workflows import prepare as verifying
 from trainer.workflows.subjects import held_out_corpus
 from trainer.workflows.training_text import open_corpus
 
@@ -60,6 +62,16 @@ def test_text_is_prepared_once_and_verified(capsys, place):
     shard.write_bytes(content)
     error = error_of(capsys, "prepare", *WORDS, "verify=true")
     assert "train-00000-0000.bin is not what was written" in error
+
+
+def test_the_text_is_verified_by_as_many_threads_as_asked_for(capsys, monkeypatch):
+    threads = []
+    verify = verifying.verify
+    record = lambda text, count: threads.append(count) or verify(text, count)  # noqa: E731
+    monkeypatch.setattr(verifying, "verify", record)
+    for words in ([], ["verify=true", "prepare.workers=3"], ["verify=true"]):
+        said(capsys, "prepare", *WORDS, *words)
+    assert threads == [3, cores()]
 
 
 def test_parts_are_prepared_apart(capsys, monkeypatch):

@@ -57,7 +57,7 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
         with of_mixture(data, name):
             work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
             if request.verify:
-                line = _verified(work)
+                line = _verified(work, request.prepare.workers or cores())
             elif work.is_done:
                 line = f"Nothing to do: {_described(work)}"
             elif _run(work, request):
@@ -124,11 +124,11 @@ def _described(work: Preparation) -> str:
     return f"{describe(work.config)}: tokens {counts}; {documents}{bad}; in {place}"
 
 
-def _verified(work: Preparation) -> str:
+def _verified(work: Preparation, threads: int) -> str:
     if not work.is_done:
         raise UserError(work.missing)
     text = open_prepared(work.directory)
-    if problems := [*verify(text, cores()), *packing_problems(work.directory)]:
+    if problems := [*verify(text, threads), *packing_problems(work.directory)]:
         raise UserError(
             *(Problem("data", f"{str(work.directory)!r}: {problem}.") for problem in problems),
             Problem("", "Remove that directory and prepare the text again."),

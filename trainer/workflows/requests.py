@@ -350,7 +350,7 @@ class PrepareConfig:
     part: str | int = "1/1"
     """Part of the text, as 3/16 for the third of 16 that processes or nodes prepare one each."""
     workers: Processes | None = None
-    """Processes that tokenise; null: one a core."""
+    """Processes that tokenise, or threads that verify; null: one a core."""
 
     def problems(self) -> list[Problem]:
         """Check the values."""
