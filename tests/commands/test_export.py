@@ -55,7 +55,8 @@ def assert_loads_as(directory, checkpoint, architecture):
 def test_a_run_after_its_drop(trained, tmp_path, capsys):
     to = tmp_path / "new" / "out"
     run_command(COMMAND, [f"checkpoint={trained}", f"to={to}", "threads=1"])
-    assert f"from_pretrained('{to}')" in capsys.readouterr().out.replace("\n", "")
+    load = f"Load it with: AutoModelForCausalLM.from_pretrained('{to}')"
+    assert load in capsys.readouterr().out.replace("\n", "")
     assert_loads_as(to, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
     card = (to / "README.md").read_text()
     for said in (

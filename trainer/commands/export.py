@@ -1,4 +1,4 @@
-"""``python -m trainer export PATH to=DIR``: a checkpoint for everybody's tools."""
+"""``python -m trainer export PATH to=DIR``: a checkpoint as transformers reads it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def execute(request: ExportRequest) -> None:
     with stopping_at_once("Stopped", signal.SIGTERM, is_resumable=False):
         exported = export_checkpoint(request)
     trust = "" if exported.plan.is_native else ", trust_remote_code=True"
-    print(f"AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
+    print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
 
 
 HELP = """
 python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
 
-Writes config.json, model.safetensors, the tokenizer and a model card, from a run or, anew, from
-an earlier export or a published model. A temperature that was fitted for a run is no part of it.
-A native architecture of transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one
-computes the same; else the model's code goes with it. Where transformers is installed, what was
-written is loaded in a fresh process and its logits are compared; nothing is kept if they differ by
-more than tolerance.
+Writes config.json, model.safetensors (several files if the model is large), the tokenizer and a
+model card, from a run, an earlier export or a published model. A temperature that was fitted for a
+run is left out, unless temperature_at=LENGTH writes it into the weights. A native architecture of
+transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen if one computes the same; otherwise
+the model's code is written too. If transformers is installed, a fresh process loads the export and
+compares its logits; nothing is kept if they differ by more than tolerance.
 """
 COMMAND = Command(
     "export",

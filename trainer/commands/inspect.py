@@ -1,4 +1,4 @@
-"""``python -m trainer inspect runs/NAME step=N``: what did a step read?"""
+"""``python -m trainer inspect runs/NAME [step=N]``: what did a step read?"""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def execute(request: InspectionRequest) -> None:
 
 
 HELP = """
-python -m trainer inspect runs/NAME step=N [samples=K] [characters=M]
+python -m trainer inspect runs/NAME [step=N] [samples=K] [characters=M]
 
 Reads the samples of a step of any run again and shows them as text: where each is from, where
-documents end (¶), how many of its tokens count in the loss, and a hash of its tokens. The sum of
-the hashes of all samples is the run's certificate, which its checkpoints carry.
+documents end (¶), how many of its tokens count in the loss, and a hash of its tokens. The first
+line ends with the certificate of the step, the sum of the hashes of all its samples. A checkpoint
+stores the certificate of its last step (certificate.last_step) beside the certificate of the whole
+run (certificate.samples).
 """
 COMMAND = Command(
     "inspect",

@@ -1,8 +1,10 @@
 """Floating-point operations of a model, from its shape alone (PaLM, App. B, but causal).
 
 Counts matrix products, with two operations per multiply-add, and neither norms, rotations, softmax,
-biases nor embedding look-ups. A query counts with the keys that it sees, whatever else a backend
-computes. Recomputation to save memory counts once.
+biases nor embedding look-ups. Attention counts visible pairs of a query and a key only, whatever
+else a backend computes. torchtitan, nanochat and OLMo count the full square of the length, about
+twice as many pairs, so that their MFU of the same run is higher. Work that is repeated to save
+memory is not counted again.
 """
 
 from __future__ import annotations
