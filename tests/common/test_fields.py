@@ -167,7 +167,7 @@ def within_and_beyond(bounds: str) -> tuple[list[Any], list[Any]]:
             int(x) if abs(int(x)) != 62 else math.copysign(1, int(x)) * (1 << 62) for x in parts
         )
         least, most = int(least), int(most)
-        return [least, most], [least - 1, most + 1, True, 1.5, math.inf, "x"]
+        return [least, most, float(least)], [least - 1, most + 1, True, 1.5, math.inf, "x", "1"]
     good, bad = [], [math.inf, -math.inf, math.nan, True, "1"]
     if parts[0] == ">":
         good.append(float(parts[1]) + 1e-9)

@@ -12,9 +12,11 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from trainer.common.processes import MOST_THREADS
+
 T = TypeVar("T")
 LARGEST = 1 << 62
-"""Largest whole number; sums and products of larger ones overflow."""
+"""Largest whole number taken: 2^62, within int64."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -24,34 +26,38 @@ def configuration(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
-class RefusedError(ValueError):
-    """A value of a wrong kind; ``place``: its key within a group whose keys users choose."""
+class WrongValueError(ValueError):
+    """A value that a field does not take; ``place``: its key in a group whose keys users choose."""
 
     def __init__(self, expected: str, value: Any, place: str = "") -> None:
         self.expected, self.value, self.place = expected, value, place
         super().__init__(f"expected {expected}")
 
 
-def _no_truth(value: Any) -> Any:
-    """Refuse true and false, which Python takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise RefusedError("a whole number", value)
+def _not_bool_or_text(value: Any) -> Any:
+    """Refuse true, false and texts, which pydantic would convert to whole numbers.
+
+    Strict mode would also refuse 1e4, which is a float in YAML.
+    """
+    if isinstance(value, bool | str):
+        raise WrongValueError("a whole number", value)
     return value
 
 
-def _no_none(value: str) -> str:
+def _not_python_none(value: str) -> str:
+    """Refuse ``None``, Python's word for null."""
     if value == "None":
-        raise RefusedError("a text", value)
+        raise WrongValueError("a text", value)
     return value
 
 
 def _finite(value: Any) -> Any:
-    """Refuse numbers that nothing can be computed from, at any depth."""
+    """Refuse infinite numbers, NaN and whole numbers beyond :data:`LARGEST`, at any depth."""
     for place, number in _numbers(value):
         if not math.isfinite(number):
-            raise RefusedError("a finite number", number, place)
+            raise WrongValueError("a finite number", number, place)
         if isinstance(number, int) and abs(number) > LARGEST:
-            raise RefusedError(f"at most {LARGEST:,}", number, place)
+            raise WrongValueError(f"at most {LARGEST:,}", number, place)
     return value
 
 
@@ -66,13 +72,13 @@ def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, int | float]]:
             yield from _numbers(item, f"{place}[{index}]")
 
 
-Integer = Annotated[int, BeforeValidator(_no_truth), Field(ge=-LARGEST, le=LARGEST)]
+Integer = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=-LARGEST, le=LARGEST)]
 """A whole number."""
-Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=LARGEST)]
+Count = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=1, le=LARGEST)]
 """A whole number from 1."""
-Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=LARGEST)]
+Natural = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=0, le=LARGEST)]
 """A whole number from 0, such as a seed."""
-Processes = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=1024)]
+Processes = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=1, le=MOST_THREADS)]
 """Threads or processes of one machine."""
 Number = Annotated[float, Field(strict=True)]
 """A finite number."""
@@ -86,7 +92,7 @@ Rate = Annotated[float, Field(strict=True, gt=0, le=1000)]
 """A learning rate, or a multiple of one."""
 Multiple = Annotated[float, Field(strict=True, gt=0, le=1_000_000)]
 """How many times something else, such as the training length."""
-OptionalText = Annotated[str, AfterValidator(_no_none)] | None
-"""A text, or null; ``None`` is Python's word for it and refused."""
+OptionalText = Annotated[str, AfterValidator(_not_python_none)] | None
+"""A text, or null."""
 FreeForm = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keys that users choose, with values of any kind."""

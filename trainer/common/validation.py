@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.common.errors import Problem, did_you_mean, nearest
-from trainer.common.fields import RefusedError
+from trainer.common.fields import WrongValueError
 
 S = TypeVar("S")
 Place = tuple[str | int, ...]
@@ -83,7 +83,7 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     """Return the problem of one value; ``errors``: of each type that it may have."""
     first, kind = errors[0], _type_at(schema, place)
     inside, value = "", first["input"]
-    if isinstance(refused := first.get("ctx", {}).get("error"), RefusedError):
+    if isinstance(refused := first.get("ctx", {}).get("error"), WrongValueError):
         inside, value = refused.place, refused.value
     expected = list(dict.fromkeys(_expected(details, kind) for details in errors))
     if len(expected) > 1 and "a text" not in expected:
@@ -140,7 +140,7 @@ def _expected(error: Any, kind: Any) -> str:
         "min_length": "a list of {}",
         "max_length": "a list of {}",
     }
-    if isinstance(refused := context.get("error"), RefusedError):
+    if isinstance(refused := context.get("error"), WrongValueError):
         text = refused.expected
     elif choices := _choices(kind):
         text = f"one of {', '.join(map(str, choices))}"
