@@ -17,7 +17,6 @@ from rich.console import Console
 from tests.training.test_run import checkpoint_of
 from trainer.__main__ import main
 from trainer.commands import console
-from trainer.commands.watch import curve
 from trainer.common.errors import UserError
 from trainer.common.words import duration
 from trainer.runs.checkpoints import read_state
@@ -28,6 +27,7 @@ from trainer.runs.parsing import control_config, parse
 from trainer.runs.run_lock import LEASE, RunLock
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.watch import Line, lines, recovery, retrievals, watch
+from trainer.workflows.watch_view import curve
 
 NOT_SHOWN = {"step", "tokens", "parameter_norm", "loss_spikes", "gradient_spikes"}
 
@@ -213,6 +213,8 @@ def test_signs_of_life_tell_a_run_that_trains_from_one_that_is_dead():
         then = time.time() - LEASE - 60
         os.utime(directory / ".lock", (then, then))
         assert "seems dead" in shown("runs/a")
+        assert watch(["runs/a"])[0].state == "seems dead"
+        assert re.search(r"^ a +seems dead, ", shown("runs/a", "runs/a"), re.MULTILINE)
     finally:
         lock.release()
     for changes, dead in (({"process": 2**22 + 1}, True), ({"host": "another"}, False)):
@@ -227,7 +229,10 @@ def test_after_the_last_step_a_live_run_evaluates():
     lock = RunLock()
     lock.acquire(directory)
     try:
-        assert "evaluating, 1 cell so far" in shown("runs/a")
+        assert "evaluating, 1 cell so far (process" in shown("runs/a")
+        assert re.search(
+            r"^ a +evaluating, 1 cell so far, ", shown("runs/a", "runs/a"), re.MULTILINE
+        )
     finally:
         lock.release()
 

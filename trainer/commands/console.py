@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from trainer.common.progress import console
-from trainer.common.words import remedy
+from trainer.common.words import remedy, without_controls
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import STATEMENTS, Drop, Report, is_known, troubles
 from trainer.report.tables import terminal_tables
@@ -118,11 +118,6 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False, markup=False)
 
 
-CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-"""Visible characters in place of control characters."""
-
-
 def show(text: str, end: str = "\n") -> None:
     """Print text immediately; escape control characters on a terminal."""
-    print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end=end, flush=True)
+    print(without_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)

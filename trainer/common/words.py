@@ -47,6 +47,15 @@ def duration(seconds: float) -> str:
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/.][\w./+-]*", re.IGNORECASE)
 
 
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+
+
+def without_controls(text: str) -> str:
+    """Return a text for a terminal, with visible characters in place of control characters."""
+    return text.translate(_CONTROLS)
+
+
 def override_value(value: Any) -> str:
     """Return a value as Hydra reads it from a word, in quotes where needed, before the shell's."""
     if isinstance(value, list):

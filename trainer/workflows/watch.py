@@ -148,6 +148,19 @@ class WatchedRun:
         return not self.is_finished and self.sign is not None and self.sign.is_alive
 
     @property
+    def state(self) -> str:
+        """Activity of the run, or how it ended, in a word or two."""
+        if self.is_finished:
+            return "finished"
+        if self.is_running:
+            return "evaluating" if all(arm.is_trained for arm in self.arms) else "training"
+        if self.sign is not None:
+            return "seems dead"
+        if self.failed:
+            return "failed"
+        return "not started" if seconds_since_beat(self) is None else "stopped"
+
+    @property
     def seconds_left(self) -> float | None:
         """Estimated time until the last arm is trained, without the evaluation."""
         pace = next(filter(None, map(seconds_per_token, reversed(self.arms))), None)
