@@ -153,6 +153,9 @@ controls:
   NoPE: &nope
     label: >-  # a block
       note: a text, # all of it
+    lines: |
+      note: two
+      lines
     about: "a # b"  # in quotes
     list:  # of items
            # and their weights
@@ -174,6 +177,7 @@ def test_keys_and_comments_are_those_of_yaml(tmp_path):
     path.write_text(MINE)
     nope = [
         ("label", "'note: a text, # all of it'", "a block"),
+        ("lines", r'"note: two\nlines\n"', ""),
         ("about", "'a # b'", "in quotes"),
         ("list", "[{name: x, weight: 3}]", "of items and their weights"),
     ]

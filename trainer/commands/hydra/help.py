@@ -3,6 +3,7 @@ describe them."""
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -175,7 +176,9 @@ def _comment(lines: Sequence[str], key: yaml.Node, value: yaml.Node) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a value as a file holds it."""
+    """Return a value as a file holds it, in one line."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
 
