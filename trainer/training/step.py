@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PhaseStretch:
     """Phases that read batches of one size and length, trained by one Lightning trainer.
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
@@ -87,7 +87,7 @@ class Step:
 
     def __init__(
         self,
-        stretch: Stretch,
+        stretch: PhaseStretch,
         module: LanguageModule,
         ranks: Ranks,
         progress: Progress,
