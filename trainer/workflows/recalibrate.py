@@ -375,7 +375,8 @@ def train(request: Recalibration) -> tuple[Report, bool] | None:
     try:
         if (directory / "config.yaml").exists():
             lock.acquire(directory)  # overwrite=true deletes no run that another process trains
-        open_run_directory(config, is_finished(config))
+        if not is_finished(config):
+            open_run_directory(config)
         write_record(request, exported=done)
     finally:
         lock.release()
