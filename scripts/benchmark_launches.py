@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trainer.runs.checkpoint_files import digests, publish
+from trainer.runs.checkpoint_files import digests, write_manifest_and_rename
 from trainer.runs.state import Tensors, save
 
 WAYS = ("nothing", "a thread", "a process")
@@ -49,7 +49,9 @@ def write(tensors: Tensors, directory: Path) -> None:
     """Write a checkpoint as a run's thread does."""
     partial = directory / ".step-000001.partial"
     save(tensors, partial, None)
-    publish(partial, directory / "step-000001", digests(partial) | digests(partial, ".metadata"))
+    write_manifest_and_rename(
+        partial, directory / "step-000001", digests(partial) | digests(partial, ".metadata")
+    )
 
 
 def launch_while(busy: Callable[[], bool], least: float) -> tuple[float, float, float]:

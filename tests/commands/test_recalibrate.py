@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from trainer.__main__ import main
 from trainer.common.errors import UserError
 from trainer.training.speed import Times
 from trainer.workflows import recalibrate
+from trainer.workflows.recipe import Choice
 
 CONTEXT = 32
 STEP = 0.045
@@ -287,6 +289,17 @@ def test_minutes_that_read_the_text_too_often_are_said(place, llama, capsys, mon
     assert "minutes: 1e+06 are more than the text holds: its training part is read 2.49e" in said
     assert "minutes=6.4 reads it 16 times, or give more text" in said
     assert "error: begun" in said
+
+
+def test_many_minutes_are_suggested_in_digits(monkeypatch, caplog):
+    config = SimpleNamespace(trainer=SimpleNamespace(max_steps=100))
+    recipe = SimpleNamespace(choices=[Choice("trainer.max_steps", 100, "")])
+    asked = SimpleNamespace(minutes=3000.0)
+    monkeypatch.setattr(recalibrate, "phases_of", lambda config: [])
+    monkeypatch.setattr(recalibrate, "epochs_read", lambda *_: lambda step: {"text": 39.0})
+    request = SimpleNamespace(config=config, recipe=recipe, asked=asked)
+    recalibrate._say_long_minutes(request, None)
+    assert "minutes=1200 reads it 16 times" in caplog.text
 
 
 def test_a_short_text_is_refused_before_the_run_directory_is_made(place, llama, capsys):

@@ -23,7 +23,7 @@ from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.plan import PART, Plan, Subject, cell_jobs, plan_cells, plan_jobs
+from trainer.evaluation.plan import PART, PlannedCell, Subject, cell_jobs, plan_cells, plan_jobs
 from trainer.evaluation.store import Claims, Share, Store
 from trainer.model.flops import forward_flops
 
@@ -496,5 +496,5 @@ def test_lengths_that_a_fitted_method_leaves_alone_are_known_before_the_fit(mode
     )
     made = recipe(name, model.layout, config)
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
-    plans = [Plan(subject, made, None, length, {}) for length in (16, 32, 64)]
+    plans = [PlannedCell(subject, made, None, length, {}) for length in (16, 32, 64)]
     assert [plan.length for plan in plans if plan.is_unchanged] == unchanged

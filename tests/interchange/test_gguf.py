@@ -294,6 +294,12 @@ def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, tokenizer, small
         read_pretrained(str(tmp_path / "small.gguf"))
 
 
+def test_a_tensor_without_elements_is_refused(tmp_path, tokenizer, small):
+    write(tmp_path / "small.gguf", small(), tokenizer, rope_factors=np.zeros(0, np.float16))
+    with pytest.raises(UserError, match=r"tensor 'rope_freqs.weight': it has no elements"):
+        read_pretrained(str(tmp_path / "small.gguf"))
+
+
 def test_another_architecture_is_refused(tmp_path, tokenizer, small):
     write(tmp_path / "small.gguf", small(), tokenizer, architecture="qwen2")
     with pytest.raises(UserError, match="architecture 'qwen2' is not supported; expected 'llama'"):

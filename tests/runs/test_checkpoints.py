@@ -22,7 +22,13 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.common.errors import UserError
 from trainer.runs import checkpoint_files, checkpoints, saved_state
 from trainer.runs import state as saved
-from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish, visible_damage
+from trainer.runs.checkpoint_files import (
+    MANIFEST,
+    damage,
+    digests,
+    visible_damage,
+    write_manifest_and_rename,
+)
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     check_same_model,
@@ -156,7 +162,7 @@ def test_two_processes_share_the_files_and_agree_on_the_newest_sound_checkpoint(
         partial.mkdir(parents=True)
         for size in range(1, 7):
             (partial / f"__{size}_0.distcp").write_bytes(bytes(size))
-        publish(partial, partial.with_name(step_name(step)), digests(partial))
+        write_manifest_and_rename(partial, partial.with_name(step_name(step)), digests(partial))
     flip(tmp_path / "checkpoints" / step_name(6) / "__1_0.distcp")
     script = Path(__file__).with_name("newest_of_two.py")
     outputs = [rank.stdout.split("\n") for rank in run_ranks(2, script, tmp_path, cwd=tmp_path)]
@@ -249,12 +255,12 @@ def test_what_a_killed_process_left_is_swept_and_never_taken(run):
     assert not list(directory.glob(".*"))
 
 
-def test_publishing_replaces_a_checkpoint_of_the_same_name(tmp_path):
+def test_a_new_checkpoint_replaces_one_of_the_same_name(tmp_path):
     for text in ("old", "new"):
         partial = tmp_path / ".a.partial"
         partial.mkdir()
         (partial / "file").write_text(text)
-        publish(partial, tmp_path / "a", digests(partial))
+        write_manifest_and_rename(partial, tmp_path / "a", digests(partial))
     assert (tmp_path / "a" / "file").read_text() == "new"
     assert damage(tmp_path / "a") is None
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -308,7 +314,7 @@ def some(tmp_path):
         partial = directory / f".{step}.partial"
         partial.mkdir(parents=True)
         (partial / "state.json").write_text(json.dumps({"loss": loss}))
-        publish(partial, directory / step_name(step), digests(partial))
+        write_manifest_and_rename(partial, directory / step_name(step), digests(partial))
     for name in ("step-x", "unused-step-000003", ".step-000015.partial"):
         (directory / name).mkdir()
     return directory

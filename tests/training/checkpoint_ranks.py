@@ -20,7 +20,7 @@ ranks = init_distributed(config)
 print("timed:", steps_saved(5, 12, ranks, clock=1.0 if ranks.is_rank_zero else 9.0))
 
 
-def publish(partial, *_):
+def write_manifest_and_rename(partial, *_):
     time.sleep(0.5)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
 
@@ -44,7 +44,7 @@ def written():
 
 
 names = {"tensors_of": lambda *_: {}, "save": lambda *_: None, "digests": lambda *_: {}}
-names |= {"write_durably": lambda *_: None, "publish": publish}
+names |= {"write_durably": lambda *_: None, "write_manifest_and_rename": write_manifest_and_rename}
 model = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
 trainer = SimpleNamespace(
     global_step=7,

@@ -390,9 +390,12 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
 
 
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
+    """Also beside a single one of the same text, which a later evaluation of its own keeps."""
     monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
     found = find_candidate(str(runs))
-    given = request(runs, tmp_path, methods=["none", "temperature_per_head"])
+    several = TemperatureSettings(grid=[0.3, 0.4])
+    methods = ["none", "temperature_per_head", "temperature"]
+    given = request(runs, tmp_path, methods=methods, temperature=several)
     report, _ = evaluate_lengths(given)
     assert any("logits of each head times 1 + c ln s" in note for note in report.notes)
     model = found.load()
@@ -402,6 +405,8 @@ def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_p
     assert len(temperatures) > 1
     monkeypatch.delattr("trainer.evaluation.methods.fit_heads")  # a resumed one fits nothing
     assert evaluate_lengths(given)[0].cells == report.cells
+    evaluate_lengths(request(runs, tmp_path / "single", temperature=several))
+    assert with_fitted_temperature(found.layout, found.path)[1].startswith(", logits times 1 + ")
     for kept in (runs / "checkpoints").glob(f"*/{FILE}"):
         kept.unlink()
 

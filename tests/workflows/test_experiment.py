@@ -429,17 +429,24 @@ def test_ranks_that_see_all_checkpoints_share_the_evaluation(
     assert experiment.evaluation_share(places, ranks) == share
 
 
-def test_a_finished_run_is_opened_as_one(tmp_path, monkeypatch):
-    """Another evaluation is then none of this run's."""
-    opened = []
-    monkeypatch.setattr(
-        experiment, "open_run_directory", lambda config, **how: opened.append((config, how))
-    )
+def test_a_finished_run_is_shown_unchanged_by_a_machine_that_cannot_train_it(tmp_path, monkeypatch):
+    lacks = Problem("trainer.accelerator", "torch sees no GPU.")
+    monkeypatch.setattr(experiment, "machine_problems", lambda *_: [lacks])
+    config = RunConfig(run_dir=str(tmp_path))
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        run_experiment(config)
+    open_run_directory(config)
     report = reported()
     report.write(tmp_path / "report.json")
-    config = RunConfig(run_dir=str(tmp_path))
-    assert run_experiment(config) == (report, True)
-    assert opened == [(config, {"finished": True})]
+
+    def contents():
+        return {path: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
+
+    before = contents()
+    assert run_experiment(replace(config, label="Other")) == (report, True)
+    with pytest.raises(UserError, match=r"^evaluation\.quick: .* has false, this command true"):
+        run_experiment(replace(config, evaluation=replace(config.evaluation, quick=True)))
+    assert contents() == before
 
 
 @pytest.mark.parametrize("names", [["only"], ["first", "second"]])

@@ -7,6 +7,7 @@ No function holds a whole attention matrix: scores are computed and reduced in b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -237,7 +238,19 @@ def head_statistics(rows: Rows) -> dict[str, Tensor]:
     }
 
 
-MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of one value or more."""
+    return sum(values) / len(values)
+
+
+MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "sink_mass": _mean,
+    "entropy": _mean,
+    "distance": _mean,
+    "largest_logit": max,
+    "stable_rank": _mean,
+}
+"""Measures of :func:`probe`, with the function that reduces the values of all layers to one."""
 SCORES = 2**22
 """Scores computed at a time."""
 
@@ -258,7 +271,8 @@ def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
     queries, q k / sqrt(D) in most models. ``stable_rank``: squared Frobenius norm of a head's keys
     ``[T, D]`` over their squared spectral norm, mean over heads and sequences.
     """
-    measured, grams = [], []
+    measured: list[dict[str, Tensor]] = []
+    grams = []
 
     def look(heads: Heads) -> None:
         measured.append(attention_measures(heads))
@@ -266,15 +280,15 @@ def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
 
     with observing(model, look):
         model(ids.to(model.device), last=1)
-    # One host sync for all layers.
-    ranks = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
-    rows = torch.column_stack([torch.stack(measured), ranks]).T.tolist()
+    by_name = {name: torch.stack([layer[name] for layer in measured]) for name in measured[0]}
+    by_name["stable_rank"] = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
+    # One host sync for all measures of all layers.
+    rows = torch.stack([by_name[name] for name in MEASURES]).tolist()
     return dict(zip(MEASURES, rows, strict=True))
 
 
-def attention_measures(heads: Heads) -> Tensor:
-    """Compute sink mass, entropy, distance and largest logit of one layer, ``[4]``; see
-    :func:`probe`.
+def attention_measures(heads: Heads) -> dict[str, Tensor]:
+    """Compute each measure of :func:`probe` on one layer, as a scalar, except the stable rank.
 
     Queries are read in blocks; with a window, each block reads only the keys that it can see.
     """
@@ -285,7 +299,8 @@ def attention_measures(heads: Heads) -> Tensor:
     slopes = head_slopes(heads)
     if slopes is not None:
         slopes = slopes.view(H, G, 1, 1)
-    sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
+    sums = {name: q.new_zeros(()) for name in ("sink_mass", "entropy", "distance")}
+    largest = q.new_full((), -math.inf)
     # A block reads the keys of its window and its own, so at most twice the window.
     size = max(1, min(window, SCORES // (B * H * G * min(T, 2 * window))))
     for start in range(1, T, size):
@@ -304,14 +319,11 @@ def attention_measures(heads: Heads) -> Tensor:
             first_key = first_key * (scores.logsumexp(dim=-1) - heads.sinks.view(H, G, 1)).sigmoid()
         # A query that sees only itself has entropy 0; the clamp avoids 0 / 0.
         most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
-        sums += torch.stack(
-            [
-                first_key.sum(),
-                (torch.special.entr(attention) / most).sum(),
-                (attention * away).sum(),
-            ]
-        )
-    return torch.cat([sums / (B * H * G * (T - 1)), largest[None]])
+        sums["sink_mass"] += first_key.sum()
+        sums["entropy"] += (torch.special.entr(attention) / most).sum()
+        sums["distance"] += (attention * away).sum()
+    rows = B * H * G * (T - 1)
+    return {name: total / rows for name, total in sums.items()} | {"largest_logit": largest}
 
 
 def stable_rank(gram: Tensor) -> Tensor:

@@ -68,14 +68,19 @@ MAP_HEADER = ("layer", "head", "from_query", "from_key", "attention")
 
 
 def draw_attention_maps(
-    maps: Mapping[tuple[int, int], Array], titles: Sequence[str], step: int, **look: Any
+    maps: Mapping[tuple[int, int], Array],
+    titles: Sequence[str],
+    step: int,
+    *,
+    low: float,
+    **layout: Any,
 ) -> tuple[Figure, list[tuple[Any, ...]]]:
     """Draw maps of attention by layer and head, and return the numbers of their lower triangles.
 
-    ``step``: tokens of a cell. ``look``: ``low``, the darkest attention, and options of
+    ``step``: tokens of a cell. ``low``: attention of the darkest colour. ``layout``: options of
     :func:`heat_maps`.
     """
-    scale = Scale("attention of a query on a cell", low=look.pop("low"), high=1, log=True)
+    scale = Scale("attention of a query on a cell", low=low, high=1, log=True)
     visible = [np.where(cells > 0, cells, np.nan) for cells in maps.values()]
     figure = heat_maps(
         dict(zip(titles, visible, strict=True)),
@@ -83,7 +88,7 @@ def draw_attention_maps(
         x="key (tokens)",
         y="query (tokens)",
         cell=(step, step),
-        **look,
+        **layout,
     )
     rows = [
         (*place, int(i) * step, int(j) * step, float(cells[i, j]))

@@ -94,9 +94,9 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
                     highlight=False,
                     markup=False,
                 )
-    for trouble in troubles(report.arms):
-        out.print(Text(f"Warning: {trouble}", style="bold red"))
-    if troubles(report.arms):
+    if warnings := troubles(report.arms):
+        for warning in warnings:
+            out.print(Text(f"Warning: {warning}", style="bold red"))
         out.print(remedy("nan"), highlight=False)
     if names := _at_chance(report):
         out.print(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.common.processes import stopping_at_once
+from trainer.common.processes import ask_for_requeue, stopping_at_once
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,6 @@ def read(composed: Composed) -> Named[Any]:
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
-    from trainer.common.processes import ask_for_requeue
     from trainer.workflows.remarks import say_idle_settings
     from trainer.workflows.requests import EvaluationRequest
 

@@ -25,7 +25,7 @@ from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.plan import (
     AS_IS_KEY,
     Job,
-    Plan,
+    PlannedCell,
     Subject,
     by_method,
     cell_jobs,
@@ -59,7 +59,7 @@ class Measured:
 
 
 def measure_cells(
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedCell],
     text: FitText,
     store: Store,
     batch_tokens: int,
@@ -129,7 +129,7 @@ class _Worker:
             remaining = waiting
         self.claims.leave()
 
-    def collect(self, plans: Sequence[Plan]) -> Measured:
+    def collect(self, plans: Sequence[PlannedCell]) -> Measured:
         """Return all cells and the notes of their fits from the store."""
         results = Measured()
         for method in by_method(plans):
@@ -183,7 +183,7 @@ class _Worker:
             if is_complete and self.claims.take("whole", job.plan.key):
                 self._cell(job.plans, job.plan)
 
-    def _choice(self, plans: tuple[Plan, ...]) -> dict[str, Any]:
+    def _choice(self, plans: tuple[PlannedCell, ...]) -> dict[str, Any]:
         """Return the notes of a method's fit and its temperature; fit it if they are not stored."""
 
         def fit() -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _Worker:
         choice: dict[str, Any] = self.store.get("choice", choice_key(plans), fit)
         return choice
 
-    def _cell(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+    def _cell(self, plans: tuple[PlannedCell, ...], plan: PlannedCell) -> dict[str, Any]:
         """Return a cell; if it is not stored, measure it or combine its parts."""
         jobs = cell_jobs(plans, plan, self.batch_tokens)
         make = partial(self._measured, plan, jobs)
@@ -205,7 +205,7 @@ class _Worker:
                 self.store.remove(job.kind, job.key)
         return cell
 
-    def _measured(self, plan: Plan, jobs: Sequence[Job]) -> dict[str, Any]:
+    def _measured(self, plan: PlannedCell, jobs: Sequence[Job]) -> dict[str, Any]:
         """Measure a cell in one or several parts, and return its stored form."""
         if len(jobs) == 1:
             method, fitting = self._method(jobs[0].plans)
@@ -252,7 +252,7 @@ class _Worker:
         part: dict[str, Any] = self.store.get(job.kind, job.key, measure)
         return part
 
-    def _method(self, plans: Sequence[Plan]) -> tuple[Method, Fitting]:
+    def _method(self, plans: Sequence[PlannedCell]) -> tuple[Method, Fitting]:
         """Return a method on its model; load the model if another one is in memory."""
         subject, recipe = plans[0].subject, plans[0].recipe
         model = self._loaded(subject)
@@ -278,7 +278,7 @@ class _Worker:
         return self.model
 
 
-def _reads(plan: Plan, method: Method) -> int | None:
+def _reads(plan: PlannedCell, method: Method) -> int | None:
     """Return the number of last tokens that the model reads (None: all)."""
     return method.reads if method.reads is not None and method.reads < plan.length else None
 
@@ -297,7 +297,7 @@ class _Counter:
         self.progress, self.work, self.tokens = progress, 0.0, 0
         progress.advance_to(0)
 
-    def add(self, plan: Plan, length: int, sequences: int) -> None:
+    def add(self, plan: PlannedCell, length: int, sequences: int) -> None:
         """Count sequences of ``length`` tokens that the model of ``plan`` has read."""
         self.work += sequences * plan.operations(length)
         self.tokens += sequences * length

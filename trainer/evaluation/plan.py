@@ -41,8 +41,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One cell: a model, a method, a task and a length. ``key``: all inputs of its result."""
+class PlannedCell:
+    """Model, method, task and length of a cell to measure. ``key``: all inputs of its result."""
 
     subject: Subject
     recipe: Recipe
@@ -98,8 +98,8 @@ class Job:
     all cells). ``kind``, ``key``: name of the result in the store.
     """
 
-    plans: tuple[Plan, ...]
-    plan: Plan | None
+    plans: tuple[PlannedCell, ...]
+    plan: PlannedCell | None
     piece: Piece
     kind: str
     key: dict[str, Any]
@@ -118,7 +118,7 @@ class Job:
         return sum(n * self.plans[0].operations(length) for length, n in fits.items())
 
 
-def plan_jobs(plans: Sequence[Plan], batch_tokens: int) -> list[Job]:
+def plan_jobs(plans: Sequence[PlannedCell], batch_tokens: int) -> list[Job]:
     """Return the distinct jobs of all cells; a method is fitted before its cells are measured.
 
     The key of a part also contains what determines the batches.
@@ -137,7 +137,7 @@ def plan_jobs(plans: Sequence[Plan], batch_tokens: int) -> list[Job]:
     return list(jobs.values())
 
 
-def cell_jobs(method: tuple[Plan, ...], plan: Plan, batch_tokens: int) -> list[Job]:
+def cell_jobs(method: tuple[PlannedCell, ...], plan: PlannedCell, batch_tokens: int) -> list[Job]:
     """Return the jobs of one cell: one, or one for each part."""
     count = plan.parts
     if count == 1:
@@ -149,15 +149,15 @@ def cell_jobs(method: tuple[Plan, ...], plan: Plan, batch_tokens: int) -> list[J
     ]
 
 
-def by_method(plans: Sequence[Plan]) -> list[tuple[Plan, ...]]:
+def by_method(plans: Sequence[PlannedCell]) -> list[tuple[PlannedCell, ...]]:
     """Return the cells of each method of each model."""
-    methods: dict[tuple[str, Recipe], list[Plan]] = defaultdict(list)
+    methods: dict[tuple[str, Recipe], list[PlannedCell]] = defaultdict(list)
     for plan in plans:
         methods[plan.subject.name, plan.recipe].append(plan)
     return list(map(tuple, methods.values()))
 
 
-def choice_key(method: Sequence[Plan]) -> dict[str, Any]:
+def choice_key(method: Sequence[PlannedCell]) -> dict[str, Any]:
     """Return the key of a method's fitted parameters."""
     return {"cells": [plan.key for plan in method]}
 
@@ -168,7 +168,7 @@ def plan_cells(
     tasks: Sequence[Measurement],
     lengths: Sequence[int],
     text: FitText,
-) -> list[Plan]:
+) -> list[PlannedCell]:
     """Return all cells, ordered by model, method, length and task.
 
     Args:
@@ -191,7 +191,7 @@ def plan_cells(
         }
 
     return [
-        Plan(subject, recipe, task, length, key(subject, recipe, length, task))
+        PlannedCell(subject, recipe, task, length, key(subject, recipe, length, task))
         for subject in subjects
         for recipe in recipes[subject.name]
         for length in lengths

@@ -171,6 +171,7 @@ def _checksum(value: Any) -> str:
 class Share:
     """Process ``index`` of ``processes`` that evaluate together.
 
+    No part of the work is assigned in advance: a process measures what it claims (:class:`Claims`).
     ``attempt``: equal in all of them, and different at each start, so that a restarted job ignores
     the claims of the one that was killed.
     """

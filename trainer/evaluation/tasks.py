@@ -69,10 +69,11 @@ def make_tasks(
     ``chooser``: chooses the key tokens; their task is left out if it is None.
 
     Raises:
-        UserError: no measurement is possible, the text is shorter than the longest length, or the
-            short context of the chooser is not shorter than its long one.
+        UserError: no measurement is possible, the text is shorter than the longest length, or, with
+            a chooser, a prompt does not fit or the short context is not shorter than the long one.
     """
     made: list[Measurement] = []
+    place = 0  # of the key tokens
     notes: list[str] = []
     bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
     windows: dict[int, Integers] = {}
@@ -82,16 +83,7 @@ def make_tasks(
         if name == PERPLEXITY:
             made.append(Perplexity(windows, end, training_length, config.last))
         elif name == KEY_TOKENS:
-            if chooser is None:
-                continue
-            C = chooser.subject.layout.training_length
-            raise_all(config.key_tokens.context_problems(C, max(lengths)))
-            last = config.last or min(training_length, *lengths)
-            chosen = chooser.choose(windows[max(lengths)], end, last)
-            if chosen.too_few:
-                notes.append(chosen.too_few)
-            else:
-                made.append(KeyTokens(windows, end, chosen))
+            place = len(made)
         elif name == STATEMENTS and not text.training_share:
             notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
@@ -111,6 +103,16 @@ def make_tasks(
             tasks, missing = groups[name]()
             made += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
+    if chooser is not None and KEY_TOKENS in config.tasks:
+        C = chooser.subject.layout.training_length
+        raise_all(config.key_tokens.context_problems(C, max(lengths)))
+        check_prompts(made, lengths)  # before the chooser reads, which may take minutes
+        last = config.last or min(training_length, *lengths)
+        chosen = chooser.choose(windows[max(lengths)], end, last)
+        if chosen.too_few:
+            notes.append(chosen.too_few)
+        else:
+            made.insert(place, KeyTokens(windows, end, chosen))
     if notes and not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return made, notes

@@ -153,6 +153,8 @@ def _check_type(stored: Any) -> None:
     """
     from gguf import dequantize
 
+    if not stored.data.size:
+        raise UserError.at("", f"tensor {stored.name!r}: it has no elements.")
     try:
         dequantize(stored.data.reshape(-1, stored.data.shape[-1])[:1], stored.tensor_type)
     except NotImplementedError as error:

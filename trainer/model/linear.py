@@ -24,8 +24,8 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 """The operator that torch's own compiler emits for a linear layer on a CPU."""
 
 HAS_FAST_BF16 = HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""Whether this CPU multiplies bfloat16 with oneDNN. Without AVX-512, torch takes 12 to 20 times as
-long as for float32."""
+"""Whether this CPU multiplies bfloat16 with oneDNN; torch's other product is much slower than its
+float32 one."""
 
 
 def _mkl_is_slow() -> bool:

@@ -45,7 +45,9 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
     }
 
 
-def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> None:
+def write_manifest_and_rename(
+    partial: Path, final: Path, files: dict[str, list[int | str]]
+) -> None:
     """Write the manifest into a complete directory and rename the directory, durably."""
     write_durably(partial / MANIFEST, json.dumps(files, indent=1).encode())
     synchronise(partial)

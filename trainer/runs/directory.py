@@ -136,13 +136,13 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             raise UserError(*changed, Problem("", advice))
 
 
-def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
+def open_run_directory(config: RunConfig) -> Path:
     """Create or reopen a run's directory; write its mark and ``config.yaml``.
 
     Raises:
         UserError: as for :func:`check_run_directory`.
     """
-    check_run_directory(config, finished)
+    check_run_directory(config)
     directory = Path(config.run_dir)
     if config.overwrite and directory.is_dir():
         shutil.rmtree(directory)

@@ -1,12 +1,13 @@
 """Metrics of a run: the rows of ``metrics.csv``, and the panels that show them.
 
 There is one row a logged step, without gap or duplicate, however often a run resumes.
-docs/dashboard.md explains every metric. ``phase`` is 0 before the drop and 1 after it. ``loss``
-(nats per token, weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to
-``_4`` the same by position in the sequence. ``time/`` are seconds a step. ``memory`` is the peak on
-the GPU in GiB, ``mfu`` the share of its dense peak; both are empty without a GPU. The ``drop/``
-columns are filled in the first row after the drop and in the last. ``epochs/`` say how often each
-text has been read. ``time/monitor`` does not count into ``tokens_per_second`` and ``mfu``. The last
+docs/dashboard.md explains every metric. ``phase`` is the index of the step's phase, from 0; a run
+with a drop and without named phases has 0 before the drop and 1 after it. ``loss`` (nats per token,
+weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to ``_4`` the same by
+position in the sequence. ``time/`` are seconds a step. ``memory`` is the peak on the GPU in GiB,
+``mfu`` the share of its dense peak; both are empty without a GPU. The ``drop/`` columns are filled
+in the first row after the drop and in the last of its phase. ``epochs/`` say how often each text
+has been read. ``time/monitor`` does not count into ``tokens_per_second`` and ``mfu``. The last
 columns hold the measurements of a run's monitors (``length/``, ``benchmark/``, ``probe/``), filled
 in the first row after each measurement.
 """

@@ -44,7 +44,7 @@ from trainer.training.devices import numerics
 from trainer.training.lightning_trainer import TrainingData, make_trainer, releasing
 from trainer.training.loggers import MetricsFile, close, other_loggers
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.step import Resume, Step, Stretch
+from trainer.training.step import PhaseStretch, Resume, Step
 from trainer.training.user_callbacks import make_callbacks
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class TrainedStretch:
 
 
 def _train_stretch(
-    stretch: Stretch,
+    stretch: PhaseStretch,
     start: Start,
     user_callbacks: Sequence[L.Callback],
     callbacks: Sequence[L.Callback],
@@ -215,11 +215,13 @@ def _train_stretch(
     return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
 
 
-def _stretch(config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]]) -> Stretch:
+def _stretch(
+    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]]
+) -> PhaseStretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
     phase, end = phase_at(phases, start.step), stretch_end(phases, start.step)
-    return Stretch(
+    return PhaseStretch(
         run=config,
         config=replace(phase.config, trainer=replace(phase.config.trainer, max_steps=end)),
         corpus=corpus,
@@ -230,7 +232,7 @@ def _stretch(config: RunConfig, corpus: Corpus, start: Start, skips: list[list[i
     )
 
 
-def _title(stretch: Stretch) -> str:
+def _title(stretch: PhaseStretch) -> str:
     """Return the stretch's title in logs and on the progress bar."""
     title, end = f"Training {label(stretch.run)}", stretch.config.trainer.max_steps
     names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]

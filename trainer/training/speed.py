@@ -74,15 +74,18 @@ def measure_step(
     return Times(median(times), timed(updates.step, device))
 
 
-def product_peak(threads: int, seconds: float = 0.2) -> float:
-    """Return the most operations per second of a float32 product on this CPU, measured on matrices
-    that fit its caches. The number of threads of torch stays as it was."""
+def product_peak(threads: int) -> float:
+    """Return the most operations per second of a float32 product on this CPU.
+
+    Measures for 0.2 seconds on matrices that fit its caches. The number of torch's threads stays as
+    it was.
+    """
     size, before = 768, torch.get_num_threads()
     a = torch.ones(size, size)
     best, spent = float("inf"), 0.0
     torch.set_num_threads(threads)
     try:
-        while spent < seconds:
+        while spent < 0.2:
             took = timed(lambda: a @ a, "cpu")
             best, spent = min(best, took), spent + took
     finally:

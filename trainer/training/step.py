@@ -6,7 +6,11 @@ save, stop. Before the first step :class:`Resume` restores the checkpoint.
 ===============  ==================================================================  ===============
 moment           what happens                                                        where
 ===============  ==================================================================  ===============
-step begins      save ``before-drop``; change the model; measure the effect          Transitions
+step begins      a phase changes the model: save ``before-drop``; measure the loss;  Transitions
+                 set QK-norm's gains, the layout (of a drop in several steps: its
+                 first part) and the attention kernel; measure the loss again;
+                 store both losses; reset the optimizer
+                 later steps of such a drop: its next part                           Transitions
                  hooks of the user's callbacks                                       callbacks
                  take all measures if the model was changed                          Monitors
                  arm the watchdog; start the profiler                                Guards
@@ -57,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PhaseStretch:
     """Phases that read batches of one size and length, trained by one Lightning trainer.
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
@@ -83,7 +87,7 @@ class Step:
 
     def __init__(
         self,
-        stretch: Stretch,
+        stretch: PhaseStretch,
         module: LanguageModule,
         ranks: Ranks,
         progress: Progress,

@@ -94,7 +94,7 @@ def evaluate_lengths(
         say_run_directory(output)
     length = request.evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
-    candidates = checked([first, *others])
+    candidates = fitting_together([first, *others])
     raise_all(request.evaluation.problems(first.layout.training_length))
     text = Text(held_out_corpus(request.text, first), first)
     if asks_for_statements and not text.training_share:
@@ -183,8 +183,8 @@ def measure_models(
 
     Args:
         name: name of the report.
-        candidates: in the order of tables, see :func:`checked`; with the training length that
-            ``config`` gives, if any.
+        candidates: in the order of tables, see :func:`fitting_together`; with the training length
+            that ``config`` gives, if any.
         config: methods, tasks and lengths.
         text: text in the first candidate's tokens.
         cells: directory of finished cells.
@@ -233,7 +233,7 @@ def measure_models(
     # A single coefficient was given by the user, and says nothing of the model.
     fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
     for candidate in (c for c in candidates if c.run is not None):
-        for temperatures in (*fitted, measured.per_head):
+        for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
             if candidate.name in temperatures:
                 _keep(candidate, temperatures[candidate.name])
     stated = dict(STATED)
@@ -302,7 +302,7 @@ def with_observations(
     return replace(report, observations=observations)
 
 
-def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
+def fitting_together(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Check that the models fit together; return them under distinct names."""
     first = candidates[0]
     for candidate in candidates:

@@ -253,6 +253,7 @@ def _open(
 ) -> Report | list[str]:
     """Check everything, then prepare text and directories.
 
+    Of a finished run only its report is read: any machine can show it, and nothing is written.
     ``elsewhere``: the machine problems of other ranks.
 
     Returns:
@@ -261,15 +262,16 @@ def _open(
     Raises:
         UserError: with all that is wrong.
     """
+    finished = Path(config.run_dir) / "report.json"
+    if finished.exists() and not config.overwrite:
+        report = _finished_report(finished)
+        with naming_longer_runs(config):
+            check_run_directory(config, finished=True)
+        return report
     problems = start_problems(configs, ranks)
     keys = {problem.key for problem in problems}
     raise_all([*problems, *(problem for problem in elsewhere if problem.key not in keys)])
-    finished = Path(config.run_dir) / "report.json"
     with naming_longer_runs(config):
-        if finished.exists() and not config.overwrite:
-            report = _finished_report(finished)
-            open_run_directory(config, finished=True)
-            return report
         for arm in configs.values():
             if not config.overwrite or arm is config:  # deletes the controls' directories, too
                 check_run_directory(arm)

@@ -333,10 +333,11 @@ def _say_long_minutes(request: Recalibration, corpus: Corpus) -> None:
         return  # the user set the steps
     times = max(epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps).values())
     if times > MANY_EPOCHS:
+        enough = float(f"{minutes * MANY_EPOCHS / times:.2g}")
         log.warning(
             "minutes: %g are more than the text holds: its training part is read %.3g times; "
-            "minutes=%.2g reads it %d times, or give more text",
-            *(minutes, times, minutes * MANY_EPOCHS / times, MANY_EPOCHS),
+            "minutes=%g reads it %d times, or give more text",
+            *(minutes, times, enough, MANY_EPOCHS),
         )
 
 
@@ -374,7 +375,8 @@ def train(request: Recalibration) -> tuple[Report, bool] | None:
     try:
         if (directory / "config.yaml").exists():
             lock.acquire(directory)  # overwrite=true deletes no run that another process trains
-        open_run_directory(config, is_finished(config))
+        if not is_finished(config):
+            open_run_directory(config)
         write_record(request, exported=done)
     finally:
         lock.release()

@@ -175,13 +175,9 @@ def say_idle_settings(
         readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY, KEY_TOKENS)))
         readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
         parts_and_tasks |= {*config.tasks}
-        if parts_and_tasks & {*OF_METHODS["choice"]} and config.choice.text in (
-            *NEEDLE_TASKS,
-            *LONG_TASKS,
-        ):
-            parts_and_tasks.add(
-                config.choice.text if config.choice.text in NEEDLE_TASKS else MANY_SHOT
-            )
+        if parts_and_tasks & {*OF_METHODS["choice"]}:
+            text = config.choice.text
+            parts_and_tasks |= {MANY_SHOT} if text in LONG_TASKS else {text} & {*NEEDLE_TASKS}
         if monitor is not None and monitor.lengths_every is not None:
             parts_and_tasks.add(STATEMENTS)
         if monitor is not None and monitor.benchmarks.enabled:

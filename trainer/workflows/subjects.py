@@ -135,15 +135,15 @@ def applicable(
     if any(name.startswith("temperature") for name in names):  # some model takes a temperature
         idle = {key: titles for key, titles in idle.items() if key[1] != HAS_POSITIONS}
     notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
-    notes += [
-        f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
-        f"{counted(len(layers), 'layer')} of {subject.config.num_hidden_layers} "
-        f"({', '.join(map(str, layers))})."
-        for subject in subjects
-        for layers in [m.settings[LAYERS] for m in recipes[subject.name] if LAYERS in m.settings][
-            :1
-        ]
-    ]
+    for subject in subjects:
+        settings = (made.settings for made in recipes[subject.name])
+        layers = next((values[LAYERS] for values in settings if LAYERS in values), None)
+        if layers is not None:
+            notes.append(
+                f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
+                f"{counted(len(layers), 'layer')} of {subject.config.num_hidden_layers} "
+                f"({', '.join(map(str, layers))})."
+            )
     problems += config.choice_problems(subjects[0].layout.training_length, names)
     raise_all(problems)
     if not any(recipes.values()):

@@ -334,3 +334,10 @@ def test_shorter_texts_have_entropies_of_their_own(tiny_decoder):
     (sentence,) = (f for f in section.findings if f.startswith("From 60 to 1,100 tokens Sequence"))
     assert f"in {same:.0%} of heads" in sentence
     assert any(f.startswith("From 1,050 to 1,100 tokens SpectrumFE") for f in section.findings)
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(256, "1 token"), (257, "2 tokens")])
+def test_the_caption_counts_the_tokens_of_a_cell(tiny_decoder, length, tokens):
+    section = section_of(Target("tiny", tiny_decoder(), text(length)))
+    caption = picture(section, "frequency_entropy_heads_queries").caption
+    assert f"means over {tokens}, logarithmic" in caption

@@ -247,3 +247,10 @@ def test_heads_are_ranked_in_the_text_that_has_the_needle_where_that_is_asked_fo
             in sentence
         )
         assert ("ranked by their entropies in that text" in section.text) == (ranked_on == "prompt")
+
+
+@pytest.mark.parametrize(("length", "keys"), [(128, "1 key"), (129, "2 keys")])
+def test_the_caption_counts_the_keys_of_a_cell(tiny_decoder, length, keys):
+    ids = torch.randint(50, (1, length), generator=torch.Generator().manual_seed(5))
+    section = section_of(target_of(tiny_decoder(), ids))
+    assert f"over {keys} (logarithmic)" in picture(section, "needle_attention").caption

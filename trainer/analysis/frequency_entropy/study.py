@@ -38,6 +38,7 @@ from trainer.analysis.frequency_entropy.parts import (
 from trainer.analysis.settings import rules
 from trainer.analysis.studies.section import Part, Picture, Section, joined, long_rows
 from trainer.analysis.studies.study import Study, Target
+from trainer.common.words import counted
 from trainer.plotting.maps import Scale, draw_map, heat_maps
 from trainer.plotting.points import entropy_axis, layer_panels, pair_scatter
 from trainer.plotting.style import BLUE, WIDTH, blank, paper_style
@@ -243,9 +244,9 @@ class FrequencyEntropyStudy(Study):
             f"frequency_entropy_heads_{SIDES[side]}" + (f"_{number}" if number > 1 else ""),
             self._head_columns(shown, side),
             f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]}{readers}, a head in a "
-            f"column; below it the norms of its pairs along the first text (means over "
-            f"{self.cell} tokens, logarithmic colour). A bright row is a frequency band and "
-            "has a low SpectrumFE, stripes across a row are periods and have a low SequenceFE.",
+            "column; below it the norms of its pairs along the first text (means over "
+            f"{counted(self.cell, 'token')}, logarithmic colour). A bright row is a frequency band "
+            "and has a low SpectrumFE, stripes across a row are periods and have a low SequenceFE.",
             ("layer", "query_head", "side", "pair", "from_token", "norm"),
             long_rows({(h.layer, h.head, side): h.norms[side] for h in shown}, places=cells),
         )

@@ -32,6 +32,7 @@ from trainer.analysis.matrix_entropy.measure import (
 from trainer.analysis.sinks import MAP_HEADER, draw_attention_maps
 from trainer.analysis.studies.section import Grid, Picture, Section, long_rows, wide_rows
 from trainer.analysis.studies.study import Study, Target
+from trainer.common.words import counted
 from trainer.plotting.lines import curves, spans
 from trainer.plotting.maps import Scale, heat_maps
 
@@ -370,8 +371,9 @@ class ExtremeHeads:
                 vertical=(needle, "needle"),
             ),
             f"Attention of the {self.view.queries} {self.queries} by the key's position, mean over "
-            f"the heads of a group and over {widths[0]} keys (logarithmic). The first point holds "
-            "the first token; a peak at the needle that stands out from the others is retrieval.",
+            f"the heads of a group and over {counted(int(widths[0]), 'key')} (logarithmic). The "
+            "first point holds the first token; a peak at the needle that stands out from the "
+            "others is retrieval.",
             ("group", "from_token", "mean_attention"),
             long_rows({(name,): mean for name, mean in means.items()}, places=starts.tolist()),
         )

@@ -102,14 +102,13 @@ class OffsetChanges:
         large = both >= min(RADII[0], float(np.quantile(both, LONG)))
         change = now.key_radius - was.key_radius
         turned = np.mod(now.angle - was.angle + TURN / 2, TURN) - TURN / 2
-        columns = (was.layer, was.head, was.pair, *_both(was, now, "key_radius", "angle"))
         return Part(
             tuple(self._findings(was, now, change, large)),
             (
                 self._by_pair(was, now, change, np.where(large, turned, np.nan)),
                 self._single_pairs(was, now, self._shown(was, change)),
             ),
-            numbers={name: to_json(c) for name, c in zip(HEADER, columns, strict=True)},
+            numbers={name: to_json(c) for name, c in _columns(was, now).items()},
         )
 
     def _shown(self, was: OffsetFeatures, change: Array) -> list[int]:
@@ -203,8 +202,9 @@ class OffsetChanges:
             grid = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
             for axes, pair in zip(grid, shown, strict=True):
                 rows = was.pair == pair
-                radius, angle = np.stack(_both(was, now, "key_radius", "angle"))[:, rows].reshape(
-                    2, 2, -1
+                radius, angle = (
+                    np.stack([first, second])[:, rows]
+                    for first, second in ((was.key_radius, now.key_radius), (was.angle, now.angle))
                 )
                 # Draw no line for pairs that pass 2 pi: it would cross the whole panel.
                 near = np.abs(np.diff(angle, axis=0)[0]) < math.pi
@@ -239,14 +239,15 @@ class OffsetChanges:
         )
 
 
-def _both(was: OffsetFeatures, now: OffsetFeatures, *names: str) -> list[Array]:
-    """Return columns of both models, the first model's first for each name."""
-    return [getattr(features, name) for name in names for features in (was, now)]
+def _columns(was: OffsetFeatures, now: OffsetFeatures) -> dict[str, Array]:
+    """Return the columns of :data:`HEADER`."""
+    means = (was.key_radius, now.key_radius, was.angle, now.angle)
+    return dict(zip(HEADER, (was.layer, was.head, was.pair, *means), strict=True))
 
 
 def _rows(was: OffsetFeatures, now: OffsetFeatures, among: Array) -> list[tuple[float, ...]]:
     """Return the rows of a CSV file about some entries."""
-    columns = (was.layer, was.head, was.pair, *_both(was, now, "key_radius", "angle"))
+    columns = _columns(was, now).values()
     return list(zip(*(column[among].tolist() for column in columns), strict=True))
 
 

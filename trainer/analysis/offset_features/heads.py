@@ -227,8 +227,7 @@ class OffsetSteps:
         C = heads.training_length
         for head in range(heads.q.shape[1]):
             spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
-            sampled = sampled_attention(heads, head)
-            if not spectrum.rotates or sampled is None:
+            if not spectrum.rotates or (sampled := sampled_attention(heads, head)) is None:
                 continue
             pair = int(np.argmax(spectrum.inv_freq))
             rows = range(len(sampled.positions))

@@ -169,7 +169,8 @@ def fresh_part(fresh: FreshResult | None) -> Part:
             f"without in {larger} of {len(ratio)} layers: {ratio[0]:.2f} times in the first and "
             f"{ratio[-1]:.2f} times in the last layer."
         )
-    seeds = len(fresh.gradients["nope"])
+    count = len(fresh.gradients["nope"])
+    seeds = "1 seed" if count == 1 else f"{count} seeds, bars from the least to the largest"
     frame = Frame("layer", "gradient norm of Aᶜ", whole_x(log_if_wide))
     panels = [
         Panel(
@@ -184,8 +185,7 @@ def fresh_part(fresh: FreshResult | None) -> Part:
         side_by_side(panels),
         "Norm of the gradient of Aᶜ by W_Q and W_K, mean over heads, in decoders of this shape "
         "with random weights (normal, 0.02 in every matrix, also in matrices that write to the "
-        f"residual stream; {seeds} {'seed' if seeds == 1 else 'seeds, bars from the '}"
-        f"{'' if seeds == 1 else 'least to the largest'}), on {fresh.tokens} tokens of the text; "
+        f"residual stream; {seeds}), on {fresh.tokens} tokens of the text; "
         f"with positions: {fresh.encoding}. Higher: the head can learn the pattern faster. DroPE "
         "finds RoPE higher, more so in deeper layers.",
         ("version", "seed", "layer", "diagonal", "previous"),

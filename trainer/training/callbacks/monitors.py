@@ -15,7 +15,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from trainer.analysis.attention import probe
+from trainer.analysis.attention import MEASURES, probe
 from trainer.common.errors import Problem, UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
@@ -216,10 +216,9 @@ def measurements(
 
 
 class Probe:
-    """Each measure of :func:`probe`, per layer and over all layers.
+    """Each measure of :func:`probe`, per layer and reduced over all layers.
 
-    Over all layers it is the mean, and the maximum for the largest logit. Every rank reads the same
-    few sequences of the training length.
+    Every rank reads the same few sequences of the training length.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
@@ -242,9 +241,8 @@ class Probe:
             measured = probe(model, self.ids)
         metrics: dict[str, float] = {}
         for name, layers in measured.items():
-            whole = max(layers) if name == "largest_logit" else sum(layers) / len(layers)
             each = {f"probe/{name}/layer_{i:02}": value for i, value in enumerate(layers)}
-            metrics |= {f"probe/{name}": whole} | each
+            metrics |= {f"probe/{name}": MEASURES[name](layers)} | each
         return metrics
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import write_durably
-from trainer.runs.checkpoint_files import digests, publish
+from trainer.runs.checkpoint_files import digests, write_manifest_and_rename
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
@@ -166,7 +166,7 @@ class Saving(L.Callback):
                 write_durably(partial / STATE, json.dumps(state).encode())
                 files = {k: v for part in parts for k, v in part.items()}
                 files |= digests(partial, STATE) | digests(partial, ".metadata")
-                publish(partial, self.directory / name, files)
+                write_manifest_and_rename(partial, self.directory / name, files)
                 rotate(self.directory, self.config, self.permanent_steps)
 
             # wait for a slow disk here, not in a collective of the next step

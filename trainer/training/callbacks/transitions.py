@@ -37,6 +37,7 @@ class Transitions(L.Callback):
 
     A change concerns layout, QK-norm and optimizer state. Its effect is measured on one fixed
     held-out batch of the phase's length: just before, just after, and at the end of the phase. A
+    drop in several steps is measured after its first part, with which the first update trains. A
     phase with ``until`` is measured every ``until.every`` steps, and ends early once its loss is
     flat, or back at its value before the change; ``ended_after`` is then its number of steps.
 
@@ -85,7 +86,7 @@ class Transitions(L.Callback):
             self.held_out_losses = []
             if phase.name not in self.effects:
                 self._enter(trainer, module, phase)
-        if self.layout_before is not None and phase.drop is not None:
+        elif self.layout_before is not None and phase.drop is not None:
             self._shrink(module, phase, trainer.global_step + 1 - phase.start)
 
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
@@ -161,8 +162,9 @@ class Transitions(L.Callback):
         if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
             self._match_gains(module, phase)
         model.layout = layout_of_phase(model.layout, phase, model.config)
-        if phase.drop is not None:
-            self.layout_before = model.layout if phase.drop.anneal_steps else None
+        if phase.drop is not None and phase.drop.anneal_steps:
+            self.layout_before = model.layout
+            self._shrink(module, phase, 1)
         # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
         choice = module.choose_attention(phase.config, trainer.strategy.root_device.type)
         torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
