@@ -167,10 +167,11 @@ def within_and_beyond(bounds: str) -> tuple[list[Any], list[Any]]:
             int(x) if abs(int(x)) != 62 else math.copysign(1, int(x)) * (1 << 62) for x in parts
         )
         least, most = int(least), int(most)
-        return [least, most, float(least)], [least - 1, most + 1, True, 1.5, math.inf, "x", "1"]
-    good, bad = [], [math.inf, -math.inf, math.nan, True, "1"]
+        beyond = [least - 1, most + 1, True, 1.5, math.inf, "x"]
+        return [least, most, float(least), str(most)], beyond
+    good, bad = [], [math.inf, -math.inf, math.nan, True, "x", "nan"]
     if parts[0] == ">":
-        good.append(float(parts[1]) + 1e-9)
+        good += [float(parts[1]) + 1e-9, str(float(parts[1]) + 1e-9)]
         bad.append(float(parts[1]))
     elif parts[0] != "any":
         good.append(float(parts[0]))

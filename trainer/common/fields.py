@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -34,13 +35,19 @@ class WrongValueError(ValueError):
         super().__init__(f"expected {expected}")
 
 
-def _not_bool_or_text(value: Any) -> Any:
-    """Refuse true, false and texts, which pydantic would convert to whole numbers.
-
-    Strict mode would also refuse 1e4, which is a float in YAML.
-    """
-    if isinstance(value, bool | str):
+def _not_bool(value: Any) -> Any:
+    """Refuse true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
         raise WrongValueError("a whole number", value)
+    return value
+
+
+def _from_text(value: Any) -> Any:
+    """Return the number in a text, such as the environment variable of ``${oc.env:SEED}``."""
+    if isinstance(value, str):
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(value)
     return value
 
 
@@ -72,25 +79,26 @@ def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, int | float]]:
             yield from _numbers(item, f"{place}[{index}]")
 
 
-Integer = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=-LARGEST, le=LARGEST)]
+_WHOLE = BeforeValidator(_not_bool), BeforeValidator(_from_text)
+Integer = Annotated[int, *_WHOLE, Field(ge=-LARGEST, le=LARGEST)]
 """A whole number."""
-Count = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=1, le=LARGEST)]
+Count = Annotated[int, *_WHOLE, Field(ge=1, le=LARGEST)]
 """A whole number from 1."""
-Natural = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=0, le=LARGEST)]
+Natural = Annotated[int, *_WHOLE, Field(ge=0, le=LARGEST)]
 """A whole number from 0, such as a seed."""
-Processes = Annotated[int, BeforeValidator(_not_bool_or_text), Field(ge=1, le=MOST_THREADS)]
+Processes = Annotated[int, *_WHOLE, Field(ge=1, le=MOST_THREADS)]
 """Threads or processes of one machine."""
-Number = Annotated[float, Field(strict=True)]
+Number = Annotated[float, BeforeValidator(_from_text), Field(strict=True)]
 """A finite number."""
-Positive = Annotated[float, Field(strict=True, gt=0)]
+Positive = Annotated[float, BeforeValidator(_from_text), Field(strict=True, gt=0)]
 """A number above 0."""
-NotNegative = Annotated[float, Field(strict=True, ge=0)]
+NotNegative = Annotated[float, BeforeValidator(_from_text), Field(strict=True, ge=0)]
 """A number from 0."""
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Share = Annotated[float, BeforeValidator(_from_text), Field(strict=True, ge=0, le=1)]
 """A number from 0 to 1."""
-Rate = Annotated[float, Field(strict=True, gt=0, le=1000)]
+Rate = Annotated[float, BeforeValidator(_from_text), Field(strict=True, gt=0, le=1000)]
 """A learning rate, or a multiple of one."""
-Multiple = Annotated[float, Field(strict=True, gt=0, le=1_000_000)]
+Multiple = Annotated[float, BeforeValidator(_from_text), Field(strict=True, gt=0, le=1_000_000)]
 """How many times something else, such as the training length."""
 OptionalText = Annotated[str, AfterValidator(_not_python_none)] | None
 """A text, or null."""
