@@ -57,7 +57,7 @@ BUDGETS = {
     "evaluate": LENGTHS,
     "+experiment=drope_smollm2_135m_local": [
         *TRAIN, "data=files", "data.files=[my_text.txt]", "data.sequence_length=32",
-        "trainer.max_steps=2", "trainer.batch_size=2",
+        "trainer.max_steps=2", "trainer.batch_size=2", "evaluation.enabled=false",
     ],
 }  # fmt: skip
 """What is added to a command that holds the word; of several words to the first."""
