@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-import yaml
-from omegaconf._utils import get_yaml_loader
+from omegaconf import OmegaConf
 
 from trainer.commands.hydra import files as config_files
 from trainer.commands.hydra.files import ConfigFiles, read_file
@@ -209,10 +208,12 @@ def test_every_key_of_the_projects_files_is_listed_with_its_value_and_comment():
     for path in config_files.config_directory().rglob("*.yaml"):
         content = {k: v for k, v in read_file(path).items() if k not in ("defaults", "hydra")}
         keys = _keys(path)
-        listed = {key.path: key.default for key in keys if key.default is not None}
-        assert {key: yaml.load(text, get_yaml_loader()) for key, text in listed.items()} == dict(
-            leaves(content)
-        ), path
+        listed = {
+            key.path: OmegaConf.to_container(OmegaConf.create(f"value: {key.default}"))["value"]
+            for key in keys
+            if key.default is not None
+        }
+        assert listed == dict(leaves(content)), path
         text = path.read_text().partition("\nhydra:")[0]
         comments = re.findall(r"^ *\w+:.*?  # (.*)", text, re.MULTILINE)
         meanings = " ".join(key.meaning for key in keys)

@@ -349,6 +349,15 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_weights_are_read(
         "evaluation.lengths: 256 tokens of DroPE",
     ]
     assert all("evaluation.dtype=bf16 needs" in problem.message for problem in error.value.problems)
+    needed = sum(evaluation_memory(shape, 32, CONFIG, None, "fp32", "cpu"))
+    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
+    chooser = KeyTokenSettings(str(runs))
+    asked = request(runs, tmp_path, lengths=[1, 8], tasks=["key_tokens"], key_tokens=chooser)
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(asked)
+    assert str(error.value.problems[-1]).startswith(
+        "evaluation.lengths: 32 tokens of DroPE, which chooses key tokens, need at least"
+    )
 
 
 def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):

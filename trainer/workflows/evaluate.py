@@ -206,6 +206,7 @@ def measure_models(
     shapes = {subject.name: subject.config for subject in subjects}
     with renaming(**{"evaluation.lengths": lengths_key}):
         recipes, notes = applicable(subjects, config)
+        problems = evaluation_problems(shapes, max(lengths), config, device, share.processes)
         chooser = None
         if KEY_TOKENS in config.tasks:
             model = subjects[0]
@@ -214,9 +215,9 @@ def measure_models(
                 model = subject_of(candidate, dtype, device, chunk=chunk, tf32=tf32)
                 long = min(model.layout.training_length, max(lengths))
                 shape = {f"{model.name}, which chooses key tokens,": model.config}
-                raise_all(evaluation_problems(shape, long, config, device, share.processes))
+                problems += evaluation_problems(shape, long, config, device, share.processes)
             chooser = Chooser(model, config.key_tokens, Store(cells), config.batch_tokens, share)
-        raise_all(evaluation_problems(shapes, max(lengths), config, device, share.processes))
+        raise_all(problems)
         with multiplying(device, tf32):
             tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)

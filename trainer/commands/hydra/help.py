@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
 from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global
 
@@ -137,7 +136,7 @@ def _keys(path: Path) -> list[Key]:
     """Return the keys of a file that can be read, with their comments."""
     text = path.read_text("utf-8")
     lines = text.splitlines()
-    loader = get_yaml_loader()(text)
+    loader = yaml.SafeLoader(text)
 
     def walk(group: yaml.MappingNode, prefix: str) -> Iterator[Key]:
         loader.flatten_mapping(group)
@@ -170,7 +169,7 @@ def _comment(lines: Sequence[str], key: yaml.Node, value: yaml.Node) -> str:
         line = key.start_mark.line
         start = f"{lines[line][: key.start_mark.column]}#"
         comments = [*takewhile(lambda above: above.startswith(start), reversed(lines[:line]))][::-1]
-        if len(comments) == line:  # what the file begins with is about all of it
+        if len(comments) == line:  # A comment at the start of a file is about the whole file.
             return ""
     return " ".join(comment.lstrip(" #").rstrip() for comment in comments)
 

@@ -59,7 +59,7 @@ def run_jobs(
     raise_all(problems)
     settings = [str(override.input_line) for override in overrides if is_for_hydra(override)]
     first = plain_groups(jobs[0], files.default_groups(command.root))
-    # For every command, since this also checks Hydra's settings.
+    # Also checks Hydra's settings, and so is done for every command.
     sweep = compose_with_hydra(command.root, [*first, *settings], files).hydra.sweep
     several = ["--multirun", *words]
     drawn = any(o.is_sweep_override() and not o.is_discrete_sweep() for o in overrides)
