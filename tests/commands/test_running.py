@@ -76,7 +76,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         (["help", "slurm", "prepare"], "  slurm.prepare=0"),
         (
             ["optimizer=muon", "--help"],
-            "  optimizer.lr=0.003            Learning rate of AdamW, times",
+            "  optimizer.lr=3e-3             Learning rate of AdamW, times",
         ),
         (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      "),
         (["+experiment=drope_demo", "--help"], "  drop.at=0.75                  RoPE retrieves"),

@@ -153,7 +153,7 @@ def _keys(path: Path) -> list[Key]:
             yield from walk(value, f"{name}.")
 
     root = loader.get_single_node()
-    return [] if root is None else [*walk(root, "")]
+    return [*walk(root, "")] if isinstance(root, yaml.MappingNode) else []
 
 
 def _comment(lines: Sequence[str], key: yaml.Node, value: yaml.Node) -> str:
