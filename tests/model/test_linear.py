@@ -34,6 +34,18 @@ def test_product_and_its_gradients_are_those_of_matmul(rows, fan_in, fan_out):
         torch.testing.assert_close(result.double(), reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "processor, capability, slow",
+    [
+        ("vendor_id : AuthenticAMD", "AVX512", True),
+        ("vendor_id : AuthenticAMD", "AVX2", False),  # such as Zen 3
+        ("vendor_id : GenuineIntel", "AVX512", False),
+    ],
+)
+def test_mkl_is_slow_where_it_has_no_kernels_for_avx512(processor, capability, slow):
+    assert linear._mkl_is_slow(processor, capability) is slow
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("slow", [True, False], ids=["MKL is slow", "MKL is fast"])
