@@ -103,6 +103,8 @@ def cell_means(values: Tensor, cell: int) -> Tensor:
 
 
 Side = Literal["query", "key"]
+SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
+"""Plurals of both sides."""
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -218,7 +218,9 @@ def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
     positions = torch.linspace(start, length - 1, count, device=heads.q.device).round().long()
     q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, :length]
     pairs = len(heads.encoding.spectra[kv].inv_freq)
-    return SampledAttention(heads, head, kv, pairs, positions, q, k)
+    return SampledAttention(
+        heads=heads, head=head, kv_head=kv, pairs=pairs, positions=positions, q=q, k=k
+    )
 
 
 def head_statistics(rows: Rows) -> dict[str, Tensor]:

@@ -83,7 +83,20 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
         q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
         sinks = None if sinks is None else sinks.detach().float()
         C, encoding = model.layout.training_length, model.layout.layers[index]
-        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C, scaling, softcap, sinks))
+        on_layer(
+            Heads(
+                layer=index,
+                encoding=encoding,
+                q=q,
+                k=k,
+                rotated_q=rotated_q,
+                rotated_k=rotated_k,
+                training_length=C,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        )
 
     with model.observed(observe):
         yield

@@ -50,8 +50,23 @@ from trainer.plotting.lines import Frame, Panel, Series, draw, log_if_wide, side
 from trainer.plotting.points import HeadCloud, head_points
 from trainer.plotting.style import style_numbers
 
+MEASURES = {
+    "distance": "mean distance (tokens)",
+    "entropy": "entropy (1: uniform)",
+    "sink_mass": "attention on the first token, all queries",
+    "diagonal": "Aᶜ, its own token",
+    "previous": "Aᶜ, the previous token",
+}
+INDICATORS = {
+    "sink_mass": "attention on the first token",
+    "key_stable_rank": "stable rank of keys",
+    "silhouette": "silhouette of queries and keys",
+}
 POINTS = 256
 """Number of queries and of keys in the sample for the silhouette score."""
+SHOWN = 10
+Names = tuple[str, str]
+ByMeasure = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -96,14 +111,14 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
     losses = model.losses(states[:, :-1], ids[:, 1:])
     geometry = clusters.result()
     return Reading(
-        {name: averages.stacked(name) for name in MEASURES},
-        lengths,
-        {
+        heads={name: averages.stacked(name) for name in MEASURES},
+        lengths=lengths,
+        indicators={
             "sink_mass": averages.stacked("sink_by_length").mean(axis=(0, 1)),
             "key_stable_rank": geometry["rotated.key_stable_rank"].mean(axis=(0, 1)),
             "silhouette": geometry["rotated.silhouette"].mean(axis=(0, 1)),
         },
-        losses.double().mean(dim=0).cpu().numpy(),
+        loss=losses.double().mean(dim=0).cpu().numpy(),
     )
 
 
@@ -156,15 +171,10 @@ def recovery(curve: Sequence[tuple[int, float]], drop_step: int) -> Recovery | N
     means = [float(np.mean(losses[max(0, i - SMOOTH) : i])) for i in range(SMOOTH, len(losses) + 1)]
     steps = [step for step, _ in after][SMOOTH - 1 :]
     back = next((step for step, mean in zip(steps, means, strict=True) if mean <= level), None)
-    return Recovery(level, max(losses), float(np.mean(losses[-SMOOTH:])), back)
+    return Recovery(before=level, peak=max(losses), end=float(np.mean(losses[-SMOOTH:])), back=back)
 
 
 Curve = Sequence[tuple[int, float]]
-INDICATORS = {
-    "sink_mass": "attention on the first token",
-    "key_stable_rank": "stable rank of keys",
-    "silhouette": "silhouette of queries and keys",
-}
 
 
 class DropStudy:
@@ -227,21 +237,23 @@ class DropStudy:
         if self.drop_step is not None and (recovery := self._recovery(self.drop_step)):
             parts.append(recovery)
         return Section(
-            self.key,
-            self.title,
-            f"Two models read the same text of {self.before.length} tokens, {self.names[0]} and "
-            f"{self.names[1]}. Heads are compared on its first {within} tokens, within the "
-            "training length: how far and how evenly they attend, how much on the first token, "
-            "and how much by position alone. Predictions are compared at every position, and "
-            "indicators of the geometry at prefixes of growing length. Layers and heads are "
-            "counted from 0.",
-            (
+            key=self.key,
+            title=self.title,
+            text=(
+                f"Two models read the same text of {self.before.length} tokens, {self.names[0]} "
+                f"and {self.names[1]}. Heads are compared on its first {within} tokens, within the "
+                "training length: how far and how evenly they attend, how much on the first token, "
+                "and how much by position alone. Predictions are compared at every position, and "
+                "indicators of the geometry at prefixes of growing length. Layers and heads are "
+                "counted from 0."
+            ),
+            formula=(
                 "distance = mean over i of Σ_j α_ij (i − j),  "
                 "entropy = mean over i of −Σ_j α_ij log α_ij / log i",
                 "Aᶜ = 1/T Σᵢ Σ_{j≤i} c_ij α_ij",
                 "KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v)),  stable rank = ‖K‖²_F / ‖K‖²₂",
             ),
-            "DroPE, Sec. 5 and Def. 3.1; RoPE-ID, Sec. 3 (sinks, stable rank, clusters).",
+            source="DroPE, Sec. 5 and Def. 3.1; RoPE-ID, Sec. 3 (sinks, stable rank, clusters).",
             **vars(joined(parts)),
         )
 
@@ -289,13 +301,17 @@ class DropStudy:
             )
         ]
         picture = Picture(
-            "drop_positions",
-            side_by_side(panels),
-            "Distance between the two models' predictions of the next token, and the loss of each, "
-            "by the number of tokens read (logarithmic). Means over texts and over positions that "
-            "lie close together.",
-            ("from_position", "to_position", *means),
-            list(zip(edges[:-1], edges[1:], *(m.tolist() for m in means.values()), strict=True)),
+            name="drop_positions",
+            figure=side_by_side(panels),
+            caption=(
+                "Distance between the two models' predictions of the next token, and the loss of "
+                "each, by the number of tokens read (logarithmic). Means over texts and over "
+                "positions that lie close together."
+            ),
+            header=("from_position", "to_position", *means),
+            rows=list(
+                zip(edges[:-1], edges[1:], *(m.tolist() for m in means.values()), strict=True)
+            ),
         )
         numbers = {name: curve.tolist() for name, curve in means.items()}
         return Part(tuple(findings), (picture,), numbers={"edges": edges} | numbers)
@@ -333,14 +349,16 @@ class DropStudy:
             for number, (name, curves) in enumerate(both.items())
         ]
         picture = Picture(
-            "drop_indicators",
-            side_by_side(panels),
-            "Means over all heads by the length of the prefix: attention on the first token by the "
-            "queries since the length before, stable rank of a head's keys and silhouette score "
-            "of its queries and keys as they meet in the scores (1: two clusters apart). Right "
-            "of the dashed line the models were not trained.",
-            ("length", *(f"{name}_{when}" for name in both for when in ("before", "after"))),
-            [
+            name="drop_indicators",
+            figure=side_by_side(panels),
+            caption=(
+                "Means over all heads by the length of the prefix: attention on the first token by "
+                "the queries since the length before, stable rank of a head's keys and silhouette "
+                "score of its queries and keys as they meet in the scores (1: two clusters apart). "
+                "Right of the dashed line the models were not trained."
+            ),
+            header=("length", *(f"{name}_{when}" for name in both for when in ("before", "after"))),
+            rows=[
                 (lengths[i], *values)
                 for i, *values in wide_rows([values for pair in both.values() for values in pair])
             ],
@@ -375,26 +393,16 @@ class DropStudy:
         mark = (float(drop_step), f"dropped at step {drop_step}")
         line = Series("training loss", 1, steps, losses, marked=False)
         picture = Picture(
-            "drop_recovery",
-            draw([line], Frame("training step", "loss (nats/token)", unscaled, mark)),
-            "Training loss before and after the drop, in nats a token, over the same number of "
-            "steps.",
-            ("step", "loss"),
-            shown,
+            name="drop_recovery",
+            figure=draw([line], Frame("training step", "loss (nats/token)", unscaled, mark)),
+            caption=(
+                "Training loss before and after the drop, in nats a token, over the same number of "
+                "steps."
+            ),
+            header=("step", "loss"),
+            rows=shown,
         )
         return Part((sentence,), (picture,), numbers={"recovery": asdict(recovered)})
-
-
-SHOWN = 10
-MEASURES = {
-    "distance": "mean distance (tokens)",
-    "entropy": "entropy (1: uniform)",
-    "sink_mass": "attention on the first token, all queries",
-    "diagonal": "Aᶜ, its own token",
-    "previous": "Aᶜ, the previous token",
-}
-Names = tuple[str, str]
-ByMeasure = Mapping[str, Array]
 
 
 def head_change(was: ByMeasure, now: ByMeasure) -> Array:
@@ -416,29 +424,33 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
     rows = wide_rows([values for pair in both.values() for values in pair])
     header = ("layer", "head", *(f"{name}_{when}" for name in both for when in ("before", "after")))
     table = Grid(
-        f"The {min(SHOWN, change.size)} heads that changed most, {names[0]} → "
-        f"{names[1]}. The order is by the changes in all columns together, each over its "
-        "root mean square among heads.",
-        ("layer", "head", *MEASURES.values()),
-        [
+        caption=(
+            f"The {min(SHOWN, change.size)} heads that changed most, {names[0]} → "
+            f"{names[1]}. The order is by the changes in all columns together, each over its "
+            "root mean square among heads."
+        ),
+        header=("layer", "head", *MEASURES.values()),
+        rows=[
             (*place, *(f"{old[place]:.3g} → {new[place]:.3g}" for old, new in both.values()))
             for place in order[:SHOWN]
         ],
     )
     pictures = tuple(
         Picture(
-            f"drop_{name}",
-            head_points(
+            name=f"drop_{name}",
+            figure=head_points(
                 [
                     HeadCloud.of_layers(MEASURES[measure], *both[measure], *names, diagonal=True)
                     for measure in measures
                 ],
                 len(change),
             ),
-            f"{title} of every head in {names[0]} (x) and in {names[1]} (y), coloured "
-            "by layer. Heads on the dotted line did not change.",
-            header,
-            rows,
+            caption=(
+                f"{title} of every head in {names[0]} (x) and in {names[1]} (y), coloured "
+                "by layer. Heads on the dotted line did not change."
+            ),
+            header=header,
+            rows=rows,
         )
         for name, title, measures in (
             ("positional_heads", "Positional bias Aᶜ", tuple(KINDS)),
@@ -448,7 +460,9 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
     findings = [_most_changed(was, now, order[0])]
     findings += [_positional(kind, was[kind], now[kind], names) for kind in KINDS]
     numbers = {name: {"before": a.tolist(), "after": b.tolist()} for name, (a, b) in both.items()}
-    return Part(tuple(findings), pictures, (table,), {"heads": numbers})
+    return Part(
+        findings=tuple(findings), pictures=pictures, grids=(table,), numbers={"heads": numbers}
+    )
 
 
 def _most_changed(was: ByMeasure, now: ByMeasure, place: Place) -> str:

@@ -152,7 +152,7 @@ class SinksStudy(Study):
         for head in self._pictured(heads, rotated):
             sink = float(rotated.sink[0, head, 1:].mean())
             cells = attention_map(heads, head, size=CELLS)
-            self._maps.append(AttentionMap(heads.layer, head, sink, cells))
+            self._maps.append(AttentionMap(layer=heads.layer, head=head, sink=sink, cells=cells))
 
     def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
         if self.target.chosen:
@@ -171,23 +171,26 @@ class SinksStudy(Study):
         if "plain" not in self.versions:
             pictures.append(self._without_rotation())
         return Section(
-            self.key,
-            self.title,
-            "Softmax must put its weight somewhere. A head that has nothing to retrieve puts it on "
-            "a placeholder, mostly the first token, whose key is short: if queries and keys lie on "
-            "opposite sides of the origin, a key near the origin has the largest dot product. "
-            f"{'When the rotation of' if self.target.rotates else 'Where'} a long text spreads the "
-            "clouds, other keys get large dot products by accident and the sink loses its weight. "
-            "The text begins with a beginning-of-text token and holds no other separator, because "
-            "each would be another sink. Positions are counted from 1.",
-            (
+            key=self.key,
+            title=self.title,
+            text=(
+                "Softmax must put its weight somewhere. A head that has nothing to retrieve puts "
+                "it on a placeholder, mostly the first token, whose key is short: if queries and "
+                "keys lie on opposite sides of the origin, a key near the origin has the largest "
+                f"dot product. {'When the rotation of' if self.target.rotates else 'Where'} a long "
+                "text spreads the clouds, other keys get large dot products by accident and the "
+                "sink loses its weight. The text begins with a beginning-of-text token and holds "
+                "no other separator, because each would be another sink. Positions are counted "
+                "from 1."
+            ),
+            formula=(
                 "attention on the first key = α_{i1} = softmax_j(⟨q_i, k_j⟩ / √d)₁",
                 "dot product of key j = mean over i ≥ j of ⟨q_i, k_j⟩",
                 "largest dot product of query i = max over j ≤ i of ⟨q_i, k_j⟩",
             ),
-            "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.2, App. A.2; Fig. 5, 6, 9.",
-            tuple(self._findings()),
-            tuple(pictures),
+            source="RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.2, App. A.2; Fig. 5, 6, 9.",
+            findings=tuple(self._findings()),
+            pictures=tuple(pictures),
             numbers=self._numbers(),
         )
 
@@ -278,7 +281,15 @@ class SinksStudy(Study):
 
         def indicator(title: str, name: str, wanted: Any, meaning: str, **more: Any) -> Indicator:
             y = [float(self._near(name, n).mean()) for n in lengths]
-            return Indicator(title, lengths, y, C, wanted, meaning, **more)
+            return Indicator(
+                name=title,
+                lengths=lengths,
+                values=y,
+                trained=C,
+                wanted=wanted,
+                meaning=meaning,
+                **more,
+            )
 
         has_sink = self._has_sink()
         sink = indicator(
@@ -320,14 +331,16 @@ class SinksStudy(Study):
             Panel("largest dot product of a query", self._lines("peak"), Frame("", "dot product")),
         ]
         return Picture(
-            "sinks_by_length",
-            self._by_length(panels, "length of the text (tokens)"),
-            "Attention of queries at the end of a text of this length; mean and 80% of heads. "
-            "Left: the weight of the first token. Right: the largest dot product with any key. "
-            "Where the left curve falls past the training length while the right one rises, "
-            "accidental matches take the sink's weight.",
-            HEADER,
-            self._rows(curves),
+            name="sinks_by_length",
+            figure=self._by_length(panels, "length of the text (tokens)"),
+            caption=(
+                "Attention of queries at the end of a text of this length; mean and 80% of heads. "
+                "Left: the weight of the first token. Right: the largest dot product with any key. "
+                "Where the left curve falls past the training length while the right one rises, "
+                "accidental matches take the sink's weight."
+            ),
+            header=HEADER,
+            rows=self._rows(curves),
         )
 
     def _keys(self) -> Picture:
@@ -347,14 +360,16 @@ class SinksStudy(Study):
             Panel("dot product with later queries", lines, Frame("", "over the largest of a head")),
         ]
         return Picture(
-            "sinks_keys",
-            self._by_length(panels, "position of the key"),
-            f"Left: length of a key {before(self.versions)}, by its position, the first token at "
-            "1. Right: its dot product with its own and all later queries, mean, over the largest "
-            "such mean of the head. A sink is a first key that is short and whose dot product is "
-            "the largest, 1. Mean and 80% of heads.",
-            HEADER,
-            self._rows({("all", "key_norm"): norms, **dots, **relative}),
+            name="sinks_keys",
+            figure=self._by_length(panels, "position of the key"),
+            caption=(
+                f"Left: length of a key {before(self.versions)}, by its position, the first token "
+                "at 1. Right: its dot product with its own and all later queries, mean, over the "
+                "largest such mean of the head. A sink is a first key that is short and whose dot "
+                "product is the largest, 1. Mean and 80% of heads."
+            ),
+            header=HEADER,
+            rows=self._rows({("all", "key_norm"): norms, **dots, **relative}),
         )
 
     def _heads(self) -> Picture:
@@ -363,19 +378,25 @@ class SinksStudy(Study):
         lengths = dict.fromkeys([min(self.target.training_length, T), T])
         maps = {n: self._near("rotated.sink_weight", n) for n in lengths}
         return Picture(
-            "sinks_heads",
-            heat_maps(
+            name="sinks_heads",
+            figure=heat_maps(
                 {f"near {n:,} tokens": weights for n, weights in maps.items()},
                 Scale("attention on the first token", 0, 1),
                 x="query head",
                 y="layer",
                 height=max(1.5, min(3.0, 0.5 + 0.09 * len(maps[T]))),
             ),
-            "Attention on the first token of every head, mean over the queries of the last quarter "
-            "of so many tokens."
-            + (" Heads that darken from left to right lose their sink." if len(maps) > 1 else ""),
-            ("length", "layer", "head", "attention"),
-            long_rows({(n,): weights for n, weights in maps.items()}),
+            caption=(
+                "Attention on the first token of every head, mean over the queries of the last "
+                "quarter of so many tokens."
+                + (
+                    " Heads that darken from left to right lose their sink."
+                    if len(maps) > 1
+                    else ""
+                )
+            ),
+            header=("length", "layer", "head", "attention"),
+            rows=long_rows({(n,): weights for n, weights in maps.items()}),
         )
 
     def _attention(self) -> Picture:
@@ -394,13 +415,15 @@ class SinksStudy(Study):
             height=2.35,
         )
         return Picture(
-            "sinks_attention",
-            figure,
-            f"Attention of {counted(len(shown), 'head')} on the first text, in cells of "
-            f"{step} × {step} tokens (logarithmic colour; grey: not seen). A bright left edge is "
-            "the sink, a bright diagonal is attention on the tokens just before.",
-            MAP_HEADER,
-            rows,
+            name="sinks_attention",
+            figure=figure,
+            caption=(
+                f"Attention of {counted(len(shown), 'head')} on the first text, in cells of {step} "
+                f"× {step} tokens (logarithmic colour; grey: not seen). A bright left edge is the "
+                "sink, a bright diagonal is attention on the tokens just before."
+            ),
+            header=MAP_HEADER,
+            rows=rows,
         )
 
     def _without_rotation(self) -> Picture:
@@ -414,14 +437,17 @@ class SinksStudy(Study):
             )
         ]
         return Picture(
-            "sinks_without_rotation",
-            self._by_length(panels, "length of the text (tokens)"),
-            "How a model without rotation attends. Left: attention on the token just before, "
-            "divided by uniform attention; above 1, order is read from the states. Right: "
-            "entropy over the logarithm of the keys in sight; a rise past the training length is "
-            "attention that thins out, which a softmax temperature mends. Mean and 80% of heads.",
-            HEADER,
-            self._rows({("rotated", name): self.curves[name] for name in FROM_STATES}),
+            name="sinks_without_rotation",
+            figure=self._by_length(panels, "length of the text (tokens)"),
+            caption=(
+                "How a model without rotation attends. Left: attention on the token just before, "
+                "divided by uniform attention; above 1, order is read from the states. Right: "
+                "entropy over the logarithm of the keys in sight; a rise past the training length "
+                "is attention that thins out, which a softmax temperature mends. Mean and 80% of "
+                "heads."
+            ),
+            header=HEADER,
+            rows=self._rows({("rotated", name): self.curves[name] for name in FROM_STATES}),
         )
 
     @property

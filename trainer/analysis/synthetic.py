@@ -60,7 +60,12 @@ def synthetic_decay(
     for distance in distances:
         size, frequency = _planes(spectrum.at(distance + 1, training_length), v)
         dots.append(float(size**2 @ np.cos(frequency * distance) / (size @ size)))
-    return SyntheticDecay(list(lengths), np.array(ratios), list(distances), np.array(dots))
+    return SyntheticDecay(
+        lengths=list(lengths),
+        fsv_ratio=np.array(ratios),
+        distances=list(distances),
+        dot=np.array(dots),
+    )
 
 
 def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
@@ -127,22 +132,25 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
         for name, spectrum in spectra.items()
     }
     return Section(
-        SyntheticStudy.key,
-        SyntheticStudy.title,
-        "The tightest cloud there is: one vector of ones, repeated at every position. The share of "
-        "its first singular value that the rotation leaves says how far any tight cloud of keys is "
-        "dispersed in a text of that length, whatever the weights. RoPE-ID asks for two things: a "
-        "lower bound that is not trivial, so that clusters stay apart, and that it is reached "
-        "within the training length, so that a longer text is nothing new.",
-        (
+        key=SyntheticStudy.key,
+        title=SyntheticStudy.title,
+        text=(
+            "The tightest cloud there is: one vector of ones, repeated at every position. The "
+            "share of its first singular value that the rotation leaves says how far any tight "
+            "cloud of keys is dispersed in a text of that length, whatever the weights. RoPE-ID "
+            "asks for two things: a lower bound that is not trivial, so that clusters stay apart, "
+            "and that it is reached within the training length, so that a longer text is nothing "
+            "new."
+        ),
+        formula=(
             "FSV ratio(n) = σ₁(R X) / σ₁(X),  X: n copies of v = (1, …, 1)",
             "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
         ),
-        "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
-        tuple(_finding(name, spectra[name], d, C, head_dim) for name, d in decays.items()),
-        (_picture(decays, C),),
-        (_table(decays, C),),
-        {
+        source="RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
+        findings=tuple(_finding(name, spectra[name], d, C, head_dim) for name, d in decays.items()),
+        pictures=(_picture(decays, C),),
+        grids=(_table(decays, C),),
+        numbers={
             "training_length": C,
             "head_dim": head_dim,
             "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
@@ -239,16 +247,19 @@ def _picture(decays: dict[str, SyntheticDecay], trained: int) -> Picture:
         rows += long_rows({(name, "fsv_ratio"): decay.fsv_ratio}, places=decay.lengths)
         rows += long_rows({(name, "decay"): decay.dot}, places=decay.distances)
     return Picture(
-        "synthetic",
-        by_length(
+        name="synthetic",
+        figure=by_length(
             panels, x_label="length; distance (tokens)", trained=trained, columns=2, height=2.6
         ),
-        "Left: first singular value of a repeated vector after the rotation over that before it, "
-        "by the length of the text. Right: the vector's dot product with itself, by the distance "
-        "in tokens, means over quarters of an octave. A curve that is flat to the right of the "
-        "training length brings nothing new there; one that is high there keeps clusters apart.",
-        ("spectrum", "measure", "tokens", "value"),
-        rows,
+        caption=(
+            "Left: first singular value of a repeated vector after the rotation over that before "
+            "it, by the length of the text. Right: the vector's dot product with itself, by the "
+            "distance in tokens, means over quarters of an octave. A curve that is flat to the "
+            "right of the training length brings nothing new there; one that is high there keeps "
+            "clusters apart."
+        ),
+        header=("spectrum", "measure", "tokens", "value"),
+        rows=rows,
     )
 
 
@@ -266,7 +277,7 @@ def _table(decays: dict[str, SyntheticDecay], trained: int) -> Grid:
     lengths = next(iter(decays.values())).lengths
     places = [lengths.index(trained * f) for f in (1, 4, FURTHEST) if trained * f in lengths]
     return Grid(
-        "Share of the first singular value that the rotation leaves.",
-        ("spectrum", *(f"{lengths[i]:,} tokens" for i in places)),
-        [(name, *(f"{d.fsv_ratio[i]:.3f}" for i in places)) for name, d in decays.items()],
+        caption="Share of the first singular value that the rotation leaves.",
+        header=("spectrum", *(f"{lengths[i]:,} tokens" for i in places)),
+        rows=[(name, *(f"{d.fsv_ratio[i]:.3f}" for i in places)) for name, d in decays.items()],
     )

@@ -217,17 +217,17 @@ def snapshot(
         chosen = sample_positions(length, points, seed)
         spectrum = np.linalg.eigvalsh(k[:length].T @ k[:length])
         return Projection(
-            length,
-            rotated,
-            chosen,
-            (k[chosen] - centre) @ plane,
-            (q[:, chosen] - centre) @ plane,
-            float(spectrum.sum() / spectrum[-1]),
+            length=length,
+            rotated=rotated,
+            positions=chosen,
+            keys=(k[chosen] - centre) @ plane,
+            queries=(q[:, chosen] - centre) @ plane,
+            stable_rank=float(spectrum.sum() / spectrum[-1]),
         )
 
     return Snapshot(
-        heads.layer,
-        kv_head,
-        -centre @ plane,
-        [panel(length, rotated) for length in lengths for rotated in (False, True)],
+        layer=heads.layer,
+        kv_head=kv_head,
+        origin=-centre @ plane,
+        panels=[panel(length, rotated) for length in lengths for rotated in (False, True)],
     )

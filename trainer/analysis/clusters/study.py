@@ -86,33 +86,37 @@ class ClustersStudy(Study):
             self._pairs("dot"),
         ]
         return Section(
-            self.key,
-            self.title,
-            "A head's queries and its keys are two clouds of points. Cosines among keys, among "
-            "queries and between both say how narrow each cloud is and whether they lie on "
-            "opposite sides of the origin; silhouette score and Davies–Bouldin index say how well "
-            "they are separated. The stable rank is about 1 for a tight cloud away from the "
-            "origin and grows as the cloud spreads around it, up to the number of channels of a "
-            "head."
-            + (
-                " Both versions, before and after the rotation, come from the same forward pass "
-                "of the model as it is."
-                if self.target.rotates
-                else ""
+            key=self.key,
+            title=self.title,
+            text=(
+                "A head's queries and its keys are two clouds of points. Cosines among keys, among "
+                "queries and between both say how narrow each cloud is and whether they lie on "
+                "opposite sides of the origin; silhouette score and Davies–Bouldin index say how "
+                "well they are separated. The stable rank is about 1 for a tight cloud away from "
+                "the origin and grows as the cloud spreads around it, up to the number of channels "
+                "of a head."
+                + (
+                    " Both versions, before and after the rotation, come from the same forward "
+                    "pass of the model as it is."
+                    if self.target.rotates
+                    else ""
+                )
             ),
-            (
+            formula=(
                 "cos(X, Y) = mean over pairs of ⟨x, y⟩ / (‖x‖ ‖y‖)",
                 "srank(X) = ‖X‖²_F / ‖X‖²₂ = Σᵢ σᵢ² / σ₁²",
                 *(["FSV ratio = σ₁(R X) / σ₁(X),  R: the rotation"] if self.target.rotates else []),
                 "silhouette = mean of (b − a) / max(a, b),  a, b: mean distances to one's own and "
                 "to the other cloud",
             ),
-            "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.1, App. A.3, A.10; Fig. 2, 3, 4, 10, "
-            "11, 13, 14.",
-            tuple(self._findings()),
-            tuple(pictures),
-            (self._table(),),
-            self._numbers(),
+            source=(
+                "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.1, App. A.3, A.10; Fig. 2, 3, 4, "
+                "10, 11, 13, 14."
+            ),
+            findings=tuple(self._findings()),
+            pictures=tuple(pictures),
+            grids=(self._table(),),
+            numbers=self._numbers(),
         )
 
     def _places(self) -> dict[int, int]:
@@ -172,9 +176,12 @@ class ClustersStudy(Study):
             (n, index, version) for n, index in self._places().items() for version in self.versions
         ]
         return Grid(
-            "Queries and keys within the training length and at the longest one; means over heads.",
-            ("measure", *(f"{n:,} tokens, {self.versions[v][0]}" for n, _, v in columns)),
-            [
+            caption=(
+                "Queries and keys within the training length and at the longest one; means over "
+                "heads."
+            ),
+            header=("measure", *(f"{n:,} tokens, {self.versions[v][0]}" for n, _, v in columns)),
+            rows=[
                 (title, *(value(version, measure, index) for _, index, version in columns))
                 for measure, title in TITLES.items()
             ],
@@ -208,14 +215,21 @@ class ClustersStudy(Study):
             meaning = "1: the rotation leaves the cloud tight"
         return [
             Indicator(
-                "Separation of keys and queries",
-                lengths,
-                separation.tolist(),
-                C,
-                "high",
-                "silhouette score; 0: they overlap",
+                name="Separation of keys and queries",
+                lengths=lengths,
+                values=separation.tolist(),
+                trained=C,
+                wanted="high",
+                meaning="silhouette score; 0: they overlap",
             ),
-            Indicator(name, lengths, rank.tolist(), C, "low", meaning),
+            Indicator(
+                name=name,
+                lengths=lengths,
+                values=rank.tolist(),
+                trained=C,
+                wanted="low",
+                meaning=meaning,
+            ),
         ]
 
     def _pairs(self, kind: str) -> Picture:
@@ -233,12 +247,14 @@ class ClustersStudy(Study):
             else "As above with the lengths of vectors in it: what enters the scores."
         )
         return Picture(
-            f"clusters_{kind}",
-            self._by_length(panels),
-            f"{label.capitalize()} of all pairs within a head, by the length of the prefix. Line: "
-            f"mean over heads; shaded: 80% of them. {reading}",
-            HEADER,
-            self._rows(*(f"{side}_{kind}" for side in COMPARED)),
+            name=f"clusters_{kind}",
+            figure=self._by_length(panels),
+            caption=(
+                f"{label.capitalize()} of all pairs within a head, by the length of the prefix. "
+                f"Line: mean over heads; shaded: 80% of them. {reading}"
+            ),
+            header=HEADER,
+            rows=self._rows(*(f"{side}_{kind}" for side in COMPARED)),
         )
 
     def _singular_values(self) -> Picture:
@@ -271,19 +287,27 @@ class ClustersStudy(Study):
                 "to the origin."
             )
         figure = self._by_length(panels, columns=2, height=2.0)
-        return Picture("clusters_singular_values", figure, caption, HEADER, rows)
+        return Picture(
+            name="clusters_singular_values",
+            figure=figure,
+            caption=caption,
+            header=HEADER,
+            rows=rows,
+        )
 
     def _first_component(self) -> Picture:
         """Draw the share of the variance that lies along one direction (Fig. 4, left)."""
         shares = {title: 100 * self.result[f"{side}_first_share"] for side, title in SIDES.items()}
         return Picture(
-            "clusters_first_component",
-            histogram(shares, "variance of the first component (%)", low=0, high=100),
-            "Heads by the share of the first principal component in the variance about the origin, "
-            f"{before(self.versions)}, over the whole text; dashed: the mean. Far right: a tight "
-            "cloud away from the origin, or a needle through it.",
-            ("side", "layer", "head", "share"),
-            long_rows({(title,): share / 100 for title, share in shares.items()}),
+            name="clusters_first_component",
+            figure=histogram(shares, "variance of the first component (%)", low=0, high=100),
+            caption=(
+                "Heads by the share of the first principal component in the variance about the "
+                f"origin, {before(self.versions)}, over the whole text; dashed: the mean. Far "
+                "right: a tight cloud away from the origin, or a needle through it."
+            ),
+            header=("side", "layer", "head", "share"),
+            rows=long_rows({(title,): share / 100 for title, share in shares.items()}),
         )
 
     def _separation(self) -> Picture:
@@ -295,13 +319,15 @@ class ClustersStudy(Study):
             Panel("Davies–Bouldin index", medians, Frame("", "", log_if_wide)),
         ]
         return Picture(
-            "clusters_separation",
-            self._by_length(panels),
-            "How well queries and keys are separated, from samples of up to "
-            f"{self.clusters.points} of each; mean of the score, median of the index, and 80% of "
-            "heads. A falling score and a rising index: they overlap.",
-            HEADER,
-            self._rows("silhouette", "davies_bouldin"),
+            name="clusters_separation",
+            figure=self._by_length(panels),
+            caption=(
+                "How well queries and keys are separated, from samples of up to "
+                f"{self.clusters.points} of each; mean of the score, median of the index, and 80% "
+                "of heads. A falling score and a rising index: they overlap."
+            ),
+            header=HEADER,
+            rows=self._rows("silhouette", "davies_bouldin"),
         )
 
     def _clouds(self) -> Picture:
@@ -331,14 +357,17 @@ class ClustersStudy(Study):
                 ]
         first = shown[0].panels[0]
         return Picture(
-            "clusters_snapshots",
-            group_clouds(rows),
-            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {choice}. Every "
-            "row is one plane, spanned by the first two principal components at "
-            f"{first.length:,} tokens {before(self.versions)}; a sample of {len(first.positions)} "
-            "or more points a cloud; in brackets the stable rank of the keys.",
-            ("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
-            points,
+            name="clusters_snapshots",
+            figure=group_clouds(rows),
+            caption=(
+                f"Keys and the queries that read them in {counted(len(rows), 'head')}, {choice}. "
+                "Every row is one plane, spanned by the first two principal components at "
+                f"{first.length:,} tokens {before(self.versions)}; a sample of "
+                f"{len(first.positions)} or more points a cloud; in brackets the stable rank of "
+                "the keys."
+            ),
+            header=("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
+            rows=points,
         )
 
     def _lost_separation(self, head: Snapshot) -> float:

@@ -207,7 +207,7 @@ def sweep(
         for alpha in sorted({*alphas} - {1.0}, reverse=True):
             changed, pairs = attenuated(layout, entropies, together, alpha, model.config.head_size)
             curve[alpha] = perplexity(changed) if pairs else plain
-        sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
+        sweeps.append(Sweep(gates=together, tokens=ids.shape[1] - 1, pairs=pairs, perplexity=curve))
     return sweeps
 
 

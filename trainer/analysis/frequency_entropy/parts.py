@@ -54,13 +54,15 @@ def shorter_texts_part(
         for m, values in by_measure.items()
     }
     picture = Picture(
-        "frequency_entropy_lengths",
-        pair_scatter(panels, {}, target.pair_axis, ("tokens", [f"{n:,}" for n in lengths])),
-        "Frequency entropy (0 to 1) of the query pairs of one head a layer, on the first tokens of "
-        "the text and on the whole text. Points on top of each other: bands and periods are at the "
-        "same pairs at every length.",
-        ("tokens", "layer", "head", "pair", *(NAMES[m] for m in whole)),
-        [
+        name="frequency_entropy_lengths",
+        figure=pair_scatter(panels, {}, target.pair_axis, ("tokens", [f"{n:,}" for n in lengths])),
+        caption=(
+            "Frequency entropy (0 to 1) of the query pairs of one head a layer, on the first "
+            "tokens of the text and on the whole text. Points on top of each other: bands and "
+            "periods are at the same pairs at every length."
+        ),
+        header=("tokens", "layer", "head", "pair", *(NAMES[m] for m in whole)),
+        rows=[
             (lengths[n], layer, head, pair, *entropies)
             for layer, head in shown
             for n, pair in np.ndindex(len(lengths), missing.shape[-1])
@@ -168,15 +170,18 @@ def _picture(sweeps: Sequence[Sweep], choice_text: str, *, alone: bool) -> Pictu
     }
     tokens = sweeps[0].tokens
     return Picture(
-        "attenuation" if alone else f"attenuation_{tokens}",
-        curves(
+        name="attenuation" if alone else f"attenuation_{tokens}",
+        figure=curves(
             lines, x="factor α on the chosen pairs of queries and keys", y="perplexity", log_y=True
         ),
-        f"Perplexity of the first {tokens:,} tokens of the text with the pairs of extreme entropy "
-        f"multiplied by α, queries and keys each by their own entropy; {choice_text}. A rise to "
-        "the left: these pairs matter; sets of very different size cannot be compared.",
-        ("tokens", "gate", "pairs", "alpha", "perplexity"),
-        [
+        caption=(
+            f"Perplexity of the first {tokens:,} tokens of the text with the pairs of extreme "
+            f"entropy multiplied by α, queries and keys each by their own entropy; {choice_text}. "
+            "A rise to the left: these pairs matter; sets of very different size cannot be "
+            "compared."
+        ),
+        header=("tokens", "gate", "pairs", "alpha", "perplexity"),
+        rows=[
             (s.tokens, in_words(s.gates), s.pairs, alpha, perplexity)
             for s in sweeps
             for alpha, perplexity in sorted(s.perplexity.items())

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.arrays import (
+    SIDES,
     Array,
     Side,
     cell_means,
@@ -49,7 +50,6 @@ PERIODIC = 0.6
 """SequenceFE below which a pair counts as periodic (Sec. 5.2)."""
 COLUMNS = 4
 """Largest number of layers or heads beside each other."""
-SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 LOW = {
     "spectrum": "Low values are frequency bands.",
     "sequence": "Low values are periods.",
@@ -93,8 +93,7 @@ class FrequencyEntropyStudy(Study):
         self._shown = self._layers_to_show()
         gates = [rule for gate in target.attenuation.gates for rule in rules(gate)]
         self._thresholds: dict[str, Sequence[float]] = {
-            name: sorted({tau for measure, _, tau in gates if measure == m})
-            for m, name in NAMES.items()
+            m: sorted({tau for measure, _, tau in gates if measure == m}) for m in NAMES
         }
 
     def _layers_to_show(self) -> list[int]:
@@ -120,7 +119,9 @@ class FrequencyEntropyStudy(Study):
                 "query": _norm_map(heads, heads.q, head, self.cell),
                 "key": _norm_map(heads, heads.k, key, self.cell),
             }
-            self._norms[heads.layer, head] = HeadNorms(heads.layer, head, key, norms)
+            self._norms[heads.layer, head] = HeadNorms(
+                layer=heads.layer, head=head, key_head=key, norms=norms
+            )
 
     def section(self) -> Section:
         """Write the section: scatter plots, maps, and the attenuation."""
@@ -146,23 +147,27 @@ class FrequencyEntropyStudy(Study):
             attenuation_part(self.target, self.measures, self._layers),
         ]
         return Section(
-            self.key,
-            self.title,
-            "The norms of one pair of channels at all tokens are a signal; its frequency entropy "
-            "says how concentrated the power of that signal is, from 0 for a pure tone to 1 for "
-            "white noise. SpectrumFE, of short frames with the mean left in, is low where a pair "
-            "is large throughout: a frequency band. SequenceFE, of the whole text without the "
-            "mean, is low where the norm oscillates. In heads without rotation the pairs are those "
-            "that RoPE would turn together.",
-            (
+            key=self.key,
+            title=self.title,
+            text=(
+                "The norms of one pair of channels at all tokens are a signal; its frequency "
+                "entropy says how concentrated the power of that signal is, from 0 for a pure tone "
+                "to 1 for white noise. SpectrumFE, of short frames with the mean left in, is low "
+                "where a pair is large throughout: a frequency band. SequenceFE, of the whole text "
+                "without the mean, is low where the norm oscillates. In heads without rotation the "
+                "pairs are those that RoPE would turn together."
+            ),
+            formula=(
                 "sⱼ[n] = ‖qₙ⁽ʲ⁾‖₂",
                 f"S[k, t] = |Σₙ sⱼ[{hop} t + n] w[n] exp(−2πi k n / {frame})|²,  "
                 f"w: {self.frames.window.capitalize()}",
                 f"SpectrumFE = −Σₖ pₖ log pₖ / log {frame // 2 + 1},  pₖ ∝ meanₜ S[k, t]",
                 "SequenceFE = −Σₖ pₖ log pₖ / log(⌊L/2⌋ − 1),  pₖ ∝ |DFT(sⱼ)[k]|²,  1 ≤ k < ⌊L/2⌋",
             ),
-            "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10 "
-            "and 15–21.",
+            source=(
+                "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10 "
+                "and 15–21."
+            ),
             **vars(joined(parts)),
         )
 
@@ -217,19 +222,22 @@ class FrequencyEntropyStudy(Study):
             for m, entropy in values.items()
         }
         thresholds = [
-            f"{' and '.join(f'{tau:g}' for tau in taus)} of {name}"
-            for name, taus in self._thresholds.items()
+            f"{' and '.join(f'{tau:g}' for tau in taus)} of {NAMES[m]}"
+            for m, taus in self._thresholds.items()
             if taus
         ]
+        by_name = {NAMES[m]: taus for m, taus in self._thresholds.items()}
         dashed = f" Dashed: the thresholds {' and '.join(thresholds)}." if thresholds else ""
         return Picture(
-            f"frequency_entropy_{SIDES[side]}",
-            pair_scatter(panels, self._thresholds, self.target.pair_axis),
-            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
-            f"by the pair's index, a colour for each head.{dashed} Low SpectrumFE: bands; "
-            "low SequenceFE: periods.",
-            ("layer", "head", "pair", *panels),
-            [
+            name=f"frequency_entropy_{SIDES[side]}",
+            figure=pair_scatter(panels, by_name, self.target.pair_axis),
+            caption=(
+                f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
+                f"by the pair's index, a colour for each head.{dashed} Low SpectrumFE: bands; "
+                "low SequenceFE: periods."
+            ),
+            header=("layer", "head", "pair", *panels),
+            rows=[
                 (*place, *(float(entropy[place]) for entropy in values.values()))
                 for place, first in np.ndenumerate(values[self.measures[0]])
                 if place[0] in layers and np.isfinite(first)
@@ -241,14 +249,17 @@ class FrequencyEntropyStudy(Study):
         readers = "" if side == "query" else " that these heads read"
         cells = range(0, self.target.length, self.cell)
         return Picture(
-            f"frequency_entropy_heads_{SIDES[side]}" + (f"_{number}" if number > 1 else ""),
-            self._head_columns(shown, side),
-            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]}{readers}, a head in a "
-            "column; below it the norms of its pairs along the first text (means over "
-            f"{counted(self.cell, 'token')}, logarithmic colour). A bright row is a frequency band "
-            "and has a low SpectrumFE, stripes across a row are periods and have a low SequenceFE.",
-            ("layer", "query_head", "side", "pair", "from_token", "norm"),
-            long_rows({(h.layer, h.head, side): h.norms[side] for h in shown}, places=cells),
+            name=f"frequency_entropy_heads_{SIDES[side]}" + (f"_{number}" if number > 1 else ""),
+            figure=self._head_columns(shown, side),
+            caption=(
+                f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]}{readers}, a head "
+                "in a column; below it the norms of its pairs along the first text (means over "
+                f"{counted(self.cell, 'token')}, logarithmic colour). A bright row is a frequency "
+                "band and has a low SpectrumFE, stripes across a row are periods and have a low "
+                "SequenceFE."
+            ),
+            header=("layer", "query_head", "side", "pair", "from_token", "norm"),
+            rows=long_rows({(h.layer, h.head, side): h.norms[side] for h in shown}, places=cells),
         )
 
     def _head_columns(self, shown: Sequence[HeadNorms], side: Side) -> Figure:
@@ -273,7 +284,7 @@ class FrequencyEntropyStudy(Study):
                 for axes, m in zip(column, self.measures, strict=False):
                     entropy = self.values[m, side][head.layer, index, : len(norms)]
                     axes.plot(entropy, "o", color=BLUE, markersize=2.2, markeredgewidth=0)
-                    entropy_axis(axes, self._thresholds[NAMES[m]])
+                    entropy_axis(axes, self._thresholds[m])
                     axes.locator_params(axis="x", integer=True)
                 column[count - 1].set_xlabel("pair index")
                 image = draw_map(column[-1], norms, scale, norm, (self.cell, 1))
@@ -288,19 +299,19 @@ class FrequencyEntropyStudy(Study):
 
     def _means(self) -> Picture:
         """Draw means over heads, by layer and pair."""
-        means = {
-            (NAMES[m], side): mean_over_heads(entropy) for (m, side), entropy in self.values.items()
-        }
-        panels = {f"{name} of {SIDES[side]}": mean for (name, side), mean in means.items()}
+        means = {place: mean_over_heads(entropy) for place, entropy in self.values.items()}
+        panels = {f"{NAMES[m]} of {SIDES[side]}": mean for (m, side), mean in means.items()}
         scales = [Scale("entropy")] * len(panels)
         return Picture(
-            "frequency_entropy_layers",
-            heat_maps(panels, scales, x=self.target.pair_axis, y="layer"),
-            "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
-            "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at the "
-            "same pair in many layers.",
-            ("measure", "side", "layer", "pair", "mean_over_heads"),
-            long_rows(means),
+            name="frequency_entropy_layers",
+            figure=heat_maps(panels, scales, x=self.target.pair_axis, y="layer"),
+            caption=(
+                "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
+                "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at "
+                "the same pair in many layers."
+            ),
+            header=("measure", "side", "layer", "pair", "mean_over_heads"),
+            rows=long_rows({(NAMES[m], side): mean for (m, side), mean in means.items()}),
         )
 
     def _all_layers(self, measure: str) -> Picture:
@@ -308,12 +319,14 @@ class FrequencyEntropyStudy(Study):
         name = NAMES[measure]
         panels = {self._title(i): heads for i, heads in enumerate(self.values[measure, "query"])}
         return Picture(
-            f"frequency_entropy_all_layers_{measure}",
-            layer_panels(panels, self._thresholds[name], self.target.pair_axis, name),
-            f"{name} (0 to 1) of every pair of the queries of all layers, a colour for "
-            f"each head. Dashed: the thresholds. {LOW[measure]} The file has keys too.",
-            ("side", "layer", "head", "pair", name),
-            long_rows({(side,): self.values[measure, side] for side in SIDES}, known=True),
+            name=f"frequency_entropy_all_layers_{measure}",
+            figure=layer_panels(panels, self._thresholds[measure], self.target.pair_axis, name),
+            caption=(
+                f"{name} (0 to 1) of every pair of the queries of all layers, a colour for "
+                f"each head. Dashed: the thresholds. {LOW[measure]} The file has keys too."
+            ),
+            header=("side", "layer", "head", "pair", name),
+            rows=long_rows({(side,): self.values[measure, side] for side in SIDES}, known=True),
         )
 
     def _title(self, layer: int) -> str:

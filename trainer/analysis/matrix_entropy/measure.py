@@ -105,7 +105,7 @@ def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
     trace = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=torch.finfo(grams.dtype).tiny)
     # Rounding can turn an eigenvalue of 0 negative.
     eigenvalues = torch.linalg.eigvalsh(grams / trace[:, None, None]).clamp(min=0).flip(-1)
-    return MatrixEntropy(stack_heads(bands), eigenvalues, trace)
+    return MatrixEntropy(bands=stack_heads(bands), eigenvalues=eigenvalues, trace=trace)
 
 
 def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
@@ -188,7 +188,9 @@ def copy_prompt(ids: Tensor) -> NeedlePrompt:
     the copy or to the token after it. Both are the needle.
     """
     text, copy = with_copy(ids[:1])
-    return NeedlePrompt(text, slice(copy.start, copy.stop + 1), copy.stop - copy.start)
+    return NeedlePrompt(
+        ids=text, needle=slice(copy.start, copy.stop + 1), question=copy.stop - copy.start
+    )
 
 
 def needle_view(
@@ -217,7 +219,14 @@ def needle_view(
                 similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
 
     capture(model, prompt.ids[:1], on_layer)
-    return NeedleView(prompt, np.stack(attention), np.stack(final), average, maps, similarity)
+    return NeedleView(
+        prompt=prompt,
+        attention=np.stack(attention),
+        last=np.stack(final),
+        average=average,
+        maps=maps,
+        similarity=similarity,
+    )
 
 
 def _average(heads: Heads, head: int) -> Array:

@@ -65,19 +65,25 @@ class OffsetChanges:
             for name, features in tables.items()
         }
         return Section(
-            self.key,
-            self.title,
-            f"Two models read the same {self.length:,} tokens: {self.names[0]}, with a context of "
-            f"{before.context_length:,}, and {self.names[1]}, with {after.context_length:,}. A "
-            "longer context moves the bounds: pairs that turned less than once may turn more often "
-            "now, and the least angle of the other pairs grows. If training follows the bounds, "
-            "keys of the former become shorter and angles of the latter larger.",
-            ("change of the radius = |k̄| after − |k̄| before",),
-            "Rotary Offset Features in Large Language Models, App. C, Fig. 15 and 16, Table 2.",
-            part.findings,
-            part.pictures,
-            (_table(tables),),
-            {"names": list(self.names), "tokens": self.length, "models": models} | part.numbers,
+            key=self.key,
+            title=self.title,
+            text=(
+                f"Two models read the same {self.length:,} tokens: {self.names[0]}, with a context "
+                f"of {before.context_length:,}, and {self.names[1]}, with "
+                f"{after.context_length:,}. A longer context moves the bounds: pairs that turned "
+                "less than once may turn more often now, and the least angle of the other pairs "
+                "grows. If training follows the bounds, keys of the former become shorter and "
+                "angles of the latter larger."
+            ),
+            formula=("change of the radius = |k̄| after − |k̄| before",),
+            source=(
+                "Rotary Offset Features in Large Language Models, App. C, Fig. 15 and 16, Table 2."
+            ),
+            findings=part.findings,
+            pictures=part.pictures,
+            grids=(_table(tables),),
+            numbers={"names": list(self.names), "tokens": self.length, "models": models}
+            | part.numbers,
         )
 
     def _features(self, target: Target) -> OffsetFeatures:
@@ -184,15 +190,17 @@ class OffsetChanges:
             legend_of_lines(figure, grid[:1])
             index_bar(figure, points, list(grid), "layer", aspect=30)
         return Picture(
-            "offset_changes_by_pair",
-            figure,
-            f"From {self.names[0]} to {self.names[1]}, every head by its pair and, in colour and "
-            "within the width of a pair, by its layer. Above: how much longer its mean key became. "
-            "Below: how far the angle from mean query to mean key turned, of the long pairs alone. "
-            "Right of the dashed and dotted lines pairs turn less than once in the context. Where "
-            "training follows the bounds radii shrink between the two lines.",
-            HEADER,
-            _rows(was, now, np.full(len(was.pair), True)),
+            name="offset_changes_by_pair",
+            figure=figure,
+            caption=(
+                f"From {self.names[0]} to {self.names[1]}, every head by its pair and, in colour "
+                "and within the width of a pair, by its layer. Above: how much longer its mean key "
+                "became. Below: how far the angle from mean query to mean key turned, of the long "
+                "pairs alone. Right of the dashed and dotted lines pairs turn less than once in "
+                "the context. Where training follows the bounds radii shrink between the two lines."
+            ),
+            header=HEADER,
+            rows=_rows(was, now, np.full(len(was.pair), True)),
         )
 
     def _single_pairs(self, was: OffsetFeatures, now: OffsetFeatures, shown: list[int]) -> Picture:
@@ -229,13 +237,15 @@ class OffsetChanges:
             handles = grid[0].get_legend_handles_labels()
             figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
         return Picture(
-            "offset_changes_of_pairs",
-            figure,
-            "Radius of the mean key and angle from the mean query to it in every head, in both "
-            "models, with a line between the two; dashed and dotted: the lower bounds of the first "
-            "and the second model, where the pair is under its upper bound.",
-            HEADER,
-            _rows(was, now, np.isin(was.pair, shown)),
+            name="offset_changes_of_pairs",
+            figure=figure,
+            caption=(
+                "Radius of the mean key and angle from the mean query to it in every head, in both "
+                "models, with a line between the two; dashed and dotted: the lower bounds of the "
+                "first and the second model, where the pair is under its upper bound."
+            ),
+            header=HEADER,
+            rows=_rows(was, now, np.isin(was.pair, shown)),
         )
 
 
@@ -253,14 +263,16 @@ def _rows(was: OffsetFeatures, now: OffsetFeatures, among: Array) -> list[tuple[
 
 def _table(models: dict[str, OffsetFeatures]) -> Grid:
     return Grid(
-        "Share of pairs under the upper bound (UB) and their mean lower bound (LB). For the pairs "
-        "with a mean key of the minimal radius or longer: the shares under the upper bound, also "
-        "above the lower bound, and also above the lower bound less 0.1 rad.",
-        (
+        caption=(
+            "Share of pairs under the upper bound (UB) and their mean lower bound (LB). For the "
+            "pairs with a mean key of the minimal radius or longer: the shares under the upper "
+            "bound, also above the lower bound, and also above the lower bound less 0.1 rad."
+        ),
+        header=(
             *("model", "pairs", "under UB", "mean LB (rad)", "min. radius", "positives"),
             *("UB recall", "LB recall", "LB − 0.1 recall"),
         ),
-        [
+        rows=[
             (
                 *(name, len(features.pair), percent(features.share)),
                 *(number(features.mean_lower_bound), f"{recall.radius:g}", recall.positives),

@@ -138,16 +138,18 @@ def scatter(features: OffsetFeatures) -> Picture:
         legend_of_lines(figure, [below_turns])
         figure.colorbar(points, ax=figure.axes, label="radius of the mean key", aspect=30)
     return Picture(
-        "offset_features",
-        figure,
-        "Every rotary pair of every query head, on the left by its index, on the right by its "
-        f"turns within C = {features.context_length:,} tokens, slow pairs to the right: the radius "
-        "of its mean key, and the angle from its mean query to its mean key (rad), larger and "
-        "darker with the radius. Dashed: the upper bound; orange: the lower bound; dotted: the "
-        "radii of the table. Large pairs should lie right of the upper bound and above the lower "
-        "one.",
-        COLUMNS,
-        list(zip(*(getattr(features, name).tolist() for name in COLUMNS), strict=True)),
+        name="offset_features",
+        figure=figure,
+        caption=(
+            "Every rotary pair of every query head, on the left by its index, on the right by its "
+            f"turns within C = {features.context_length:,} tokens, slow pairs to the right: the "
+            "radius of its mean key, and the angle from its mean query to its mean key (rad), "
+            "larger and darker with the radius. Dashed: the upper bound; orange: the lower bound; "
+            "dotted: the radii of the table. Large pairs should lie right of the upper bound and "
+            "above the lower one."
+        ),
+        header=COLUMNS,
+        rows=list(zip(*(getattr(features, name).tolist() for name in COLUMNS), strict=True)),
     )
 
 
@@ -163,8 +165,8 @@ def channels(shown: Sequence[Feature]) -> Picture:
     size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
     view = shown[0].view
     return Picture(
-        "offset_channels",
-        heat_maps(
+        name="offset_channels",
+        figure=heat_maps(
             maps,
             Scale("activation", -size, size, signed=True),
             x="token",
@@ -172,13 +174,15 @@ def channels(shown: Sequence[Feature]) -> Picture:
             columns=columns,
             cell=(view.cell, 1),
         ),
-        "Queries and keys before the rotation, every channel along the first text"
-        + (f", means over {view.cell} tokens" if view.cell > 1 else "")
-        + f". Of {2 * view.pairs} channels that rotate, m and m + {view.pairs} are pair m: an "
-        "offset feature is two bands of one colour that far apart. Single tokens that break a "
-        "band of the keys are attention sinks.",
-        ("layer", "head", "of", "channel", "from_token", "activation"),
-        long_rows(
+        caption=(
+            "Queries and keys before the rotation, every channel along the first text"
+            + (f", means over {view.cell} tokens" if view.cell > 1 else "")
+            + f". Of {2 * view.pairs} channels that rotate, m and m + {view.pairs} are pair m: an "
+            "offset feature is two bands of one colour that far apart. Single tokens that break a "
+            "band of the keys are attention sinks."
+        ),
+        header=("layer", "head", "of", "channel", "from_token", "activation"),
+        rows=long_rows(
             {
                 (feature.view.layer, feature.view.head, name): values
                 for feature in shown
@@ -199,14 +203,16 @@ def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
     """Draw the points of the features (Fig. 7)."""
     kind = "under the upper bound" if shown[0].possible else "of these heads"
     return Picture(
-        "offset_feature_points",
-        _draw_clouds([(feature, feature.pair, feature.name) for feature in shown], trained),
-        f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
-        f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the query "
-        "turns within the training length. A key far from the others, near the origin or towards "
-        "the queries, such as often the first one, is an attention sink.",
-        POINTS_HEADER,
-        [row for feature in shown for row in _point_rows(feature.view, feature.pair)],
+        name="offset_feature_points",
+        figure=_draw_clouds([(feature, feature.pair, feature.name) for feature in shown], trained),
+        caption=(
+            f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
+            f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the "
+            "query turns within the training length. A key far from the others, near the origin or "
+            "towards the queries, such as often the first one, is an attention sink."
+        ),
+        header=POINTS_HEADER,
+        rows=[row for feature in shown for row in _point_rows(feature.view, feature.pair)],
     )
 
 
@@ -216,14 +222,16 @@ def points_of_head(feature: Feature, trained: int, pairs: Sequence[int]) -> Pict
     drawn = [pair for pair in pairs if pair < view.pairs] or range(view.pairs)
     panels = [(feature, pair, f"{pair}: {_rounded(turns[pair])} turns") for pair in drawn]
     return Picture(
-        f"offset_points_{feature.head}",
-        _draw_clouds(panels, trained, small=len(panels) > 3),
-        f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {view.layer} "
-        f"head {view.head}, before the rotation, a {_each(view.step)}, by the pair's "
-        "index and its turns within the training length. Each panel has its own scale; lines: the "
-        "means. Slow pairs whose queries and keys point away from each other are offset features.",
-        POINTS_HEADER,
-        [row for pair in drawn for row in _point_rows(view, pair)],
+        name=f"offset_points_{feature.head}",
+        figure=_draw_clouds(panels, trained, small=len(panels) > 3),
+        caption=(
+            f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {view.layer} "
+            f"head {view.head}, before the rotation, a {_each(view.step)}, by the pair's index and "
+            "its turns within the training length. Each panel has its own scale; lines: the means. "
+            "Slow pairs whose queries and keys point away from each other are offset features."
+        ),
+        header=POINTS_HEADER,
+        rows=[row for pair in drawn for row in _point_rows(view, pair)],
     )
 
 
@@ -321,14 +329,16 @@ def curves(features: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
         named = {(view.layer, view.head, name): line for name, line in lines.items()}
         rows += long_rows(named, places=distances.tolist())
     return Picture(
-        "offset_contributions",
-        _draw_terms(shown, terms, distances, C),
-        "Terms of the logit from the means of rotary pairs, by distance. Left: every pair of the "
-        "head, by its index, and dotted the feature in the title. Right: all pairs together, and "
-        "all but the feature. The difference between these two is the feature's effect on far "
-        "tokens.",
-        ("layer", "head", "curve", "distance", "part_of_logit"),
-        rows,
+        name="offset_contributions",
+        figure=_draw_terms(shown, terms, distances, C),
+        caption=(
+            "Terms of the logit from the means of rotary pairs, by distance. Left: every pair of "
+            "the head, by its index, and dotted the feature in the title. Right: all pairs "
+            "together, and all but the feature. The difference between these two is the feature's "
+            "effect on far tokens."
+        ),
+        header=("layer", "head", "curve", "distance", "part_of_logit"),
+        rows=rows,
     )
 
 
@@ -372,19 +382,27 @@ def stable_angles(stability: Stability, layers: int) -> Picture:
     """Draw circular variance by radius, of queries and of keys (Fig. 2)."""
     clouds = [
         HeadCloud(
-            *(name, stability.layer[side], stability.radius[side], stability.variance[side]),
-            *("radius of the mean", "circular variance of the angle"),
+            title=name,
+            layer=stability.layer[side],
+            x=stability.radius[side],
+            y=stability.variance[side],
+            x_label="radius of the mean",
+            y_label="circular variance of the angle",
         )
         for name, side in (("queries", ~stability.of_keys), ("keys", stability.of_keys))
     ]
     return Picture(
-        "offset_angle_stability",
-        head_points(clouds, layers),
-        "How much the angle of a rotary pair varies over all positions, before the rotation, by "
-        "the radius of its mean: 0 if it never varies, 1 if angles cancel. A point a head and "
-        "pair, coloured by layer. Pairs with long means should lie below.",
-        STABILITY_COLUMNS,
-        list(zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
+        name="offset_angle_stability",
+        figure=head_points(clouds, layers),
+        caption=(
+            "How much the angle of a rotary pair varies over all positions, before the rotation, "
+            "by the radius of its mean: 0 if it never varies, 1 if angles cancel. A point a head "
+            "and pair, coloured by layer. Pairs with long means should lie below."
+        ),
+        header=STABILITY_COLUMNS,
+        rows=list(
+            zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)
+        ),
     )
 
 

@@ -72,10 +72,15 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
     first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
     return SinkPart(
-        *(heads.layer, head, pair, weight(), weight(pair)),
-        math.nan if control is None else weight(control),
-        float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
-        *(float(by_channel.sum()), turning.cpu().numpy()),
+        layer=heads.layer,
+        head=head,
+        pair=pair,
+        weight=weight(),
+        without=weight(pair),
+        control=math.nan if control is None else weight(control),
+        first_key=float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
+        margin=float(by_channel.sum()),
+        parts=turning.cpu().numpy(),
     )
 
 
@@ -116,10 +121,10 @@ class OffsetSinks:
         order = order[columns["attention"][order] >= SINK]
         sinks = {name: values[order] for name, values in columns.items()}
         return Part(
-            tuple(_sink_findings(sinks, len(rows))),
-            (_sink_picture(columns, rows, layers),),
-            (_sink_table(sinks),) if len(order) else (),
-            {"sinks": {name: to_json(values) for name, values in columns.items()}},
+            findings=tuple(_sink_findings(sinks, len(rows))),
+            pictures=(_sink_picture(columns, rows, layers),),
+            grids=(_sink_table(sinks),) if len(order) else (),
+            numbers={"sinks": {name: to_json(values) for name, values in columns.items()}},
         )
 
 
@@ -161,26 +166,36 @@ def _sink_picture(columns: Columns, rows: Rows, layers: int) -> Picture:
     layer, first = columns["layer"], "attention on the first token"
     panels = (
         HeadCloud(
-            *("", layer, columns["attention"], columns["attention_without"]),
-            *(first, f"{first}\nwithout the pair"),
+            title="",
+            layer=layer,
+            x=columns["attention"],
+            y=columns["attention_without"],
+            x_label=first,
+            y_label=f"{first}\nwithout the pair",
             diagonal=True,
         ),
         HeadCloud(
-            *("", layer, columns["margin"], columns["margin_of_pair"]),
-            *("score of the first key over others", "of it, the pair's"),
+            title="",
+            layer=layer,
+            x=columns["margin"],
+            y=columns["margin_of_pair"],
+            x_label="score of the first key over others",
+            y_label="of it, the pair's",
         ),
     )
     return Picture(
-        "offset_sinks",
-        head_points(panels, layers),
-        "Effect of the strongest pair under the upper bound on the sink of its head, a point a "
-        "head, means over queries in the last three quarters of the training length. Left: "
-        "attention on the first token, as it is and with this pair's part taken out of all "
-        "scores; points far below the dotted line have a sink by one feature. Right: how far the "
-        "score of the first key lies above the mean of the other keys in sight (before a softcap), "
-        "and the pair's part of that.",
-        SINK_HEADER,
-        rows,
+        name="offset_sinks",
+        figure=head_points(panels, layers),
+        caption=(
+            "Effect of the strongest pair under the upper bound on the sink of its head, a point a "
+            "head, means over queries in the last three quarters of the training length. Left: "
+            "attention on the first token, as it is and with this pair's part taken out of all "
+            "scores; points far below the dotted line have a sink by one feature. Right: how far "
+            "the score of the first key lies above the mean of the other keys in sight (before a "
+            "softcap), and the pair's part of that."
+        ),
+        header=SINK_HEADER,
+        rows=rows,
     )
 
 
@@ -188,12 +203,23 @@ def _sink_table(sinks: Columns) -> Grid:
     count = len(sinks["head"])
     shown = [dict(zip(sinks, row, strict=True)) for row in zip(*sinks.values(), strict=True)]
     return Grid(
-        f"Heads with a sink by its weight, {min(SHOWN, count)} of {count}: attention on the first "
-        "token as it is and without the strongest pair under the upper bound; how far the score of "
-        "the first key lies above the others', the pair's part of that, and the pair with the "
-        "largest part.",
-        ("head", "pair", "attention", "without", "explained", "score", "the pair's", "largest"),
-        [
+        caption=(
+            f"Heads with a sink by its weight, {min(SHOWN, count)} of {count}: attention on the "
+            "first token as it is and without the strongest pair under the upper bound; how far "
+            "the score of the first key lies above the others', the pair's part of that, and the "
+            "pair with the largest part."
+        ),
+        header=(
+            "head",
+            "pair",
+            "attention",
+            "without",
+            "explained",
+            "score",
+            "the pair's",
+            "largest",
+        ),
+        rows=[
             (
                 f"L{sink['layer']}H{sink['head']}",
                 str(sink["pair"]),
@@ -249,10 +275,10 @@ class OffsetSteps:
         columns["steps"] = turned / columns["inv_freq"] - 0.5
         columns["attention"], columns["attention_without"] = np.array([*self._fastest.values()]).T
         return Part(
-            tuple(_step_findings(columns)),
-            (_step_picture(columns, layers),),
-            (_step_table(columns),),
-            {"steps": {name: to_json(columns[name]) for name in STEP_HEADER}},
+            findings=tuple(_step_findings(columns)),
+            pictures=(_step_picture(columns, layers),),
+            grids=(_step_table(columns),),
+            numbers={"steps": {name: to_json(columns[name]) for name in STEP_HEADER}},
         )
 
 
@@ -294,24 +320,38 @@ def _step_picture(columns: Columns, layers: int) -> Picture:
     layer, before = columns["layer"], "attention on the token before"
     radius, angle = "radius of the mean key", "angle φ in steps of a token"
     panels = (
-        HeadCloud("", layer, columns["key_radius"], columns["steps"], radius, angle, level=1.0),
         HeadCloud(
-            *("", layer, columns["attention"], columns["attention_without"]),
-            *(before, f"{before}\nwithout the pair"),
+            title="",
+            layer=layer,
+            x=columns["key_radius"],
+            y=columns["steps"],
+            x_label=radius,
+            y_label=angle,
+            level=1.0,
+        ),
+        HeadCloud(
+            title="",
+            layer=layer,
+            x=columns["attention"],
+            y=columns["attention_without"],
+            x_label=before,
+            y_label=f"{before}\nwithout the pair",
             diagonal=True,
         ),
     )
     return Picture(
-        "offset_steps",
-        head_points(panels, layers),
-        "The fastest pair of every head, a point a head. Left: the radius of its mean key, and its "
-        "angle from mean query to mean key over its turn in one token; the part of the logit "
-        "is largest at that distance, and the dotted line is the token before. Right: attention on "
-        "that token, as it is and with the pair's part taken out of all scores, means over "
-        "queries in the last three quarters of the training length; points below the dotted line "
-        "lose such attention without the pair.",
-        STEP_HEADER,
-        list(zip(*(columns[name].tolist() for name in STEP_HEADER), strict=True)),
+        name="offset_steps",
+        figure=head_points(panels, layers),
+        caption=(
+            "The fastest pair of every head, a point a head. Left: the radius of its mean key, and "
+            "its angle from mean query to mean key over its turn in one token; the part of the "
+            "logit is largest at that distance, and the dotted line is the token before. Right: "
+            "attention on that token, as it is and with the pair's part taken out of all scores, "
+            "means over queries in the last three quarters of the training length; points below "
+            "the dotted line lose such attention without the pair."
+        ),
+        header=STEP_HEADER,
+        rows=list(zip(*(columns[name].tolist() for name in STEP_HEADER), strict=True)),
     )
 
 
@@ -319,14 +359,16 @@ def _step_table(columns: Columns) -> Grid:
     strength = columns["query_radius"] * columns["key_radius"]
     order = np.argsort(-strength, kind="stable")[:SHOWN]
     return Grid(
-        f"Fastest pairs of the longest means, {len(order)} of {len(strength)} heads: radii, the "
-        "angle, the step of one token, the distance at which the pair adds most to the logit, and "
-        "attention on the token before, as it is and without the pair.",
-        (
+        caption=(
+            f"Fastest pairs of the longest means, {len(order)} of {len(strength)} heads: radii, "
+            "the angle, the step of one token, the distance at which the pair adds most to the "
+            "logit, and attention on the token before, as it is and without the pair."
+        ),
+        header=(
             *("head", "pair", "query", "key", "angle (rad)", "step (rad)", "distance"),
             *("attention", "without"),
         ),
-        [
+        rows=[
             (
                 f"L{columns['layer'][i]}H{columns['head'][i]}",
                 str(columns["pair"][i]),

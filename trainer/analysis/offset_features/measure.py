@@ -47,7 +47,9 @@ def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
     """
     inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
-    return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
+    return Bounds(
+        inv_freq=inv_freq, possible=possible, angle=math.pi + inv_freq * context_length / 2
+    )
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,11 @@ def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
         return float(predicted.mean()) if len(predicted) else None
 
     return Recall(
-        radius,
-        int(large.sum()),
-        share(possible),
-        share(possible & (angle >= lower)),
-        share(possible & (angle >= lower - 0.1)),
+        radius=radius,
+        positives=int(large.sum()),
+        upper=share(possible),
+        lower=share(possible & (angle >= lower)),
+        relaxed=share(possible & (angle >= lower - 0.1)),
     )
 
 
@@ -355,7 +357,16 @@ def head_view(heads: Heads, head: int) -> HeadView:
     kv, length = head // heads.queries_per_key, heads.q.shape[2]
     of_q, of_k = heads.q[0, head], heads.k[0, kv]
     step, cell = -(-length // POINTS), -(-length // CELLS)
-    sampled = [x[::step].cpu().numpy().copy() for x in (of_q, of_k)]
-    maps = [cell_means(x.T, cell).cpu().numpy() for x in (of_q, of_k)]
-    pairs = len(heads.encoding.spectra[kv].inv_freq)
-    return HeadView(heads.layer, head, pairs, step, cell, *sampled, *maps)
+    query, key = (x[::step].cpu().numpy().copy() for x in (of_q, of_k))
+    query_map, key_map = (cell_means(x.T, cell).cpu().numpy() for x in (of_q, of_k))
+    return HeadView(
+        layer=heads.layer,
+        head=head,
+        pairs=len(heads.encoding.spectra[kv].inv_freq),
+        step=step,
+        cell=cell,
+        query=query,
+        key=key,
+        query_map=query_map,
+        key_map=key_map,
+    )

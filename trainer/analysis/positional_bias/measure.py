@@ -84,10 +84,16 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     ) -> None:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
-        plain = q.detach().float(), k.detach().float()
-        rotated = rotated_q.detach().float(), rotated_k.detach().float()
-        encoding, C = model.layout.layers[layer], model.layout.training_length
-        heads = Heads(layer, encoding, *plain, *rotated, C, **softmax)
+        heads = Heads(
+            layer=layer,
+            encoding=model.layout.layers[layer],
+            q=q.detach().float(),
+            k=k.detach().float(),
+            rotated_q=rotated_q.detach().float(),
+            rotated_k=rotated_k.detach().float(),
+            training_length=model.layout.training_length,
+            **softmax,
+        )
         norms = []
         for head in range(q.shape[1]):
             grad_q, grad_k = _score_gradients(heads, head, shift)
@@ -104,7 +110,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     with _graph_of_one_layer(model, observe):
         for row in ids.to(model.device):
             model.hidden_states(row[None])
-    return BiasGradients(shift, averages.stacked("query"), averages.stacked("key"))
+    return BiasGradients(shift=shift, query=averages.stacked("query"), key=averages.stacked("key"))
 
 
 @torch.no_grad()
@@ -243,7 +249,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
         {version: np.stack([seed[version][kind] for seed in measured]) for version in versions}
         for kind in (0, 1)
     )
-    return FreshResult(name, tokens, gradients, spreads)
+    return FreshResult(encoding=name, tokens=tokens, gradients=gradients, spreads=spreads)
 
 
 def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:

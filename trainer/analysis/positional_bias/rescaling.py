@@ -191,17 +191,17 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
         capture(model, text, compare)
     readings = {"trained": dict(enumerate(trained)), "yarn": scaled}
     return YarnShift(
-        half,
-        float((2 / np.arange(half + 2, 2 * half + 2)).mean()),
-        recall,
-        np.array(shift),
-        positional,
-        semantic,
-        {
+        half=half,
+        uniform=float((2 / np.arange(half + 2, 2 * half + 2)).mean()),
+        recall=recall,
+        shift=np.array(shift),
+        positional=positional,
+        semantic=semantic,
+        profile={
             name: attention_by_distance(layers[positional[0]], positional[1], half)
             for name, layers in readings.items()
         },
-        {
+        near_repeat={
             name: attention_around(layers[semantic[0]], semantic[1], half, REACH)
             for name, layers in readings.items()
         },
@@ -275,11 +275,11 @@ def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | No
     place = _highest(on_needle, rotating)
     near_needle = {"trained": trained[place], "yarn": scaled[place]}
     return NeedleShift(
-        place,
-        {name: float(values[inside].sum()) for name, values in near_needle.items()},
-        near_needle,
-        shown.start - needle.start,
-        T,
+        head=place,
+        on_needle={name: float(values[inside].sum()) for name, values in near_needle.items()},
+        near_needle=near_needle,
+        first=shown.start - needle.start,
+        tokens=T,
     )
 
 
@@ -318,8 +318,8 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
     by_distance = Frame("distance (tokens back)", "mean attention")
     near_repeat = Frame("key, tokens from the earlier occurrence", "mean attention")
     curves = Picture(
-        "attention_under_yarn",
-        side_by_side(
+        name="attention_under_yarn",
+        figure=side_by_side(
             [
                 Panel(f"positional: {positional}", _lines(beside, range(BESIDE)), by_distance),
                 Panel(
@@ -329,12 +329,14 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
                 ),
             ]
         ),
-        f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
-        "strongest positional bias, by distance. Right: the head that attends most to the earlier "
-        "occurrence, on the keys around a token's first occurrence (0) and the token that followed "
-        "it (1). YaRN also sharpens attention by its temperature.",
-        ("head", "layout", "offset", "attention"),
-        [
+        caption=(
+            f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
+            "strongest positional bias, by distance. Right: the head that attends most to the "
+            "earlier occurrence, on the keys around a token's first occurrence (0) and the token "
+            "that followed it (1). YaRN also sharpens attention by its temperature."
+        ),
+        header=("head", "layout", "offset", "attention"),
+        rows=[
             *long_rows({("positional", name): curve for name, curve in measured.profile.items()}),
             *long_rows(
                 {("semantic", name): curve for name, curve in measured.near_repeat.items()},
@@ -345,14 +347,16 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
     label = "attention on other keys\n(total variation)"
     cloud = HeadCloud.of_layers("", bias, measured.shift, "Aᶜ, the larger of the two", label)
     heads = Picture(
-        "shift_under_yarn",
-        head_points([cloud], len(bias)),
-        "Every head: its positional bias, the larger of both kinds, and how much of its "
-        "attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
-        f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
-        "right, to be low.",
-        ("layer", "head", "bias", "shift", "recall"),
-        wide_rows([bias, measured.shift, measured.recall]),
+        name="shift_under_yarn",
+        figure=head_points([cloud], len(bias)),
+        caption=(
+            "Every head: its positional bias, the larger of both kinds, and how much of its "
+            "attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
+            f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
+            "right, to be low."
+        ),
+        header=("layer", "head", "bias", "shift", "recall"),
+        rows=wide_rows([bias, measured.shift, measured.recall]),
     )
     numbers = {
         "repeated_tokens": measured.half,
@@ -383,12 +387,14 @@ def needle_part(measured: NeedleShift | None) -> Part:
     offsets = range(measured.first, measured.first + len(curves["yarn"]))
     frame = Frame("key, tokens from the needle's first", "attention of the last token")
     picture = Picture(
-        "needle_under_yarn",
-        side_by_side([Panel(head, _lines(curves, offsets), frame)]),
-        f"{token}: its attention on the tokens around the needle, which begins at 0, in the head "
-        "that attends most to it, as trained and under YaRN.",
-        ("layout", "offset", "attention"),
-        long_rows({(name,): curve for name, curve in curves.items()}, places=offsets),
+        name="needle_under_yarn",
+        figure=side_by_side([Panel(head, _lines(curves, offsets), frame)]),
+        caption=(
+            f"{token}: its attention on the tokens around the needle, which begins at 0, in the "
+            "head that attends most to it, as trained and under YaRN."
+        ),
+        header=("layout", "offset", "attention"),
+        rows=long_rows({(name,): curve for name, curve in curves.items()}, places=offsets),
     )
     numbers = {
         "head": list(measured.head),
@@ -432,19 +438,21 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
     )
     pairs = range(len(turns))
     picture = Picture(
-        "rescaling_factors",
-        side_by_side(
+        name="rescaling_factors",
+        figure=side_by_side(
             [
                 Panel(f"s = {s:g}", _lines(gammas, pairs, TITLES), frame)
                 for s, gammas in factors.items()
             ]
         ),
-        "PI's, NTK-aware scaling's and YaRN's factor on every frequency, for texts 2, 3 and 4 "
-        "times as long. All of them slow the low frequencies down by s, on the right, which is "
-        "where content is compared over long distances; PI slows all. YaRN's ramp is linear in "
-        "the frequency (Eq. 11); the usual implementation has one over the pair's index.",
-        ("s", "method", "pair", "wavelength", "factor"),
-        [
+        caption=(
+            "PI's, NTK-aware scaling's and YaRN's factor on every frequency, for texts 2, 3 and 4 "
+            "times as long. All of them slow the low frequencies down by s, on the right, which is "
+            "where content is compared over long distances; PI slows all. YaRN's ramp is linear in "
+            "the frequency (Eq. 11); the usual implementation has one over the pair's index."
+        ),
+        header=("s", "method", "pair", "wavelength", "factor"),
+        rows=[
             (s, TITLES[name], pair, spectrum.wavelengths[pair], float(gamma[pair]))
             for s, gammas in factors.items()
             for name, gamma in gammas.items()

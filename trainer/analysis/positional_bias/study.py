@@ -101,24 +101,27 @@ class PositionalBiasStudy(Study):
                 )
             )
         return Section(
-            self.key,
-            self.title,
-            "Positional bias says how much of its attention a head puts on one place, whatever "
-            "stands there: on its own token (diagonal head) or on the one before it "
-            "(previous-token head). It is 1 where all attention lies there and about 0 where "
-            "attention is uniform. Its gradient before training bounds how fast a head can learn "
-            "the pattern, and in a decoder without positions it is bounded by how far the states "
-            "of a text lie apart, the prefix spread. Rescaling the frequencies for longer texts "
-            "moves the attention of heads. All of it is measured in texts of at most the training "
-            f"length, here {self._length} tokens. Layers and heads are counted from 0.",
-            (
+            key=self.key,
+            title=self.title,
+            text=(
+                "Positional bias says how much of its attention a head puts on one place, whatever "
+                "stands there: on its own token (diagonal head) or on the one before it "
+                "(previous-token head). It is 1 where all attention lies there and about 0 where "
+                "attention is uniform. Its gradient before training bounds how fast a head can "
+                "learn the pattern, and in a decoder without positions it is bounded by how far "
+                "the states of a text lie apart, the prefix spread. Rescaling the frequencies for "
+                "longer texts moves the attention of heads. All of it is measured in texts of at "
+                f"most the training length, here {self._length} tokens. Layers and heads are "
+                "counted from 0."
+            ),
+            formula=(
                 "Aᶜ = 1/T Σᵢ Σ_{j≤i} c_ij α_ij,  c_ij = 1 at j = i − s, −1/(i − 1) elsewhere;"
                 "  s = 0: diagonal, s = 1: previous token",
                 "Δ⁽ˡ⁾ = max_{j≤i} ‖mean(h₁⁽ˡ⁾ … hᵢ⁽ˡ⁾) − h_j⁽ˡ⁾‖  (NoPE: Aᶜ and its gradients "
                 "are at most a constant times Δ⁽¹⁾)",
                 "ω′_m = γ_m ω_m",
             ),
-            "DroPE, Def. 3.1, Prop. 3.2 and 3.3, Thm. 3.4, Eq. 3; Fig. 4, 6, 7, 8 and 11.",
+            source="DroPE, Def. 3.1, Prop. 3.2 and 3.3, Thm. 3.4, Eq. 3; Fig. 4, 6, 7, 8 and 11.",
             **vars(joined(parts)),
         )
 
@@ -134,17 +137,19 @@ def heads_part(biases: Mapping[str, Array]) -> Part:
             f"{strong} of {bias.size} heads reach {STRONG}, the mean is {bias.mean():.3f}."
         )
     picture = Picture(
-        "positional_bias_heads",
-        heat_maps(
+        name="positional_bias_heads",
+        figure=heat_maps(
             {f"towards {KINDS[kind]}": bias for kind, bias in biases.items()},
             Scale("Aᶜ", low=min(0.0, *(bias.min() for bias in biases.values()))),
             x="query head",
             y="layer",
         ),
-        "Positional bias Aᶜ of every head on the text: 1 is all attention on that key, 0 the share "
-        "of uniform attention. Bright cells are positional heads.",
-        ("layer", "head", "diagonal", "previous"),
-        wide_rows(list(biases.values())),
+        caption=(
+            "Positional bias Aᶜ of every head on the text: 1 is all attention on that key, 0 the "
+            "share of uniform attention. Bright cells are positional heads."
+        ),
+        header=("layer", "head", "diagonal", "previous"),
+        rows=wide_rows(list(biases.values())),
     )
     numbers = {kind: bias.tolist() for kind, bias in biases.items()}
     return Part(tuple(findings), (picture,), numbers=numbers)
@@ -181,15 +186,17 @@ def fresh_part(fresh: FreshResult | None) -> Part:
         for kind, towards in enumerate(KINDS.values())
     ]
     picture = Picture(
-        "positional_bias_gradients",
-        side_by_side(panels),
-        "Norm of the gradient of Aᶜ by W_Q and W_K, mean over heads, in decoders of this shape "
-        "with random weights (normal, 0.02 in every matrix, also in matrices that write to the "
-        f"residual stream; {seeds}), on {fresh.tokens} tokens of the text; "
-        f"with positions: {fresh.encoding}. Higher: the head can learn the pattern faster. DroPE "
-        "finds RoPE higher, more so in deeper layers.",
-        ("version", "seed", "layer", "diagonal", "previous"),
-        [
+        name="positional_bias_gradients",
+        figure=side_by_side(panels),
+        caption=(
+            "Norm of the gradient of Aᶜ by W_Q and W_K, mean over heads, in decoders of this shape "
+            "with random weights (normal, 0.02 in every matrix, also in matrices that write to the "
+            f"residual stream; {seeds}), on {fresh.tokens} tokens of the text; with positions: "
+            f"{fresh.encoding}. Higher: the head can learn the pattern faster. DroPE finds RoPE "
+            "higher, more so in deeper layers."
+        ),
+        header=("version", "seed", "layer", "diagonal", "previous"),
+        rows=[
             (version, *row)
             for version, norms in fresh.gradients.items()
             for row in wide_rows([norms[:, 0], norms[:, 1]])
@@ -229,14 +236,16 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
         )
     ]
     picture = Picture(
-        "prefix_spread",
-        side_by_side(panels),
-        "Prefix spread of the normalised states that enter attention after so many blocks; on the "
-        "right, over the spread at the first attention. In a fresh NoPE decoder it stays within a "
-        "constant times the first spread, at any length of text, so that where the embeddings lie "
-        "close together attention stays close to uniform.",
-        ("version", "seed", "blocks", "spread"),
-        long_rows({(version,): norms for version, norms in spreads.items()}),
+        name="prefix_spread",
+        figure=side_by_side(panels),
+        caption=(
+            "Prefix spread of the normalised states that enter attention after so many blocks; on "
+            "the right, over the spread at the first attention. In a fresh NoPE decoder it stays "
+            "within a constant times the first spread, at any length of text, so that where the "
+            "embeddings lie close together attention stays close to uniform."
+        ),
+        header=("version", "seed", "blocks", "spread"),
+        rows=long_rows({(version,): norms for version, norms in spreads.items()}),
     )
     numbers = {version: norms.tolist() for version, norms in spreads.items()}
     return Part((f"{finding}.",), (picture,), numbers={"prefix_spread": numbers})

@@ -99,10 +99,10 @@ class Part:
 def joined(parts: Sequence[Part]) -> Part:
     """Join parts into one, in their order."""
     return Part(
-        tuple(finding for part in parts for finding in part.findings),
-        tuple(picture for part in parts for picture in part.pictures),
-        tuple(grid for part in parts for grid in part.grids),
-        {key: value for part in parts for key, value in part.numbers.items()},
+        findings=tuple(finding for part in parts for finding in part.findings),
+        pictures=tuple(picture for part in parts for picture in part.pictures),
+        grids=tuple(grid for part in parts for grid in part.grids),
+        numbers={key: value for part in parts for key, value in part.numbers.items()},
     )
 
 
