@@ -1,14 +1,10 @@
-"""Parts of the section on frequency entropy: shorter texts, and perplexity with pairs of extreme
-entropy attenuated (Probing Rotary Position Embeddings through Frequency Entropy, Sec. 5.2, App. F;
-Fig. 4 and 15 to 17)."""
+"""Perplexity with rotary pairs of extreme entropy attenuated (Probing Rotary Position Embeddings
+through Frequency Entropy, Sec. 5.2, Fig. 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from trainer.analysis.arrays import Array, stack_layers
 from trainer.analysis.frequency_entropy.measure import (
     NAMES,
     FrequencyEntropy,
@@ -22,74 +18,6 @@ from trainer.analysis.settings import rules
 from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
 from trainer.plotting.lines import curves
-from trainer.plotting.points import pair_scatter
-
-NEAR = 2
-"""Distance in pairs that counts as the same place."""
-
-
-def shorter_texts_part(
-    target: Target, whole: Mapping[str, Array], shown: Collection[tuple[int, int]]
-) -> Part:
-    """Compare entropies of queries on the target's prefixes with the whole text's (App. F, Fig. 15
-    to 17).
-
-    ``whole``: entropies on the whole text, ``[layers, heads, pairs]`` by measure. ``shown``:
-    (layer, query head) of the pictures.
-    """
-    prefixes = sorted({n for n in target.prefixes if n < target.length})
-    if not prefixes:
-        return Part()
-    by_length: dict[int, Mapping[str, Array]] = {}
-    for n in prefixes:
-        measures = [m for m in whole if m != "spectrum" or n >= target.frames.frame]
-        layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
-        by_length[n] = {m: stack_layers([layer.query[m] for layer in layers]) for m in measures}
-    by_length[target.length] = whole
-    lengths = list(by_length)
-    missing: Array = np.full(next(iter(whole.values())).shape, np.nan)
-    by_measure = {m: np.stack([by_length[n].get(m, missing) for n in lengths]) for m in whole}
-    panels = {
-        NAMES[m]: {f"L{i}H{j}": values[:, i, j] for i, j in shown}
-        for m, values in by_measure.items()
-    }
-    picture = Picture(
-        name="frequency_entropy_lengths",
-        figure=pair_scatter(panels, {}, target.pair_axis, ("tokens", [f"{n:,}" for n in lengths])),
-        caption=(
-            "Frequency entropy (0 to 1) of the query pairs of one head a layer, on the first "
-            "tokens of the text and on the whole text. Points on top of each other: bands and "
-            "periods are at the same pairs at every length."
-        ),
-        header=("tokens", "layer", "head", "pair", *(NAMES[m] for m in whole)),
-        rows=[
-            (lengths[n], layer, head, pair, *entropies)
-            for layer, head in shown
-            for n, pair in np.ndindex(len(lengths), missing.shape[-1])
-            for entropies in [[float(v[n, layer, head, pair]) for v in by_measure.values()]]
-            if np.isfinite(entropies).any()
-        ],
-    )
-    return Part(tuple(_changes(lengths, by_measure)), (picture,))
-
-
-def _changes(lengths: Sequence[int], by_measure: Mapping[str, Array]) -> list[str]:
-    """Compare entropies ``[lengths, layers, heads, pairs]`` on the shortest text that has a measure
-    with the whole text's."""
-    findings = []
-    for m, values in by_measure.items():
-        last = len(values) - 1
-        shortest = next((i for i in range(last) if np.isfinite(values[i]).any()), last)
-        if shortest == last:
-            continue
-        first, whole = values[shortest], values[-1]
-        same = (np.abs(strongest_pairs(first) - strongest_pairs(whole)) <= NEAR).mean()
-        findings.append(
-            f"From {lengths[shortest]:,} to {lengths[-1]:,} tokens {NAMES[m]} of a query pair "
-            f"changes by {np.nanmean(np.abs(whole - first)):.3f} on average; in {same:.0%} of "
-            f"heads the pair where it is lowest stays within {NEAR} of its place."
-        )
-    return findings
 
 
 def attenuation_part(
@@ -136,11 +64,6 @@ def attenuation_part(
             ]
         },
     )
-
-
-def strongest_pairs(entropy: Array) -> Array:
-    """Return the pair of lowest entropy of every head, from ``[layers, heads, pairs]``."""
-    return np.nanargmin(entropy.reshape(-1, entropy.shape[-1]), axis=-1)
 
 
 def in_words(gates: Gates) -> str:
