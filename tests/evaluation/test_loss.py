@@ -20,6 +20,7 @@ from trainer.evaluation.loss import (
     answered_texts,
     by_bucket,
     losses_by_position,
+    losses_of_batches,
     windows_with_common_ends,
 )
 from trainer.evaluation.passes import sequences_at_once
@@ -114,8 +115,8 @@ def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder
 def test_progress_counts_windows(tiny_decoder):
     counts = []
     windows = Stream(100).windows(np.array([0, 17, 30]), 10)
-    losses_by_position(tiny_decoder(), windows, 0, 20, done=counts.append)
-    losses_by_position(tiny_decoder(), windows, 0, 20, reads=4, done=counts.append)
+    for reads in (None, 4):
+        list(losses_of_batches(tiny_decoder(), windows, 0, 20, reads=reads, done=counts.append))
     assert counts == [2, 1, 2, 1]
 
 

@@ -141,8 +141,8 @@ def test_other_types_of_weights(tmp_path, dtype):
     published().to(dtype).save_pretrained(tmp_path)
     load = transformers.LlamaForCausalLM.from_pretrained
     assert_same_logits(tmp_path, load(tmp_path, dtype=torch.float32))
-    ours = read_pretrained(str(tmp_path), dtype).decoder().embed_tokens.weight
-    assert torch.equal(ours, load(tmp_path, dtype=dtype).model.embed_tokens.weight)
+    ours = read_pretrained(str(tmp_path)).decoder().embed_tokens.weight
+    assert torch.equal(ours, load(tmp_path, dtype=dtype).model.embed_tokens.weight.float())
 
 
 def test_slices_make_up_the_tensor(tmp_path, monkeypatch):
@@ -399,13 +399,6 @@ def test_tensors_that_do_not_fit_are_named_by_kind(saved, removed, added, messag
         assert list(problems(saved)) == [f"{saved}: {problem}" for problem in message]
     else:
         assert read_pretrained(str(saved)).tensors.keys()
-
-
-def test_a_model_comes_in_the_type_that_is_asked_for(saved):
-    pretrained = read_pretrained(str(saved), torch.bfloat16)
-    assert pretrained.dtype == torch.bfloat16
-    assert {p.dtype for p in pretrained.decoder().parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in read_pretrained(str(saved)).decoder().parameters()} == {torch.float32}
 
 
 def test_so_many_layers_without_their_tensors_are_refused_before_they_are_made(saved):

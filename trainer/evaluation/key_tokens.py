@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from trainer.common.progress import Progress
 from trainer.data.order import Integers
 from trainer.evaluation.config import KeyTokenSettings
-from trainer.evaluation.loss import Done, losses_of_batches
+from trainer.evaluation.loss import losses_of_batches
 from trainer.evaluation.measurements import WindowLosses
+from trainer.evaluation.passes import Done, no_progress
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.results import KEY_TOKENS
 from trainer.evaluation.store import Share, Store, all_fields, fingerprint, pack, unpack, wait_for
@@ -106,7 +107,7 @@ def find_key_tokens(
     last: int,
     contexts: Contexts,
     batch_tokens: int,
-    done: Done = lambda windows: None,
+    done: Done = no_progress,
 ) -> Booleans:
     """Return which of the ``last`` tokens of windows ``[N, T]`` are key, ``[N, last]``.
 

@@ -6,7 +6,7 @@ the answer once and asks for it at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,10 +20,8 @@ from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import one_of_many
-from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
 from trainer.model.language_model import LanguageModel
-
-Done = Callable[[int], None]
 
 
 def windows_with_common_ends(
@@ -61,13 +59,12 @@ def losses_by_position(
     batch_tokens: int,
     *,
     reads: int | None = None,
-    done: Done = lambda windows: None,
 ) -> Tensor:
     """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``.
 
     See :func:`losses_of_batches`.
     """
-    batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads, done=done)
+    batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads)
     return mean_losses(batches, 1)[0]
 
 
@@ -93,7 +90,7 @@ def losses_of_batches(
     batch_tokens: int,
     *,
     reads: int | None = None,
-    done: Done = lambda windows: None,
+    done: Done = no_progress,
     piece: Piece = WHOLE,
 ) -> Iterator[Tensor]:
     """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.

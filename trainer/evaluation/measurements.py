@@ -4,7 +4,7 @@ text, or any task with prompts."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -24,18 +24,11 @@ from trainer.evaluation.loss import (
     mean_losses,
     windows_with_common_ends,
 )
-from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.evaluation.store import all_fields, fingerprint, pack, unpack
 from trainer.model.language_model import LanguageModel
-
-Done = Callable[[int], None]
-"""Callback that receives the number of sequences read."""
-
-
-def _no_progress(sequences: int) -> None:
-    """Ignore the number of sequences read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class Reading:
     length: int
     reads: int | None
     batch_tokens: int
-    done: Done = _no_progress
+    done: Done = no_progress
     piece: Piece = WHOLE
 
 
@@ -100,7 +93,7 @@ class Measurement(ABC):
         length: int,
         reads: int | None,
         batch_tokens: int,
-        done: Done = _no_progress,
+        done: Done = no_progress,
     ) -> dict[str, Any]:
         """Read all sequences, and return fields of a :class:`Cell`; see :class:`Reading`."""
         return self.cell(length, [self.read(Reading(model, length, reads, batch_tokens, done))])
@@ -254,7 +247,7 @@ def successes(
     model: LanguageModel,
     trials: Trials,
     batch_tokens: int,
-    done: Done = _no_progress,
+    done: Done = no_progress,
     piece: Piece = WHOLE,
 ) -> list[bool]:
     """Return whether each trial's answer is the most likely next token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -11,6 +11,8 @@ import torch
 from trainer.model.language_model import LanguageModel
 
 T = TypeVar("T")
+Done = Callable[[int], None]
+"""Callback that receives the number of sequences read."""
 IN_CACHE = 2**19
 """Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
@@ -33,6 +35,11 @@ class Piece:
 
 
 WHOLE = Piece()
+
+
+def no_progress(sequences: int) -> None:
+    """Ignore the number of sequences read."""
+
 
 PREFILL = 32768
 """Default chunk in tokens in which a GPU reads a long sequence."""

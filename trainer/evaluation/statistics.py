@@ -14,6 +14,8 @@ import numpy as np
 
 SIGNIFICANT = 0.05
 RESAMPLES, SEED = 2000, 0
+Z = 1.959964
+"""Quantile of the normal distribution for intervals of 95%."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     return Estimate(float(a / b) - 1, float(low), float(high))
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Return Wilson's score interval of a success rate, 95% for the default ``z``:
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return Wilson's 95% score interval of a success rate, with z of :data:`Z`:
 
         (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
 
@@ -98,7 +100,7 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     """
     if not 0 <= successes <= trials or trials == 0:
         raise ValueError(f"{successes} successes in {trials} trials is not a success rate")
-    p, square = successes / trials, z * z / trials
+    p, square = successes / trials, Z * Z / trials
     middle = p + square / 2
     half = math.sqrt(square * p * (1 - p) + square * square / 4)
     # At 0 and at n the bound equals p exactly; rounding would leave it 1e-17 on the wrong side.

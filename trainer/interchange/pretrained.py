@@ -64,7 +64,7 @@ class StoredTensor(Protocol):
 class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
-    ``tensors``: by the decoder's parameter names. ``dtype``: of the weights in memory.
+    ``tensors``: by the decoder's parameter names.
     ``tokenizer``: None if the model came without one. ``bos_token``: see
     :func:`~trainer.interchange.hf_config.named_bos`.
     """
@@ -74,7 +74,6 @@ class Pretrained:
     layout: Layout
     tokenizer: Tokenizer | None
     tensors: Mapping[str, StoredTensor]
-    dtype: torch.dtype = torch.float32
     bos_token: int | None = None
 
     @torch.no_grad()
@@ -93,7 +92,7 @@ class Pretrained:
     def decoder(self, device: str = "cpu") -> Decoder:
         """Load the model directly onto the device; takes hardly more memory than its size."""
         with torch.device("meta"):
-            model = Decoder(self.config, self.layout).to(self.dtype)
+            model = Decoder(self.config, self.layout)
         model.to_empty(device=device)
         self.fill(model)
         return model
@@ -111,12 +110,11 @@ class Pretrained:
         return self.tokenizer
 
 
-def read_pretrained(location: str, dtype: torch.dtype = torch.float32) -> Pretrained:
+def read_pretrained(location: str) -> Pretrained:
     """Check a published model's files without reading weights.
 
     Args:
         location: a directory, a hub id or a ``.gguf`` file.
-        dtype: dtype of the weights in memory.
 
     Raises:
         UserError: the model is not found, not supported, or its files are incomplete or damaged;
@@ -171,7 +169,7 @@ def read_pretrained(location: str, dtype: torch.dtype = torch.float32) -> Pretra
     if remark := code_remark(values, location):
         log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
-    return Pretrained(location, config, layout, tokenizer, wanted, dtype, bos_token)
+    return Pretrained(location, config, layout, tokenizer, wanted, bos_token)
 
 
 def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]:

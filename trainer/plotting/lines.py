@@ -29,6 +29,8 @@ from trainer.plotting.style import (
 )
 
 Array = np.ndarray
+MOST_COLUMNS = 6
+"""Most columns of a balanced legend."""
 OVERLAY = 8
 """Most lines of one panel; more become small multiples."""
 LOW, HIGH = 0.1, 0.9
@@ -393,9 +395,9 @@ def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) ->
         legend.remove()
 
 
-def _balanced(handles: Sequence[Line2D], most: int = 6) -> int:
+def _balanced(handles: Sequence[Line2D]) -> int:
     """Return a number of columns that makes the rows of a legend about equally long."""
-    return math.ceil(len(handles) / math.ceil(len(handles) / most)) if handles else 1
+    return math.ceil(len(handles) / math.ceil(len(handles) / MOST_COLUMNS)) if handles else 1
 
 
 def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False, with_note: bool = False) -> None:
