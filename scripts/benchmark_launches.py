@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trainer.runs.checkpoint_files import digests, write_manifest_and_rename
+from trainer.runs.checkpoints import digests, write_manifest_and_rename
 from trainer.runs.state import Tensors, save
 
 WAYS = ("nothing", "a thread", "a process")

@@ -15,8 +15,7 @@ from tests.commands.malformed import files, runs
 from trainer.commands.hydra.composing import compose_words
 from trainer.common.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
-from trainer.runs.checkpoint_files import MANIFEST, damage
-from trainer.runs.checkpoints import load_decoder, read_state
+from trainer.runs.checkpoints import MANIFEST, damage, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import parse

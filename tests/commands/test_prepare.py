@@ -19,7 +19,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
 from trainer.data.preparing import prepare_command
-from trainer.runs.checkpoint_files import digests
+from trainer.runs.checkpoints import digests
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
 from trainer.workflows import prepare as verifying

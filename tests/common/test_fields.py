@@ -10,7 +10,7 @@ import pytest
 
 from trainer.commands.plan import PlanKeys
 from trainer.commands.sbatch import SlurmConfig
-from trainer.common.validation import validated
+from trainer.common.fields import validated
 from trainer.runs.config import RunConfig
 from trainer.workflows.requests import (
     AnalysisRequest,

@@ -35,9 +35,8 @@ from trainer.positional.rescaling import (
     yarn,
 )
 from trainer.recalibration.config import ChangeConfig
-from trainer.runs.config import RunConfig
+from trainer.runs.config import RescaleConfig, RunConfig
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.phase_config import RescaleConfig
 from trainer.runs.phases import phases_of
 from trainer.training.callbacks.transitions import layout_of_phase
 

@@ -25,9 +25,8 @@ from trainer.data.corpus import prepare_corpus
 from trainer.runs import memory
 from trainer.runs.arms import gpus_that_fit
 from trainer.runs.checkpoints import read_state
-from trainer.runs.config import RunConfig
+from trainer.runs.config import PhaseConfig, RunConfig
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.phases import (
     kept_steps,
     phase_at,

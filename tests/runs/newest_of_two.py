@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainer.runs import checkpoint_files
+from trainer.runs import checkpoints
 from trainer.runs.checkpoints import newest_sound_checkpoint
 
 dist.init_process_group("gloo")
-original = checkpoint_files.checksum
+original = checkpoints.checksum
 
 
 def checksum(path):
@@ -17,8 +17,8 @@ def checksum(path):
     return original(path)
 
 
-checkpoint_files.checksum = checksum
-checkpoint_files.MOST_THREADS = 1
+checkpoints.checksum = checksum
+checkpoints.MOST_THREADS = 1
 newest = newest_sound_checkpoint(Path(sys.argv[1]))
 print(newest.name)
 dist.destroy_process_group()

@@ -18,9 +18,8 @@ from trainer.runs.arms import (
     shard_size,
     spread_problems,
 )
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.config import PhaseConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import parse
-from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.ranks import Ranks
 
 PHASES = {"short": {"steps": 4}, "long": {"steps": 2, "batch_size": 6, "sequence_length": 128}}

@@ -20,19 +20,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.common.errors import UserError
-from trainer.runs import checkpoint_files, checkpoints, saved_state
+from trainer.runs import checkpoints, saved_state
 from trainer.runs import state as saved
-from trainer.runs.checkpoint_files import (
-    MANIFEST,
-    damage,
-    digests,
-    visible_damage,
-    write_manifest_and_rename,
-)
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
+    MANIFEST,
     check_same_model,
+    damage,
     description,
+    digests,
     find_checkpoint,
     load_decoder,
     newest_sound_checkpoint,
@@ -43,6 +39,8 @@ from trainer.runs.checkpoints import (
     set_aside,
     step_name,
     training_loss,
+    visible_damage,
+    write_manifest_and_rename,
 )
 from trainer.runs.config import TrainerConfig
 from trainer.runs.models import find_candidate
@@ -88,11 +86,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
 @pytest.fixture
 def hashed(monkeypatch):
     """The files that were hashed; those that this process knows already count as unknown."""
-    paths, original = [], checkpoint_files.checksum
-    monkeypatch.setattr(checkpoint_files, "_known", {})
-    monkeypatch.setattr(
-        checkpoint_files, "checksum", lambda path: paths.append(path) or original(path)
-    )
+    paths, original = [], checkpoints.checksum
+    monkeypatch.setattr(checkpoints, "_known", {})
+    monkeypatch.setattr(checkpoints, "checksum", lambda path: paths.append(path) or original(path))
     return paths
 
 
@@ -102,7 +98,7 @@ def files_of(checkpoint):
 
 def test_a_resume_hashes_each_file_of_the_newest_checkpoint_once(run, hashed):
     config, _ = run()
-    checkpoint_files._known.clear()
+    checkpoints._known.clear()
     hashed.clear()
     run()
     read_state(checkpoint_of(config))
@@ -125,8 +121,8 @@ def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
     def broken(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(checkpoint_files, "_known", {})
-    monkeypatch.setattr(checkpoint_files, "checksum", broken)
+    monkeypatch.setattr(checkpoints, "_known", {})
+    monkeypatch.setattr(checkpoints, "checksum", broken)
     assert "cannot be read (Input/output error)" in damage(checkpoint_of(config))
 
 

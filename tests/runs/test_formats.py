@@ -11,8 +11,15 @@ import pytest
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.common.errors import UserError
 from trainer.common.formats import check_format
-from trainer.runs.checkpoint_files import MANIFEST, damage, digests
-from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name
+from trainer.runs.checkpoints import (
+    MANIFEST,
+    STATE,
+    damage,
+    digests,
+    find_checkpoint,
+    read_state,
+    step_name,
+)
 from trainer.runs.directory import MARK
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import evaluate_lengths

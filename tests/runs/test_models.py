@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
+import trainer
 from tests.training.test_run import checkpoint_of
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.runs.models import _files_fingerprint, distinct, find_candidate
+from trainer.runs.models import _files_fingerprint, distinct, find_candidate, origin
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -95,3 +98,18 @@ def test_models_of_one_name_are_told_apart(finished):
     alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), reference=first.reference)
     with pytest.raises(UserError, match=r"^compare: two models are called .*; give one of the"):
         distinct([first, alike])
+
+
+def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
+    path = Path.home() / "runs/a/last"
+    run = SimpleNamespace(name="DroPE", path=path, state={"step": 1600}, computed_by=None)
+    published = SimpleNamespace(
+        name="SmolLM", path=Path("models/s"), state={}, computed_by="transformers 5.23"
+    )
+    result = origin([run, published])
+    assert result["Of"] == (
+        "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s, computed by transformers 5.23"
+    )
+    assert result["Program"].startswith(f"unrope {trainer.__version__}")
+    made = datetime.strptime(result["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
+    assert abs((datetime.now(UTC) - made).total_seconds()) < 3600

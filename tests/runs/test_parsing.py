@@ -10,8 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from trainer.common.errors import Problem, UserError
-from trainer.common.fields import configuration
-from trainer.common.validation import validated
+from trainer.common.fields import configuration, validated
 from trainer.evaluation.config import EvaluationConfig
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, TemperatureConfig

@@ -20,9 +20,8 @@ from trainer.data.order import as_text
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
-from trainer.runs import checkpoint_files
-from trainer.runs.checkpoint_files import MANIFEST
-from trainer.runs.checkpoints import load_decoder, read_state
+from trainer.runs import checkpoints
+from trainer.runs.checkpoints import MANIFEST, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
@@ -336,10 +335,8 @@ def test_the_run_that_another_begins_with_is_hashed_when_its_weights_are_taken(
 ):
     """Neither reading the configuration nor a resume hashes it."""
     shutil.copytree(whole[0].run_dir, tmp_path / "old")
-    hashed, original = [], checkpoint_files.checksum
-    monkeypatch.setattr(
-        checkpoint_files, "checksum", lambda path: hashed.append(path) or original(path)
-    )
+    hashed, original = [], checkpoints.checksum
+    monkeypatch.setattr(checkpoints, "checksum", lambda path: hashed.append(path) or original(path))
     changes = {"model": {"from_run": str(tmp_path / "old")}, "trainer": {"max_steps": 2}}
     changes |= {"drop": {"at": None}}
     parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "new")}, changes))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.common.validation import adapter
+from trainer.common.fields import adapter
 from trainer.data.order import as_text
 from trainer.runs.saved_state import SavedCertificate, SavedTally
 from trainer.training import tally as tallies

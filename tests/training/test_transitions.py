@@ -20,8 +20,7 @@ from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig, DropConfig
-from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.runs.phase_config import RescaleConfig, UntilConfig
+from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig, UntilConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import Effect

@@ -21,7 +21,7 @@ from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
 from trainer.evaluation.store import Share
 from trainer.runs.arms import arms_of
-from trainer.runs.checkpoint_files import MANIFEST
+from trainer.runs.checkpoints import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.directory import open_run_directory, plain

@@ -42,7 +42,7 @@ def read(composed: Composed) -> PlanRequest:
     given."""
     from trainer.interchange.hub import MissingWeights
     from trainer.runs.arms import arms_of
-    from trainer.runs.starting_weights import FROM_RUN
+    from trainer.runs.starting_point import FROM_RUN
 
     keys, problems, composed = composed.split(PlanKeys)
     problems += keys.problems()

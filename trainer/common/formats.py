@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from trainer.common.errors import UserError, first_line
-from trainer.common.validation import adapter
+from trainer.common.fields import adapter
 
 T = TypeVar("T")
 FIRST = 1

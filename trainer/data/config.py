@@ -19,8 +19,8 @@ from trainer.common.fields import (
     Positive,
     Share,
     configuration,
+    validated,
 )
-from trainer.common.validation import validated
 from trainer.data.order import PERIOD
 
 LARGEST_VOCABULARY = 1_000_000

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, near_path, raise_all
+from trainer.common.fields import adapter
 from trainer.common.processes import cores
-from trainer.common.validation import adapter
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
 from trainer.data.plan import Plan, digest, directory_name, make_plan, request_digest, request_of

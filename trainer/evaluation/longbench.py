@@ -36,8 +36,7 @@ from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, first_line
-from trainer.common.fields import Count, Natural, OptionalText, configuration
-from trainer.common.validation import adapter
+from trainer.common.fields import Count, Natural, OptionalText, adapter, configuration
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.scoring import Prompt, Task, list_problems
 from trainer.interchange.hub import cached_or_downloaded

@@ -20,9 +20,9 @@ from typing import Any, Self, TypeGuard
 from pydantic import ValidationError
 
 from trainer.common.errors import UserError
+from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.common.formats import read_plain
-from trainer.common.validation import adapter
 
 PERPLEXITY = "perplexity"
 """Task whose cells have losses by position instead of scores."""

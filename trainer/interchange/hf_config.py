@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.common.errors import Problem, UserError
-from trainer.common.validation import validated
+from trainer.common.fields import validated
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.encodings import alibi_slopes

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from trainer.common.fields import adapter
 from trainer.common.formats import first_problem
-from trainer.common.validation import adapter
 from trainer.positional.layout import Layout, from_first_format
 from trainer.positional.spectrum import Spectrum
 

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.fields import checked, shown
 from trainer.common.files import write_atomically
 from trainer.common.formats import check_format, read_content, read_plain
-from trainer.common.validation import checked, shown
 from trainer.runs.config import RunConfig
 
 MARK = "run.json"

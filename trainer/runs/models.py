@@ -21,10 +21,15 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoint_files import MANIFEST
-from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
+from trainer.runs.checkpoints import (
+    MANIFEST,
+    find_checkpoint,
+    load_decoder,
+    model_config,
+    read_state,
+)
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import checkpoint_label, is_dropped, role
+from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import training_length_at
 
@@ -205,3 +210,15 @@ def _files_fingerprint(path: Path) -> str:
     """Return a fingerprint of names, sizes and times of files; hashing contents would take long."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
+
+
+def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Describe the origin of a page about models as terms and values, without anything that
+    identifies a person."""
+    places = [
+        f"{candidate.name}: {candidate.path}"
+        + (f", step {candidate.state['step']:,}" if "step" in candidate.state else "")
+        + (f", computed by {candidate.computed_by}" if candidate.computed_by else "")
+        for candidate in candidates
+    ]
+    return made_now() | {"Of": without_home("; ".join(places))}

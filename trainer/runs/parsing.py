@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.fields import checked
 from trainer.common.plugins import load_plugins
-from trainer.common.validation import checked
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.directory import saved_run
@@ -242,7 +242,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     if own_checkpoint(config) is not None:
         return _as_it_began(config)
     # Reading weights needs torch, which a wrong configuration must not wait for.
-    from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
+    from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
 
     start = starting_weights(model)
     assert start is not None

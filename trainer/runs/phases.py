@@ -18,8 +18,14 @@ from trainer.data.config import DataConfig
 from trainer.model.config import ModelConfig
 from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import ChangeConfig, ScheduleConfig
-from trainer.runs.config import NAME, RunConfig, layout_problems
-from trainer.runs.phase_config import PhaseConfig, RescaleConfig, UntilConfig
+from trainer.runs.config import (
+    NAME,
+    PhaseConfig,
+    RescaleConfig,
+    RunConfig,
+    UntilConfig,
+    layout_problems,
+)
 from trainer.runs.saved_state import RECALIBRATION
 
 ORDERS = 1_000_003

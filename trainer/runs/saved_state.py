@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
+from trainer.common.fields import adapter
 from trainer.common.formats import FIRST, Count, first_problem, read_plain
-from trainer.common.validation import adapter
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.evaluation.results import Milestone, Reach

@@ -23,8 +23,7 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoint_files import damage_together
-from trainer.runs.checkpoints import check_same_model, step_name
+from trainer.runs.checkpoints import check_same_model, damage_together, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
@@ -37,8 +36,8 @@ from trainer.runs.starting_point import (
     samples_of,
     say_other_numerics,
     starting_point,
+    starting_weights,
 )
-from trainer.runs.starting_weights import starting_weights
 from trainer.training.callbacks.guards import freeze_modules
 from trainer.training.devices import numerics
 from trainer.training.lightning_trainer import TrainingData, make_trainer, releasing

@@ -42,8 +42,7 @@ from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import check_writable
 from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
-from trainer.runs.origin import origin
+from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
 from trainer.workflows.requests import LAYERS_KEY, AnalysisConfig, AnalysisRequest
 from trainer.workflows.subjects import held_out_corpus
 

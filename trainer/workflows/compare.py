@@ -14,10 +14,9 @@ from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import label, made_now
 from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.origin import made_now
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
 from trainer.workflows.requests import CompareRequest
 

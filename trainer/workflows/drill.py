@@ -29,9 +29,8 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.evaluation.config import EvaluationConfig
 from trainer.recalibration.config import ChangeConfig, ScheduleConfig
 from trainer.runs.checkpoints import regular_checkpoints, step_name
-from trainer.runs.config import RunConfig
+from trainer.runs.config import PhaseConfig, RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
-from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.ranks import process_group
 from trainer.runs.state import load, read_metadata
 from trainer.runs.training_config import LoggerConfig, TrainerConfig

@@ -27,12 +27,17 @@ from trainer.evaluation.store import Share, Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.descriptions import describe_task, environment, reference_first, without_home
+from trainer.runs.descriptions import (
+    command,
+    describe_task,
+    environment,
+    reference_first,
+    without_home,
+)
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
-from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.runs.origin import command, origin
+from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import join_evaluation
 from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.requests import EvaluationRequest

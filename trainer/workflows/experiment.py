@@ -21,8 +21,14 @@ from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
-from trainer.runs.checkpoint_files import MANIFEST, damage_together
-from trainer.runs.checkpoints import BEFORE_DROP, regular_checkpoints, step_name, step_of
+from trainer.runs.checkpoints import (
+    BEFORE_DROP,
+    MANIFEST,
+    damage_together,
+    regular_checkpoints,
+    step_name,
+    step_of,
+)
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (

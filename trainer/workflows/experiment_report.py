@@ -17,8 +17,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import Candidate, find_candidate
-from trainer.runs.origin import origin
+from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun

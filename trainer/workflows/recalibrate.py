@@ -31,8 +31,7 @@ from trainer.runs.memory import weights_of
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.run_lock import RunLock
-from trainer.runs.starting_point import epochs_read
-from trainer.runs.starting_weights import starting_weights
+from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import OptimizerConfig
 from trainer.training.speed import Times, measure_step
 from trainer.workflows.evaluate import evaluate_lengths

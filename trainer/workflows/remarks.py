@@ -16,8 +16,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import Phase, phases_of, tokens_at
-from trainer.runs.starting_point import epochs_read
-from trainer.runs.starting_weights import starting_weights
+from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.training_text import idle_rescalings
 

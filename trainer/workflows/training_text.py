@@ -24,8 +24,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.directory import differences
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
-from trainer.runs.starting_point import texts_read
-from trainer.runs.starting_weights import starting_weights
+from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.training.callbacks.transitions import layout_of_phase
 from trainer.training.module import first_layout
 from trainer.workflows.fit_text import Prompts, fit_text

@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 
-from trainer.runs.checkpoint_files import MANIFEST, digests
+from trainer.runs.checkpoints import MANIFEST, digests
 
 
 class Gone:

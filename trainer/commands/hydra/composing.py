@@ -37,8 +37,8 @@ from trainer.commands.hydra.files import (
     read_file,
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
+from trainer.common.fields import validated
 from trainer.common.plugins import load_plugins
-from trainer.common.validation import validated
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
 from trainer.runs.parsing import NAMED_BY_USERS

@@ -21,8 +21,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import write_durably
-from trainer.runs.checkpoint_files import digests, write_manifest_and_rename
-from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
+from trainer.runs.checkpoints import (
+    BEFORE_DROP,
+    digests,
+    rotate,
+    step_name,
+    write_manifest_and_rename,
+)
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import STATE

@@ -23,7 +23,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import dropped_layout, shrunk
-from trainer.runs.phase_config import UntilConfig
+from trainer.runs.config import UntilConfig
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
 from trainer.runs.saved_state import Effect, RunState
