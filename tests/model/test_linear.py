@@ -35,7 +35,7 @@ def test_product_and_its_gradients_are_those_of_matmul(rows, fan_in, fan_out):
 
 
 @pytest.mark.parametrize(
-    "processor, capability, slow",
+    ("processor", "capability", "slow"),
     [
         ("vendor_id : AuthenticAMD", "AVX512", True),
         ("vendor_id : AuthenticAMD", "AVX2", False),  # such as Zen 3
