@@ -25,6 +25,7 @@ from tests.relations.leaves import with_value
 from trainer.evaluation import methods
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.loss import AnsweredTexts
 from trainer.evaluation.method_config import BY_LAYER, PARTS, LongRopeSettings
 from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.methods import _plain as plain_settings
@@ -34,7 +35,7 @@ from trainer.workflows import remarks
 
 REASONS = {
     "windows": "their sizes stand for them: the text decides where they end",
-    "needles": "made by the settings of the search, which its key has",
+    "needles": "read by the search for factors alone, whose key has them",
     "choice": "read by choices alone",
 }
 """Why keys omit fields of a text for fits."""
@@ -204,10 +205,13 @@ class Recording(Fitting):
         return [0.0] * len(values)
 
 
-def keys_of_fits(name, config, layout):
-    """Return the keys of a method's fits at twice and four times the length."""
+def keys_of_fits(name, config, layout, first=0):
+    """Return the keys of a method's fits at twice and four times the length; ``first``: the token
+    that begins texts with an answer."""
     windows = {length: np.zeros((1, length), np.int64) for length in (32, 48, 64, 96, 128)}
-    fitting = Recording(SimpleNamespace(layout=layout), "model", FitText(windows, 0, "t"), None, 1)
+    needles = {n: AnsweredTexts(np.full((1, n), first), np.ones(1, np.int64)) for n in windows}
+    text = FitText(windows, 0, "t", needles)
+    fitting = Recording(SimpleNamespace(layout=layout), "model", text, None, 1)
     fitting.keys = {"stored": [], "tried": []}
     method = recipe(name, layout, config).make(fitting)
     for factor in (2.0, 4.0):
@@ -243,3 +247,10 @@ def test_a_fit_is_stored_under_all_settings_that_decide_on_it(name, monkeypatch)
             assert {*behind[0]}.isdisjoint(behind[1])
         longer = replace(LAYOUT, training_length=16)
         assert {*keys_of_fits(name, config, longer)[kind]}.isdisjoint(before[kind]), "layout"
+
+
+def test_a_search_by_needles_is_stored_under_their_texts(monkeypatch):
+    monkeypatch.setattr(methods, "fitted_factors", unit_factors)
+    config = EvaluationConfig(lengths=[2.0, 4.0], longrope=LongRopeSettings(search="needles"))
+    keys = [keys_of_fits("longrope", config, LAYOUT, first)["stored"] for first in (0, 1)]
+    assert {*keys[0]}.isdisjoint(keys[1])

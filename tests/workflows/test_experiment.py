@@ -435,6 +435,9 @@ def test_a_finished_run_is_shown_unchanged_by_a_machine_that_cannot_train_it(tmp
     config = RunConfig(run_dir=str(tmp_path))
     with pytest.raises(UserError, match="torch sees no GPU"):
         run_experiment(config)
+    config = replace(config, callbacks={"mine": {"_target_": "removed.Since"}})
+    with pytest.raises(UserError, match="removed"):
+        run_experiment(config)
     open_run_directory(config)
     report = reported()
     report.write(tmp_path / "report.json")

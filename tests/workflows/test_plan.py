@@ -111,6 +111,16 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
     }
 
 
+def test_memory_is_that_of_the_control_that_takes_most(planned):
+    wide = {"trainer": {"micro_batch_size": 8}, "drop": {"at": None}}
+    same = {"positional": {"layers": ["nope"]}, "drop": {"at": None}}
+    values = {"drop": {"at": 0.5}, "controls": {"same": same, "wide": wide}}
+    values["trainer"] = {"max_steps": 8, "batch_size": 16, "micro_batch_size": 2}
+    memory = planned(values, gpu="h200", mfu=0.4)["Memory of each GPU"]
+    assert memory[1:3] == [("control", "wide"), ("micro-batch", "8 x 64 tokens, 2 a step")]
+    assert dict(memory)["activations"] == "240.0 GiB"
+
+
 def test_phases_and_offloading_in_a_plan(planned):
     """Of micro-batches alike it is the one of the phase that comes first."""
     long = {"steps": 3, "sequence_length": 256, "batch_size": 8, "drop": {}}

@@ -22,7 +22,7 @@ from trainer.positional.layout import Layout
 
 _NOT_OF_FITS = {
     "windows": "their sizes stand for them: they end at places that follow from the sizes",
-    "needles": "made of the text by the settings of the search, which its key has",
+    "needles": "read by the search for factors alone, whose key has them",
     "choice": "read by choices alone: see FitText.choice_key",
 }
 """Fields of the text that the key of a fit leaves out, with the reason."""

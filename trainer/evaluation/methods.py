@@ -47,6 +47,7 @@ from trainer.evaluation.method_config import (
     MethodsConfig,
 )
 from trainer.evaluation.outcomes import AS_IS_TITLE
+from trainer.evaluation.store import fingerprint
 from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
@@ -313,6 +314,9 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
         if factor <= 1:
             return layout
         key = [factor, settings.of_choice, _identity(layout), *_some_layers_key(layout, config)]
+        if settings.search == "needles":
+            length = round(factor * fitting.model.layout.training_length)
+            key.append(fingerprint(fitting.text.needles[length]))
         search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
         factors = fitting.stored("longrope", key, search)
         return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)

@@ -96,14 +96,15 @@ def _run_experiment(
     configs = arms_of(config)
     set_environment(config)
     with process_group(config) as ranks:
+        finished = on_rank_zero(lambda: _finished_report(config))
+        if finished is not None:
+            return (finished, True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
         elsewhere = problems_elsewhere(configs, ranks)
-        opening = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
-        if isinstance(opening, Report):
-            return (opening, True) if ranks.is_rank_zero else None
-        corpus = open_everywhere(config, opening, *opened)
+        directories = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
+        corpus = open_everywhere(config, directories, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
@@ -249,6 +250,28 @@ def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Probl
     return problems
 
 
+def _finished_report(config: RunConfig) -> Report | None:
+    """Return the report of a finished run, which any machine can show; nothing is written.
+
+    Raises:
+        UserError: it cannot be read, or the finished run is another one.
+    """
+    path = Path(config.run_dir) / "report.json"
+    if config.overwrite or not path.exists():
+        return None
+    try:
+        report = Report.read(path)
+    except UserError:
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
+            "evaluates the finished run again, without training.",
+        ) from None
+    with naming_longer_runs(config):
+        check_run_directory(config, finished=True)
+    return report
+
+
 def _open(
     config: RunConfig,
     configs: dict[str, RunConfig],
@@ -256,24 +279,17 @@ def _open(
     lock: RunLock,
     opened: list[Corpus],
     elsewhere: Sequence[Problem],
-) -> Report | list[str]:
+) -> list[str]:
     """Check everything, then prepare text and directories.
 
-    Of a finished run only its report is read: any machine can show it, and nothing is written.
     ``elsewhere``: the machine problems of other ranks.
 
     Returns:
-        The report of a finished run, or else where the text lies, which is then ``opened``.
+        Where the text lies, which is then ``opened``.
 
     Raises:
         UserError: with all that is wrong.
     """
-    finished = Path(config.run_dir) / "report.json"
-    if finished.exists() and not config.overwrite:
-        report = _finished_report(finished)
-        with naming_longer_runs(config):
-            check_run_directory(config, finished=True)
-        return report
     problems = start_problems(configs, ranks)
     keys = {problem.key for problem in problems}
     raise_all([*problems, *(problem for problem in elsewhere if problem.key not in keys)])
@@ -362,17 +378,6 @@ def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> li
         *(["drop.enabled=false"] if config.drop_step is not None else []),
         *left_out,
     ]
-
-
-def _finished_report(path: Path) -> Report:
-    try:
-        return Report.read(path)
-    except UserError:
-        raise UserError.at(
-            "run_dir",
-            f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
-            "evaluates the finished run again, without training.",
-        ) from None
 
 
 def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:

@@ -6,7 +6,7 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -95,14 +95,14 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     counts = parameters(model)
     yield Section("Parameters", [(name, f"{count:,}") for name, count in counts.items()])
     operations = {config.name: flops(config)}
-    controls = arms_of(config, weights=not request.missing)
-    del controls[MAIN]
+    arms = arms_of(config, weights=not request.missing)
+    controls = {name: arm for name, arm in arms.items() if name != MAIN}
     for name, changes in config.controls.items():
         begin = changes.get("branch") or 0
         begin = config.drop_step or 0 if begin == "drop" else begin
         operations[name] = flops(controls[name], begin)
     yield Section("Training", list(_training(config, corpus, operations)))
-    yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
+    yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
     yield Section("Disk", list(_disk(config, controls, corpus, counts["in all"], vocab)))
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
@@ -192,24 +192,47 @@ def _shares(phases: Sequence[Phase]) -> dict[str, float]:
     return {name: count / total for name, count in samples.items()}
 
 
-def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
+def _memory(
+    request: PlanRequest, arms: Mapping[str, RunConfig], vocab: int
+) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the arm and phase that take most."""
     gpu, ranks, local = GPUS[request.gpu], request.ranks, request.on_a_node
-    phase = max(phases_of(request.config), key=lambda phase: _load(phase.config, ranks))
+    sizes: dict[str, tuple[str, Phase]] = {}
+    for arm, run in arms.items():
+        phase = max(phases_of(run), key=lambda phase: _load(phase.config, ranks))
+        sizes.setdefault(_decides_memory(phase.config), (arm, phase))
+    measured = []
+    for arm, phase in sizes.values():
+        model = make_decoder(phase.config, vocab)
+        parts = _parts(phase.config, ranks, local, gpu, model, request.exact)
+        measured.append((_on_gpu(phase.config, parts), arm, phase, model, parts))
+    total, arm, phase, model, parts = max(measured, key=lambda row: row[0])
     config = phase.config
     yield "GPUs", f"{ranks}, strategy {config.strategy.name}"
-    if request.config.phases:
+    if arm != MAIN:
+        yield "control", arm
+    if arms[arm].phases:
         yield "phase", phase.name
     rows = _rows(config, ranks)
     times = config.trainer.accumulation(ranks)
     yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
-    parts = _parts(config, ranks, local, gpu, model, request.exact)
     away = OFFLOADED if config.strategy.cpu_offload else ()
     for name, size in parts.items():
         yield name, f"{gib(size)}{' of the CPU' if name in away else ''}"
-    total, room = _on_gpu(config, parts), USABLE * gpu.memory
+    room = USABLE * gpu.memory
     yield "in all", f"{gib(total)} of {gpu.memory / GIB:.0f} GiB, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
+
+
+def _decides_memory(config: RunConfig) -> str:
+    """Return what decides on a step's memory, so that arms alike in it are measured once.
+
+    The encoding does not: rotation adds no activation that is kept.
+    """
+    batches = config.trainer.batch_size, config.trainer.micro_batch_size
+    kind = config.trainer.precision, config.trainer.fp8, config.optimizer.name
+    return repr((config.model, config.strategy, config.data.sequence_length, batches, kind))
 
 
 def _rows(config: RunConfig, ranks: int) -> int:
