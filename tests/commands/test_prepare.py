@@ -21,8 +21,11 @@ from trainer.data.order import as_text
 from trainer.data.preparing import prepare_command
 from trainer.runs.checkpoints import digests
 from trainer.runs.models import find_candidate
+from trainer.runs.phases import phase_at, phases_of
 from trainer.training.run import train
 from trainer.workflows import prepare as verifying
+from trainer.workflows.inspect_step import inspect_step
+from trainer.workflows.requests import InspectionRequest
 from trainer.workflows.subjects import held_out_corpus
 from trainer.workflows.training_text import open_corpus
 
@@ -246,3 +249,15 @@ def test_a_run_does_not_go_on_with_text_that_changed_unnoticed(run):
     longer = replace(config, trainer=replace(config.trainer, max_steps=6))
     with pytest.raises(UserError, match=r"the last step .* read samples 12 to 15 .* verify=true"):
         train(longer, prepare_corpus(config.data, config.tokenizer))
+
+
+def test_every_step_of_a_run_with_phases_is_shown_as_its_phase_read_it(run):
+    b = {"steps": 2, "sequence_length": 64, "batch_size": 2, "drop": {}}
+    config, trained = run(phases={"a": {"steps": 2}, "b": b}, drop={"at": None, "at_tokens": None})
+    for step in range(4):
+        phase = phase_at(phases_of(config), step)
+        first, size = phase.first_sample(step), phase.config.trainer.batch_size
+        request = InspectionRequest(str(trained.checkpoint.parent.parent), step=step + 1, samples=1)
+        header = next(inspect_step(request))
+        length = phase.config.data.sequence_length
+        assert f"samples {first} to {first + size - 1} of {length} tokens" in header

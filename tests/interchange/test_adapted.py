@@ -320,13 +320,21 @@ def test_chunks_and_growing_frequencies_are_refused_where_they_begin():
         observed(dynamic, ids)
 
 
-def test_grown_frequencies_are_reset_for_the_next_text():
-    """As long as the training length, which transformers takes for one that goes on."""
+@pytest.mark.parametrize("length", [64, 96])  # 64: the training length
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_text_is_read_alike_whatever_was_read_before(cached, length):
+    """Frequencies that grow with the length are reset; transformers takes a text as long as the
+    training length for one that goes on."""
     model = AdaptedModel(made("Llama", rope_parameters=DYNAMIC))
     ids = IDS[:1].repeat(1, 8)[:, :128]
-    first = model.hidden_states(ids[:, :64])
+
+    def states():
+        cache = model.empty_cache(1, 128) if cached else None
+        return model.hidden_states(ids[:, :length], cache=cache)
+
+    first = states()
     model.hidden_states(ids)
-    torch.testing.assert_close(model.hidden_states(ids[:, :64]), first, rtol=0, atol=0)
+    torch.testing.assert_close(states(), first, rtol=0, atol=0)
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}

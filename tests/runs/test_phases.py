@@ -438,3 +438,15 @@ def test_a_control_that_does_not_branch_off_may_read_other_samples():
         UserError, match=r"^controls\.c\.branch: from step 0 on the run reads other"
     ):
         run_of(controls={"c": {**other, "branch": 5}})
+
+
+@pytest.mark.parametrize("length", [16, 64])  # of the phase; the run's is 32
+def test_windows_of_a_phase_fit_its_own_sequences(length):
+    def with_window(window):
+        b = {"steps": 1, "sequence_length": length, "drop": {"windows": [window]}}
+        return configured({"a": {"steps": 1}, "b": b})
+
+    with_window(length)
+    wrong = f"phases.b.drop.windows: .* does not fit sequences of {length}"
+    with pytest.raises(UserError, match=wrong):
+        with_window(length + 1)
