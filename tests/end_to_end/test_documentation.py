@@ -24,8 +24,8 @@ LENGTHS = [
 ]  # fmt: skip
 ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
-    # Real weights take minutes: tests/workflows/test_experiments.py trains the experiment with small
-    # ones, and tests/interchange reads, drops and exports small ones.
+    # Real weights take minutes. tests/workflows/test_experiments.py trains the experiment
+    # with small ones; tests/interchange reads and exports small ones.
     "+experiment=drope_smollm2_135m_local": ONLY_READ,
     "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
     # Measures a real model; tests/commands/test_recalibrate.py runs it on a tiny one.
@@ -82,7 +82,7 @@ SCRIPTS = {
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/fetch_smollm2.py": ["--help"],  # tests/interchange/test_smollm2.py fetches it
     "scripts/first_hour.py": ["--only", "kernels"],  # tests/scripts/test_first_hour.py runs others
-    "scripts/rehearse.py": ["--layers=1", "launches", "loss", "muon", "memory"],
+    "scripts/rehearse.py": ["--layers=1", "loss", "collectives", "muon"],
     "scripts/summarize_ladder.py": ["--help"],  # draws what docs/ holds
     "scripts/kill_runs.py": ["--kills=1", "--steps=16"],
     "scripts/check_versions.py": ["--help"],  # takes half an hour
