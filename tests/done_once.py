@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import copy
 import functools
+from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 
 from trainer.commands.hydra import composing as configuration
 from trainer.commands.hydra import files as config_files
@@ -17,13 +19,14 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox=
 BLANK = {"png": base64.b64decode(f"{PNG}=="), "svg": SVG.encode()}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def composed_once():
-    """The program's own configuration files are read, and composed with the same words, once."""
+def compose_once(patch):
+    """Read the program's own configuration files, and compose them with the same words, once."""
     compose, read = configuration.compose_with_hydra, config_files.read_file
+    load = FileConfigSource.load_config
     composed, known = functools.cache(compose), functools.cache(read)
+    loaded = {}
 
-    def compose_once(root, lines, files, problems=()):
+    def compose_first(root, lines, files, problems=()):
         if files.user_directory is not None:  # which a test may have written
             return compose(root, lines, files, problems)
         return copy.deepcopy(composed(root, tuple(lines), files))
@@ -32,10 +35,24 @@ def composed_once():
         own = path.is_relative_to(config_files.config_directory())
         return (known if own else read)(path)
 
+    def load_once(source, path):
+        if Path(source.path) != config_files.config_directory():
+            return load(source, path)
+        if (source.provider, path) not in loaded:
+            loaded[source.provider, path] = load(source, path)
+        return copy.deepcopy(loaded[source.provider, path])
+
+    patch.setattr(configuration, "compose_with_hydra", compose_first)
+    patch.setattr(FileConfigSource, "load_config", load_once)
+    patch.setattr(config_files, "read_file", read_once)
+    patch.setattr(configuration, "read_file", read_once)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once():
+    """Configurations are composed once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configuration, "compose_with_hydra", compose_once)
-        patch.setattr(config_files, "read_file", read_once)
-        patch.setattr(configuration, "read_file", read_once)
+        compose_once(patch)
         yield
 
 

@@ -69,7 +69,9 @@ def run(*words: object, cwd: Path, **environment: str) -> CompletedProcess[str]:
     return Started(*words, cwd=cwd, **environment).finish()
 
 
-def run_ranks(count: int, *words: object, cwd: Path) -> list[CompletedProcess[str]]:
+def run_ranks(
+    count: int, *words: object, cwd: Path, **environment: str
+) -> list[CompletedProcess[str]]:
     """``torchrun --nproc-per-node=count *words``, to the end of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -80,6 +82,7 @@ def run_ranks(count: int, *words: object, cwd: Path) -> list[CompletedProcess[st
         Started(
             *words,
             cwd=cwd,
+            **environment,
             **{name: str(value) for name, value in group.items()},
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         )

@@ -16,7 +16,7 @@ TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
     "trainer.threads=1", "drop.effect_sequences=2", "evaluation.lengths=[2]",
     "evaluation.needles.trials=2", "evaluation.windows=1", "evaluation.fit_windows=1",
-    "evaluation.temperature.grid=[0.0,0.1]",
+    "evaluation.temperature.grid=[0.0,0.1]", "monitor.trials=2", "monitor.windows=1",
 ]  # fmt: skip
 LENGTHS = [
     "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
@@ -24,12 +24,15 @@ LENGTHS = [
 ]  # fmt: skip
 ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
-    # Writing and comparing real weights takes minutes; tests/interchange exports small ones.
-    "runs/drope_smollm2_135m_local": ONLY_READ,
+    # Real weights take minutes. tests/workflows/test_experiments.py trains the experiment
+    # with small ones; tests/interchange reads and exports small ones.
+    "+experiment=drope_smollm2_135m_local": ONLY_READ,
+    "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
     # Measures a real model; tests/commands/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
-    **{word: [] for word in ("prepare", "inspect", "slurm", "plan", "compare", "watch")},
+    **{word: [] for word in ("prepare", "inspect", "slurm", "compare", "watch")},
+    "plan": ["model.num_hidden_layers=1"],
     "drill": ONLY_READ,  # done by tests/workflows/test_drill.py
     **{
         # Trained and evaluated by tests/workflows/test_experiments.py.
@@ -55,16 +58,15 @@ BUDGETS = {
     "+evaluation=multiple_choice": ["evaluation.limit=2"],
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,
-    "+experiment=drope_smollm2_135m_local": [
-        *TRAIN, "data=files", "data.files=[my_text.txt]", "data.sequence_length=32",
-        "trainer.max_steps=2", "trainer.batch_size=2", "evaluation.enabled=false",
-    ],
 }  # fmt: skip
 """What is added to a command that holds the word; of several words to the first."""
 ALONE = ["~controls.rope", "~controls.nope"]
 """Demos of another name train without the controls, which the demo itself has."""
 TRAINED = ["evaluation.enabled=false"]
 """Runs of another name are evaluated only by commands that do so."""
+SWEPT = ["evaluation.methods=[none]"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+"""Replaced by two forked processes; tests/end_to_end/test_resume.py starts it itself."""
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--length=64", "--warmup=0", "--repeats=1", "--no-compiled",
     "--no-memory", "--threads=1",
@@ -78,10 +80,11 @@ SCRIPTS = {
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
-    "scripts/first_hour.py": ["--only", "attention"],
-    "scripts/rehearse.py": ["--layers=1"],
+    "scripts/fetch_smollm2.py": ["--help"],  # tests/interchange/test_smollm2.py fetches it
+    "scripts/first_hour.py": ["--only", "kernels"],  # tests/scripts/test_first_hour.py runs others
+    "scripts/rehearse.py": ["--layers=1", "loss", "collectives", "muon"],
     "scripts/summarize_ladder.py": ["--help"],  # draws what docs/ holds
-    "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
+    "scripts/kill_runs.py": ["--kills=1", "--steps=16"],
     "scripts/check_versions.py": ["--help"],  # takes half an hour
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
 }
@@ -107,10 +110,16 @@ def small(words: list[str]) -> list[str]:
         return [words[0], *SCRIPTS.get(words[0], words[1:])]
     budget = next((budget for word, budget in BUDGETS.items() if word in words), TRAIN)
     if budget is TRAIN and any(word.startswith("name=") for word in words):
-        budget = [*TRAIN, *([] if "--multirun" in words else TRAINED)]
+        budget = [*TRAIN, *(SWEPT if "--multirun" in words else TRAINED)]
         budget += [w for w in ALONE if w not in words] if "+experiment=drope_demo" in words else []
     replaced = {word.partition("=")[0] for word in budget if "=" in word}
-    return [*(word for word in words if word.partition("=")[0] not in replaced), *budget]
+    rest = [word for word in words if word.partition("=")[0] not in replaced]
+    return [*(_shorter(word) if word.startswith("+phases") else word for word in rest), *budget]
+
+
+def _shorter(phase: str) -> str:
+    """The word of a phase with a fifth of its steps."""
+    return re.sub(r"(steps|every): (\d+)", lambda m: f"{m[1]}: {int(m[2]) // 5}", phase)
 
 
 def test_every_page_shows_commands():
@@ -142,10 +151,13 @@ def run(words: list[str], directory: Path, done: list[list[str]]) -> None:
     words = small(words)
     if words not in done:
         quiet = {"WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
-        ended = program.run(
-            *words, cwd=directory, **quiet, **({} if done else {"FIGURES": "drawn"})
-        )
-        assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        quiet |= {} if done else {"FIGURES": "drawn"}
+        if words[: len(TORCHRUN)] == TORCHRUN:
+            processes = program.run_ranks(2, *words[len(TORCHRUN) :], cwd=directory, **quiet)
+        else:
+            processes = [program.run(*words, cwd=directory, **quiet)]
+        for ended in processes:
+            assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
         done.append(words)
 
 
