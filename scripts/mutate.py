@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import SEEN, SEEN_TO, SOURCE_OF_SEEN, Mutant, marked, mutants
+from mutations import KINDS, SEEN, SEEN_TO, SOURCE_OF_SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 45.0, 15.0
@@ -339,6 +339,7 @@ def score(room: str, checkout: Checkout, minutes: float, options: Any) -> list[M
     """Try changes to a room in random order until the time is over; return the unnoticed ones."""
     names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
+    every = [m for m in every if m.kind in options.kinds]
     if options.at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{options.at}:")]
     random.Random(options.seed).shuffle(every)
@@ -367,6 +368,7 @@ def main() -> None:
         "--budget", type=float, default=60, metavar="MINUTES", help="time for changes"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND")
     parser.add_argument("--at", metavar="FILE[:LINE]", help="only changes to this file or line")
     parser.add_argument("--tests", nargs="+", metavar="PLACE", help="tests to run; all by default")
     parser.add_argument(

@@ -39,12 +39,18 @@ HASHED = {"digest", "fingerprint", "hash", "md5", "sha1", "sha256"}
 PARTS_OF_A_RUN = {"arm", "control", "phase", "run"}
 """Variables that are a configuration other than the run's, or have one."""
 
+KINDS = "local", "field", "phase", "reset"
+"""``local``: an operator, number, name, condition, keyword or statement changes. ``field``: one is
+left out of a key. ``phase``: the run's configuration takes its place. ``reset``: a variable keeps
+its value."""
+
 
 @dataclass(frozen=True)
 class Mutant:
     """A change to ``file``: ``text`` replaces the bytes from ``begin`` to ``end``.
 
-    ``change`` describes it. ``function``: the line of the enclosing function, or None.
+    ``change`` describes it. ``function``: the line of the enclosing function, or None. ``kind``:
+    one of :data:`KINDS`.
     """
 
     file: str
@@ -54,6 +60,7 @@ class Mutant:
     text: str
     change: str
     function: int | None
+    kind: str
 
     def applied(self, source: bytes) -> bytes:
         """Return the file with this change."""
@@ -81,14 +88,14 @@ def mutants(source: bytes, file: str) -> list[Mutant]:
     words |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     words |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | set(dir(builtins))
     collected = []
-    for node, new, function in _changes(tree):
+    for node, new, function, kind in _changes(tree):
         if isinstance(new, ast.Name | ast.Attribute) and _word(new) not in words:
             continue
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         text = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
         change = f"{_short(ast.unparse(node))}  ->  {_short(ast.unparse(new))}"
-        collected.append(Mutant(file, node.lineno, begin, end, text, change, function))
+        collected.append(Mutant(file, node.lineno, begin, end, text, change, function, kind))
     return collected
 
 
@@ -102,8 +109,8 @@ def _short(text: str) -> str:
 
 def _changes(
     node: ast.AST, inside: int | None = None, above: tuple[ast.AST, ...] = ()
-) -> Iterator[tuple[Any, ast.AST, int | None]]:
-    """Yield nodes, their replacements, and the line of the enclosing function.
+) -> Iterator[tuple[Any, ast.AST, int | None, str]]:
+    """Yield nodes, their replacements, the line of the enclosing function, and the kind.
 
     ``above``: the enclosing nodes, innermost last.
     """
@@ -111,18 +118,14 @@ def _changes(
         return
     if isinstance(node, ast.keyword) and not _matters(node.arg):
         return
-    for new in (
-        *_replacements(node),
-        *([ast.Pass()] if _skipped(node) else []),
-        *_without_fields(node, above),
-        *_with_run_config(node, above),
-        *_not_reset(node, above),
-    ):
-        yield node, new, inside
+    local = [*_replacements(node), *([ast.Pass()] if _skipped(node) else [])]
+    relations = _without_fields(node, above), _with_run_config(node, above), _not_reset(node, above)
+    for kind, replacements in zip(KINDS, (local, *relations), strict=True):
+        yield from ((node, new, inside, kind) for new in replacements)
     tests = node.ifs if isinstance(node, ast.comprehension) else [getattr(node, "test", None)]
     for test in tests:
         if isinstance(test, ast.Name | ast.Attribute | ast.Call):
-            yield test, ast.UnaryOp(ast.Not(), test), inside
+            yield test, ast.UnaryOp(ast.Not(), test), inside, "local"
     path = (*above, node)
     if isinstance(node, ast.Dict):
         pairs = [pair for pair in zip(node.keys, node.values, strict=True) if _matters(pair[0])]

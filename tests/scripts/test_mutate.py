@@ -111,6 +111,8 @@ def test_a_field_is_left_out_of_what_is_hashed_or_compared():
         (18, "('x', 'y')  ->  ('x',)"),
     ]
     assert [change for change in found if change in left_out] == left_out
+    kinds = {(m.line, m.change): m.kind for m in mutants(KEYS.encode(), "a.py")}
+    assert {kinds[change] for change in left_out} == {"field"}
     # Sizes are no key: line 12 stays as it is.
     assert [change for line, change in found if line == 12] == []
     both = "(a.name, a.length) == (b.name, b.length) and a.model == wanted"
@@ -135,6 +137,7 @@ def test_the_configuration_of_the_run_takes_the_place_of_a_phases_and_a_controls
         (3, "phase.config  ->  config"),
         (4, "arm  ->  config"),
     ]
+    assert [m.line for m in mutants(PHASES.encode(), "a.py") if m.kind == "phase"] == [3, 4]
 
 
 RESETS = """
