@@ -221,6 +221,7 @@ CHECKED = {
     "training_text.check_vocabularies": "below",
     "training_text.text_problems": "in experiment_problems",
     "plan._disk": "in the plan, below",
+    "plan._memory": "tests/workflows/test_plan.py",
     "experiment._open": "in the trained experiment, below",
     "experiment_report.make_report": "in the trained experiment, below",
 }
