@@ -118,9 +118,15 @@ def _changes(
         return
     if isinstance(node, ast.keyword) and not _matters(node.arg):
         return
-    local = [*_replacements(node), *([ast.Pass()] if _skipped(node) else [])]
-    relations = _without_fields(node, above), _with_run_config(node, above), _not_reset(node, above)
-    for kind, replacements in zip(KINDS, (local, *relations), strict=True):
+    skipped = [ast.Pass()] if _skipped(node) else []
+    resets = _resets(node)
+    by_kind = {
+        "local": [*_replacements(node), *([] if resets else skipped)],
+        "field": _without_fields(node, above),
+        "phase": _with_run_config(node, above),
+        "reset": [*_not_reset(node, above), *(skipped if resets else [])],
+    }
+    for kind, replacements in by_kind.items():
         yield from ((node, new, inside, kind) for new in replacements)
     tests = node.ifs if isinstance(node, ast.comprehension) else [getattr(node, "test", None)]
     for test in tests:
@@ -364,6 +370,17 @@ def _skipped(node: ast.AST) -> bool:
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue():
             return True
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            return True
+    return False
+
+
+def _resets(node: ast.AST) -> bool:
+    """Whether a statement gives an attribute or element its initial value, or clears a
+    collection."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            return _is_initial(node.value)
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="clear"))):
             return True
     return False
 

@@ -27,7 +27,8 @@ def compose_once(patch):
     loaded = {}
 
     def compose_first(root, lines, files, problems=()):
-        if files.user_directory is not None:  # which a test may have written
+        # A user's directory may be new; known problems belong to this call's error.
+        if files.user_directory is not None or problems:
             return compose(root, lines, files, problems)
         return copy.deepcopy(composed(root, tuple(lines), files))
 

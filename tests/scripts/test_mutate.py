@@ -176,6 +176,8 @@ def test_what_is_reset_keeps_its_value():
         (16, ["self.loss[:] = 0.0", "pass"]),
         (17, ["self.rows.clear()", "pass"]),
     ]
+    kinds = {(m.line, m.kind) for m in mutants(RESETS.encode(), "a.py")}
+    assert {line for line, kind in kinds if kind == "reset"} == {8, 9, 10, 15, 16, 17}
 
 
 def test_a_variable_that_is_reset_once_in_a_loop_keeps_what_it_had():

@@ -103,7 +103,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     p, square = successes / trials, Z * Z / trials
     middle = p + square / 2
     half = math.sqrt(square * p * (1 - p) + square * square / 4)
-    # At 0 and at n the bound equals p exactly; rounding would leave it 1e-17 on the wrong side.
+    # At 0 and at n successes one bound is p itself; rounding can leave it 1e-17 beyond p.
     low = 0.0 if successes == 0 else (middle - half) / (1 + square)
     high = 1.0 if successes == trials else (middle + half) / (1 + square)
     return low, high

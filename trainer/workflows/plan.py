@@ -226,13 +226,10 @@ def _memory(
 
 
 def _decides_memory(config: RunConfig) -> str:
-    """Return what decides on a step's memory, so that arms alike in it are measured once.
-
-    The encoding does not: rotation adds no activation that is kept.
-    """
-    batches = config.trainer.batch_size, config.trainer.micro_batch_size
-    kind = config.trainer.precision, config.trainer.fp8, config.optimizer.name
-    return repr((config.model, config.strategy, config.data.sequence_length, batches, kind))
+    """Return what :func:`step_memory` depends on, so that arms alike in it are measured once."""
+    run = config.trainer
+    batches = config.data.sequence_length, run.batch_size, run.micro_batch_size
+    return repr((config.model, config.strategy, config.optimizer.name, run.precision, *batches))
 
 
 def _rows(config: RunConfig, ranks: int) -> int:

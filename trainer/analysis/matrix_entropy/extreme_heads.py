@@ -70,13 +70,12 @@ class ExtremeHeads:
             for group in self.groups:
                 i, j = group.places[0]
                 self.shown.setdefault((i, j), f"L{i}H{j}: {group.title}")
-        self.needle, self.queries = (
-            "its last tokens written near its beginning as well",
-            "last queries",
-        )
         if target.question is not None:
             self.needle = "a statement in it and a question for it at its end"
             self.queries = "tokens of the question"
+        else:
+            self.needle = "its last tokens written near its beginning as well"
+            self.queries = "last queries"
         self.view: NeedleView = needle_view(target.model, prompt_of(target), self.shown)
 
     def _last_on_needle(self) -> Array:
