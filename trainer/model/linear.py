@@ -29,8 +29,11 @@ float32 one."""
 
 
 def _mkl_is_slow(processor: str, capability: str) -> bool:
-    """Whether MKL leaves half of a processor's speed unused: it has AVX-512 kernels for Intel's
-    only. Without AVX-512 it is faster than oneDNN at these sizes, whoever made the processor."""
+    """Whether MKL is slower than oneDNN: it has AVX-512 kernels for Intel's processors only.
+
+    On an AMD processor without AVX-512 (Zen 3) a product with its gradients takes MKL 0.5 to 1.06
+    of oneDNN's time, for 512 to 8,192 rows and 64 to 8,192 columns.
+    """
     return capability == "AVX512" and "GenuineIntel" not in processor
 
 
@@ -44,6 +47,7 @@ def _processor() -> str:
 MKL_IS_SLOW = torch.backends.mkl.is_available() and _mkl_is_slow(
     _processor(), torch.backends.cpu.get_cpu_capability()
 )
+"""On this machine."""
 
 SMALL = 600_000
 """Multiplications below which MKL computes a product in less time than a call of oneDNN takes."""
@@ -97,7 +101,7 @@ def _multiply_packed(
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply in float32 with oneDNN, about twice as fast as MKL on processors of other vendors.
+    """Multiply in float32 with oneDNN, about twice as fast as MKL where :data:`MKL_IS_SLOW`.
 
     Small products use MKL, because calling oneDNN takes longer than computing them.
     """
