@@ -12,6 +12,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 DURATIONS = Path(__file__).with_name("durations.json")
 LEAST = 2.0
 """Seconds from which a file or class is worth an entry."""
@@ -24,6 +26,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(optionalhook=True)  # scripts/mutate.py runs without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
     """One more than cores: workers wait for processes that they start, and for disks."""
     from trainer.common.processes import cores

@@ -190,6 +190,19 @@ def test_a_variable_that_is_reset_once_in_a_loop_keeps_what_it_had():
     assert [*names["sizes"]([1, 2, 3])] == [1, 3, 6]
 
 
+def test_the_suite_starts_without_plugins_of_other_packages():
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*words, "--collect-only", "tests/common/test_words.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
 PACKAGE = {
     "trainer/__init__.py": "",
     "trainer/small/__init__.py": "",
