@@ -43,6 +43,8 @@ LONGEST = 45.0, 15.0
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
 NO_ERROR = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
 GIB = 1 << 30
+LARGE = 64 << 20
+"""Bytes from which a file of the cache is linked."""
 PARTS = "trainer/", "tests/", "conf/"
 """Parts of the checkout that affect which functions a test calls."""
 Place = tuple[str, int]
@@ -158,6 +160,12 @@ def in_a_child(job: Callable[[], int], seconds: float, output: Path) -> int | No
             os.killpg(child, signal.SIGKILL)  # also ends the processes it started
         status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status) if over else None
+
+
+def copy_or_link(source: str, to: str) -> None:
+    """Copy a file, or link one that takes long to copy: weights, which no test writes."""
+    place = os.link if Path(source).stat().st_size > LARGE else shutil.copyfile
+    place(source, to)
 
 
 @dataclass
@@ -319,8 +327,8 @@ class Checkout:
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             cache = self.root.parent / "cache"
             shutil.rmtree(cache, ignore_errors=True)
-            shutil.copytree(os.environ["UNROPE_CACHE"], cache)
             # A changed program may write wrong text to the cache.
+            shutil.copytree(os.environ["UNROPE_CACHE"], cache, copy_function=copy_or_link)
             os.environ["UNROPE_CACHE"] = str(cache)
             return self.pytest(["-x", *dict.fromkeys(n.split("::")[0] for n in tests)], Only(tests))
 
