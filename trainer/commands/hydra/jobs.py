@@ -149,7 +149,7 @@ def _main(
     def job(composed: DictConfig) -> None:
         nonlocal exit_code
         try:
-            with exit_codes():
+            with exit_codes(words):
                 request = command.read(Composed.from_hydra(composed))
                 with (
                     noting_failure(place, str(command.output(request))) if place else nullcontext()
