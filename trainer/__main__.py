@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return
-    with leaving_ranks(), exit_codes():
+    with leaving_ranks(), exit_codes(words):
         check_other_trainer()
         command, words = split_command(words)
         run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, words)

@@ -35,6 +35,26 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PreemptedError("Stopped."),
+            "Stopped. The same command without overwrite=true goes on from there.\n",
+        ),
+        (
+            KeyboardInterrupt(),
+            "Interrupted; the same command without overwrite=true goes on from what was kept, "
+            "if anything.\n",
+        ),
+    ],
+)
+def test_a_run_that_overwrote_another_is_resumed_without_overwriting(error, said, capsys):
+    with pytest.raises(SystemExit), exit_codes(["name=a", "overwrite=true"]):
+        raise error
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("kind", ENDS)
 def test_what_is_no_mistake_of_the_program_has_no_traceback(kind, capsys):
     error, code, said = ENDS[kind]

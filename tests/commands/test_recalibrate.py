@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.__main__ import main
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.training.speed import Times
 from trainer.workflows import recalibrate
 from trainer.workflows.recipe import Choice
@@ -186,6 +188,37 @@ def test_a_finished_recalibration_is_shown_again(done, llama, capsys):
     assert "For transformers: runs/llama-drope/export" in out
 
 
+def test_a_finished_recalibration_stays_unchanged_on_a_machine_that_cannot_train_it(done, llama):
+    run = done / "runs/llama-drope"
+    names = "config.yaml", "recalibrate.json", "report.json", ".lock"
+    before = {name: (run / name).stat() for name in names}
+    lacks = [Problem("trainer.accelerator", "torch sees no GPU.")]
+    with standing_in(done) as patch:
+        patch.setattr("trainer.workflows.experiment.machine_problems", lambda *_: lacks)
+        main(words_for(llama))
+    assert {name: (run / name).stat() for name in names} == before
+
+
+def test_an_evaluation_that_failed_on_a_full_disk_is_resumed_without_overwriting(
+    place, llama, capsys, monkeypatch
+):
+    def full(request):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cells/a")
+
+    short = ["trainer.max_steps=2", "drop.schedule.warmup_steps=1", "evaluation.tokens=[16]"]
+    evaluate = recalibrate.evaluate_lengths
+    monkeypatch.setattr(recalibrate, "evaluate_lengths", full)
+    (said,) = refused(capsys, *words_for(llama, *short, "overwrite=true"))
+    assert said == (
+        "'cells/a': No space left on device. The run is trained: the same command without "
+        "overwrite=true evaluates and exports it, and trains nothing."
+    )
+    monkeypatch.setattr(recalibrate, "evaluate_lengths", evaluate)
+    monkeypatch.setattr("trainer.workflows.experiment.train", None)
+    main(words_for(llama, *short))
+    assert (place / "runs/llama-drope/export/config.json").is_file()
+
+
 def test_cfg_job_shows_the_run_with_what_was_chosen_and_overridden(place, llama, capsys):
     main(words_for(llama, "optimizer.lr=1e-3", "name=mine", "--cfg", "job"))
     values = yaml.safe_load(capsys.readouterr().out)
@@ -264,11 +297,11 @@ def test_an_export_that_failed_is_all_that_the_next_call_does(place, llama, caps
     monkeypatch.setattr(recalibrate, "export_checkpoint", full)
     (said,) = refused(capsys, *words_for(llama, *short, "overwrite=true"))
     assert said == (
-        "to: 'x' cannot be written (No space left on device). The run is finished: the same "
+        "to: 'x' cannot be written (No space left on device). The run is trained: the same "
         "command without overwrite=true exports it, and trains nothing."
     )
     (said,) = refused(capsys, *words_for(llama, *short))
-    assert said.endswith("The run is finished: the same command exports it, and trains nothing.")
+    assert said.endswith("The run is trained: the same command exports it, and trains nothing.")
     monkeypatch.setattr(recalibrate, "export_checkpoint", export)
     monkeypatch.setattr(recalibrate, "measure_step", None)
     monkeypatch.setattr("trainer.workflows.experiment.train", None)

@@ -428,9 +428,27 @@ def test_an_encoding_of_a_plugin_is_an_option_also_of_a_sweep(done, plugin):
             "--multirun: several jobs would write '/x/r'; let its name hold what differs, for "
             "instance 'run_dir=/x/r_${seed}'.",
         ),
+        (
+            ["seed=0,1", "+experiment=fixed", "--config-dir", "mine"],
+            "--multirun: several jobs would write 'runs/zoo'; let its name hold what differs, for "
+            "instance 'run_dir=runs/zoo_${seed}'.",
+        ),
+        (
+            ["seed=0,1", "+experiment=following", "--config-dir", "mine"],
+            "--multirun: several jobs would write '/x/zoo'; let its name hold what differs, for "
+            "instance 'name=zoo_${seed}'.",
+        ),
+        (
+            ["+experiment=fixed,following", "--config-dir", "mine", "run_dir=/x/r"],
+            "--multirun: several jobs would write '/x/r'; let its name hold what differs.",
+        ),
     ],
 )
-def test_a_sweep_says_how_its_runs_are_named(done, words, said):
+def test_a_sweep_says_how_its_runs_are_named(done, place, words, said):
+    (place / "mine/experiment").mkdir(parents=True)
+    for name, run_dir in (("fixed", "runs/zoo"), ("following", "/x/${name}")):
+        text = f"# @package _global_\nname: zoo\nrun_dir: {run_dir}\n"
+        (place / f"mine/experiment/{name}.yaml").write_text(text)
     assert refused("train", "--multirun", *words) == (said,)
 
 

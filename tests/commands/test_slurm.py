@@ -373,6 +373,9 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "GPUs 16, strategy fsdp2" in out
     assert "in all 1.0 GiB of 80 GiB, uncompiled" in out
+    assert "16 x A100-SXM4-80GB" in out
+    assert "H100" not in out
+    assert "CPU" not in out
     assert out.index("Time at") < out.index("Submit it with: sbatch")
     run_command(COMMAND, ["slurm.gpus_per_node=0"])
     assert "Time at" not in capsys.readouterr().out

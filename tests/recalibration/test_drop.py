@@ -174,6 +174,17 @@ def test_angles_shrink_linearly_to_the_drop(done, share):
     assert done < 4 or after == drop(LAYOUT, layers=[0, 2])
 
 
+@pytest.mark.parametrize(
+    ("limits", "scales"), [({}, (1.375, 1.25, 1.125, 1.0)), ({"slower_than": 20.0}, (1.5,) * 4)]
+)
+def test_the_factor_on_rotated_channels_goes_with_the_angles(limits, scales):
+    spectrum = Spectrum(PAIRS.inv_freq, rotary_scale=1.5)
+    layout = Layout(C, (LayerEncoding.of_heads((spectrum,)),))
+    change = ChangeConfig(anneal_steps=4, **limits)
+    after = [shrunk(layout, POSITIONAL, change, 6, done).spectra[0] for done in (1, 2, 3, 4)]
+    assert tuple(one.rotary_scale for one in after) == scales
+
+
 def test_only_the_pairs_to_drop_shrink():
     change = ChangeConfig(anneal_steps=4, slower_than=20.0, heads=[0])
     head, other, *_ = shrunk(LAYOUT, POSITIONAL, change, 6, 1).layers[0].spectra

@@ -415,6 +415,8 @@ SLOWER = {"rescale": {"factor": 2.0}}
         ),
         ({}, {"trainer": {"batch_size": 4}}, 1, SAMPLES.format(0)),
         ({}, {"data": {"sequence_length": 32}}, 1, SAMPLES.format(0)),
+        ({}, {"data": {"min_characters": 9}}, 1, SAMPLES.format(0)),
+        ({}, {"data": {"num_workers": 2, "cache_dir": "x", "about": "y"}}, 20, None),
         ({}, {"trainer": {"batch_size": 4}}, 0, None),
         (LONGER, {}, 10, None),
         (LONGER, {}, 11, SAMPLES.format(10)),

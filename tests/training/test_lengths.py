@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,8 @@ from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.monitors import measurements
+from trainer.runs.training_config import BenchmarksConfig
+from trainer.training.callbacks.monitors import Benchmarks, Probe, measurements
 from trainer.training.module import evaluating
 from trainer.training.tally import StepTimer
 from trainer.workflows.experiment import run_experiment
@@ -119,6 +121,23 @@ def test_both_sides_of_the_drop_and_the_end_are_measured(run):
         for i, factor in enumerate((1, 2, 4)):
             assert rows[step][f"length/loss_{factor}x"] == reach.loss[i]
             assert rows[step][f"length/retrieval_{factor}x"] == reach.retrieval[i]
+
+
+def test_all_phases_measure_at_multiples_of_the_training_length_of_the_report(run):
+    config, _ = run(
+        drop={"at": None},
+        monitor=LENGTHS,
+        phases={"short": {"steps": 4}, "long": {"steps": 4, "sequence_length": 64, "drop": {}}},
+    )
+    assert config.training_length == 64
+    measured = [(reach.step, reach.training_length, reach.lengths) for reach in reaches(config)]
+    assert measured == [(step, 64, (64, 128, 256)) for step in (4, 4, 8)]
+    benchmarks = BenchmarksConfig(tasks=["perplexity"], lengths=[1, 2], every=4)
+    monitor = replace(config.monitor, probe_every=4, benchmarks=benchmarks)
+    config = replace(config, monitor=monitor)
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    assert Probe(config, corpus).ids.shape[1] == 64
+    assert Benchmarks(config, corpus, Ranks(0, 1, 0, 1), print).lengths == (64, 128)
 
 
 def test_numbers_are_those_of_the_saved_model_on_validation_text(run):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -672,6 +674,31 @@ def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp
     assert again.cells == report.cells
     assert len(measured) == 8
     assert run_experiment(config) == (report, True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failed_evaluation_names_the_command_that_trains_nothing(
+    base, tmp_path, measured, monkeypatch, overwrite
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cells/a")
+
+    run_dir = tmp_path / "run"
+    config = parse(RunConfig, {**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "make_report", full)
+        with pytest.raises(UserError) as error:
+            run_experiment(replace(config, overwrite=overwrite))
+    again = " without overwrite=true" * overwrite
+    assert str(error.value) == (
+        "'cells/a': No space left on device. The run is trained: the same "
+        f"command{again} evaluates it, and trains nothing."
+    )
+    assert error.value.is_transient
+    trained = (run_dir / "metrics.csv").read_text()
+    report, existed = run_experiment(config)
+    assert (run_dir / "metrics.csv").read_text() == trained
+    assert (existed, len(report.cells)) == (False, 8)
 
 
 def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, disk_problem
 from trainer.common.processes import say_mistake, tell_torchrun
+from trainer.common.words import same_command
 
 MISTAKE = 2
 """The user can mend it."""
@@ -20,9 +21,13 @@ STOPPED = 143
 
 
 @contextmanager
-def exit_codes() -> Iterator[None]:
+def exit_codes(words: Collection[str] = ()) -> Iterator[None]:
     """Exit with 2 for a user's mistake or a disk's error, 130 when interrupted, 85 when stopped to
-    be resumed, 143 when stopped with nothing kept, 141 when the reader of the output has gone."""
+    be resumed, 143 when stopped with nothing kept, 141 when the reader of the output has gone.
+
+    ``words``: the command line, which may have ``overwrite=true``.
+    """
+    command = same_command("overwrite=true" in words)
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack a character
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -39,18 +44,17 @@ def exit_codes() -> Iterator[None]:
             say_mistake()
         sys.exit(MISTAKE)
     except OSError as error:  # a full disk, a forbidden directory
-        if error.strerror is None or isinstance(error, ConnectionError | TimeoutError):
-            raise  # ranks that lost each other: the traceback helps
-        where = "" if error.filename is None else f"{str(error.filename)!r}: "
-        _say(f"error: {where}{error.strerror}.")
+        if (problem := disk_problem(error)) is None:
+            raise
+        _say(f"error: {problem}")
         _discard(sys.stdout)
         sys.exit(MISTAKE)
     except PreemptedError as stop:
-        effect = "goes on from there" if stop.is_resumable else "begins anew"
-        _say(f"{stop} The same command {effect}.")
+        resumed, anew = f"{command} goes on from there", "the same command begins anew"
+        _say(f"{stop} {(resumed if stop.is_resumable else anew).capitalize()}.")
         sys.exit(REQUEUE_EXIT_CODE if stop.is_resumable else STOPPED)
     except KeyboardInterrupt:
-        _say("Interrupted; the same command goes on from what was kept, if anything.")
+        _say(f"Interrupted; {command} goes on from what was kept, if anything.")
         sys.exit(130)
 
 

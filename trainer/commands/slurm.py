@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -48,24 +49,31 @@ class Job:
     submit: bool
 
 
-def read(composed: Composed, trains: bool = True) -> Job:
-    """Return the checked job; ``trains``: whether it trains the run."""
+def read(composed: Composed) -> Job:
+    """Return the checked job that trains a run."""
+    keys, _, run = composed.split(Slurm)
+    job = read_job(composed, [*_misfits(run.values), *_idle_workers(keys.slurm, run.values)])
+    from trainer.runs.arms import arm_problems, arms_of
+    from trainer.runs.directory import plain
+    from trainer.workflows.experiment import experiment_problems
+
+    arms = arms_of(job.config)
+    misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
+    raise_all([*misfits, *experiment_problems(arms, *_workers(job.settings))])
+    return job
+
+
+def read_job(composed: Composed, known: Sequence[Problem] = ()) -> Job:
+    """Return a job with checked settings of its own and of its run.
+
+    ``known``: problems to report too.
+    """
     keys, problems, run = composed.split(Slurm)
     problems += [problem.under("slurm") for problem in keys.slurm.problems()]
-    if trains:
-        problems += [*_misfits(run.values), *_idle_workers(keys.slurm, run.values)]
-    config = read_run(run, problems)
-    settings = keys.slurm.for_run(config)
-    if trains:
-        from trainer.runs.arms import arm_problems, arms_of
-        from trainer.runs.directory import plain
-        from trainer.workflows.experiment import experiment_problems
-
-        arms = arms_of(config)
-        misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
-        raise_all([*misfits, *experiment_problems(arms, *_workers(settings))])
+    config = read_run(run, [*problems, *known])
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # a job without words trains nothing
+    settings = keys.slurm.for_run(config)
     return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
 
 
@@ -85,9 +93,10 @@ def _say_plan(job: Job) -> None:
     from trainer.commands.plan import print_sections
     from trainer.workflows.plan import PlanRequest, plan
 
-    ranks, on_a_node = _workers(job.settings)
+    gpu = job.settings.gpu
+    request = PlanRequest(job.config, *_workers(job.settings), gpu, MFU, timed=(gpu,))
     try:
-        print_sections(plan(PlanRequest(job.config, ranks, on_a_node, job.settings.gpu, MFU)))
+        print_sections(plan(request))
     except UserError as error:
         print("No plan:", *error.problems)
 
@@ -178,19 +187,47 @@ def _is_visible_to_jobs(module: str) -> bool:
     return PathFinder.find_spec(module, paths) is not None
 
 
-def write_job(job: Job, trains: bool = True) -> Path:
-    """Write the scripts of a job with their ``code/`` and ``logs/``; return their directory.
+def write_job(job: Job) -> Path:
+    """Write the script that trains, those that prepare its text, and the configuration.
 
-    ``trains``: False leaves out ``job.sbatch`` and ``config.yaml``, so that those of an earlier job
-    stay as they are.
+    Returns:
+        Their directory.
 
     Raises:
         UserError: the directory cannot be written.
     """
     import yaml
 
+    from trainer.runs.directory import plain
+
+    def scripts(*parts: Any) -> dict[str, str]:
+        prepare = prepare_scripts(*parts) if job.settings.prepare else {}
+        config = yaml.safe_dump(plain(job.config), sort_keys=False)
+        return {**prepare, "config.yaml": config, TRAINING: job_script(*parts)}
+
+    return _write(job, scripts)
+
+
+def write_array(job: Job) -> Path:
+    """Write the scripts that prepare text; an earlier job in their directory stays as it is.
+
+    Returns:
+        Their directory.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    return _write(job, prepare_scripts)
+
+
+Scripts = Callable[[SlurmConfig, str, Sequence[str], Path, Path], dict[str, str]]
+"""Takes settings, name, words, code and logs; returns the texts of files by their names."""
+
+
+def _write(job: Job, scripts: Scripts) -> Path:
+    """Write the files of ``scripts``, with ``code/`` and ``logs/``; return their directory."""
     from trainer.common.files import write_atomically
-    from trainer.runs.directory import check_writable, plain
+    from trainer.runs.directory import check_writable
 
     settings, config = job.settings, job.config
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
@@ -198,11 +235,7 @@ def write_job(job: Job, trains: bool = True) -> Path:
     place = directory.resolve()
     code = snapshot(place / "code", job.files.user_directory)
     (place / "logs").mkdir(exist_ok=True)  # without it SLURM fails the job
-    written = (settings, config.name, job.words, code, place / "logs")
-    texts = prepare_scripts(*written) if settings.prepare else {}
-    if trains:
-        texts["config.yaml"] = yaml.safe_dump(plain(config), sort_keys=False)
-        texts[TRAINING] = job_script(*written)
+    texts = scripts(settings, config.name, job.words, code, place / "logs")
     for name, text in texts.items():
         write_atomically(place / name, text)
     return directory

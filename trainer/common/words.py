@@ -21,6 +21,11 @@ def remedy(about: str) -> str:
     return f"What to do: docs/troubleshooting.md, “{REMEDIES[about]}”."
 
 
+def same_command(overwrite: bool) -> str:
+    """Name the command that resumes a run; with ``overwrite`` it would start again."""
+    return f"the same command{' without overwrite=true' if overwrite else ''}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun: ``1 trial``, ``256 trials``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -163,10 +163,15 @@ def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | Non
 
 
 def _between(before: Spectrum, after: Spectrum, share: float) -> Spectrum:
-    """Scale the angles that ``after`` sets to zero to a share of those in ``before``."""
+    """Scale the angles that ``after`` sets to zero to a share of those in ``before``.
+
+    The factor on rotated channels changes by the same share, which is 1 once nothing rotates.
+    """
     dropped = after.inv_freq or (0.0,) * len(before.inv_freq)
     pairs = zip(before.inv_freq, dropped, strict=True)
-    return _times(before, [1.0 if old == new else share for old, new in pairs])
+    scale = after.rotary_scale + share * (before.rotary_scale - after.rotary_scale)
+    slowed = _times(before, [1.0 if old == new else share for old, new in pairs])
+    return replace(slowed, rotary_scale=scale)
 
 
 def _times(spectrum: Spectrum, factors: Sequence[float]) -> Spectrum:

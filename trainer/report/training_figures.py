@@ -131,9 +131,8 @@ def reach_figures(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
         "reach_by_position",
         "Loss by position while training",
         "Held-out loss of the run by position in its longest validation sequences, less the mean "
-        "over the positions within the training length. A column is a measurement; steps are not "
-        "to scale. Positions above the dotted line were never seen in training; the dashed line is "
-        "the drop.",
+        "over the positions within the training length, which the dotted line marks. A column is a "
+        "measurement; steps are not to scale. The dashed line is the drop.",
         "Heat map of the excess loss over measurements and positions.",
         lambda: _reach_map(next(iter(arms.values()))),
         ("arm", "step", "dropped", "from_position", "to_position", "loss"),

@@ -197,7 +197,9 @@ def _held_text_problems(config: RunConfig) -> list[Problem]:
         tokens = sum(evaluation.in_tokens(config.training_length))
         tokens_of["evaluation.windows"] = evaluation.windows * tokens
     if monitor.lengths_every is not None:
-        tokens_of["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
+        tokens_of["monitor.windows"] = (
+            monitor.windows * config.training_length * sum(monitor.lengths)
+        )
     free = free_memory("cpu")
     return [
         Problem(

@@ -8,7 +8,7 @@ the next stretch begins as a resumed run does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -149,9 +149,24 @@ def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfi
     return replace(phase, order=last.order, order_start=last.order_start, samples=samples)
 
 
+NOT_OF_SAMPLES = {
+    "num_workers": "the order of samples does not depend on who reads them",
+    "cache_dir": "prepared text is the same in any directory",
+    "about": "a description",
+}
+"""Keys of ``data`` that change no sample, with the reason."""
+
+
 def reading(data: DataConfig) -> tuple[object, ...]:
     """Return a key that is equal for data read in the same order: texts, weights and lengths."""
-    texts = sorted((name, repr(text), float(weight)) for name, (text, weight) in data.texts.items())
+
+    def samples(text: DataConfig) -> str:
+        values = asdict(text).items()
+        return repr([value for key, value in values if key not in NOT_OF_SAMPLES])
+
+    texts = sorted(
+        (name, samples(text), float(weight)) for name, (text, weight) in data.texts.items()
+    )
     return data.sequence_length, tuple(texts)
 
 

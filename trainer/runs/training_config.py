@@ -285,7 +285,7 @@ class MonitorConfig:
     lengths_every: Count | None = None
     """Steps between measurements of retrieval and held-out loss by length; null: never."""
     lengths: list[Annotated[Count, Field(le=1_000_000)]] = field(default_factory=lambda: [1, 2, 4])
-    """Lengths to measure at, in multiples of the training length."""
+    """Lengths to measure at, in multiples of the training length (the last phase's)."""
     trials: Annotated[Natural, Field(le=1_000_000)] = 64
     """Retrieval trials of a length, if the training text carries needles; 0: none."""
     windows: Count = 16

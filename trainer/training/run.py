@@ -17,6 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
+from trainer.common.words import same_command
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.interchange.pretrained import Pretrained
@@ -278,12 +279,12 @@ def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> 
         raise PreemptedError(
             f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved."
         )
-    has_ended = step.transitions.ended_after is not None
+    run, has_ended = step.stretch.run, step.transitions.ended_after is not None
     is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps
     if not has_ended and not is_complete and not step.guards.rewind.diverged:
         raise UserError.at(
             "callbacks",
             f"one of them stopped the run after step {trainer.global_step} of "
-            f"{step.stretch.run.trainer.max_steps}; leave it out, and the same command goes on "
+            f"{run.trainer.max_steps}; leave it out, and {same_command(run.overwrite)} goes on "
             "from the newest checkpoint.",
         )

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import lightning as L
 
-from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.errors import (
+    Problem,
+    UserError,
+    collecting,
+    raise_all,
+    saying_how_to_do_the_rest,
+)
 from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.outcomes import Outcomes
@@ -121,7 +127,8 @@ def _run_experiment(
     directory = Path(config.run_dir)
     # A finished trainer is a reference cycle: collect it now to free memory for the evaluation.
     gc.collect()
-    with stopping_between_files():
+    rest = saying_how_to_do_the_rest("evaluates it", overwrite=config.overwrite)
+    with stopping_between_files(), rest:
         report = make_report(configs["main"], configs, runs, corpus, share)
         if share.index:
             return None

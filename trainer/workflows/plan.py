@@ -49,6 +49,8 @@ GPUS = {
     "h100": Gpu("H100 80GB HBM3", 80 * GIB),
     "h200": Gpu("H200", 141 * GIB),
 }
+CPU = "cpu"
+"""This machine's CPU, among the devices whose time is estimated."""
 USABLE = 0.9
 """Share of a GPU's memory that a step may take; the CUDA context, NCCL and what the allocator
 leaves between blocks have the rest."""
@@ -72,6 +74,8 @@ class PlanRequest:
     """Whether memory is computed from all layers."""
     missing: tuple[Problem, ...] = ()
     """What is already known to be missing on this machine."""
+    timed: tuple[str, ...] = ("a100", "h100", "h200", CPU)
+    """Devices whose time is estimated: keys of :data:`GPUS`, and :data:`CPU`."""
 
 
 @dataclass(frozen=True)
@@ -292,13 +296,15 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
 
 def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[str, str]]:
     total, precision = sum(operations.values()), request.config.trainer.precision
-    for gpu in (GPUS[key] for key in ("a100", "h100", "h200")):
+    for gpu in (GPUS[key] for key in request.timed if key != CPU):
         if (peak := dense_peak(gpu.name, precision)) is not None:
             hours = total / (peak * request.mfu * 3600)
             yield (
                 f"{request.ranks} x {gpu.name}",
                 f"{_hours(hours / request.ranks)}, {_gpu_hours(hours)}",
             )
+    if CPU not in request.timed:
+        return
     threads = request.config.trainer.threads or usual_threads()
     peak = product_peak(threads)
     # bf16 is faster on some CPUs, and slower on others: see recalibrate, which measures both.

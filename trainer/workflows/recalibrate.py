@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.common.errors import Problem, UserError, collecting, raise_all, renaming
+from trainer.common.errors import (
+    Problem,
+    UserError,
+    collecting,
+    raise_all,
+    renaming,
+    saying_how_to_do_the_rest,
+)
 from trainer.common.files import write_atomically
 from trainer.common.formats import read_plain
 from trainer.common.processes import usual_threads
@@ -304,7 +311,7 @@ def section(request: Recalibration) -> Section:
 
 
 def prepare(request: Recalibration) -> Corpus:
-    """Check everything, prepare the text, open the run directory and record the choices.
+    """Check everything that is left to do, and prepare the text.
 
     Raises:
         UserError: with all that is wrong; nothing is written then, except prepared text.
@@ -314,13 +321,16 @@ def prepare(request: Recalibration) -> Corpus:
     if not is_exported(request) and not (config.overwrite and inside):
         check_destination(request.to)
     check_run_directory(config, is_finished(config))
+    trains = not is_finished(config)
     configs = arms_of(config)
     with renaming(**({"data.files": "text"} if request.asked.text else {})):
-        raise_all(start_problems(configs, Ranks()))
+        if trains:
+            raise_all(start_problems(configs, Ranks()))
         corpus = open_corpus(config)
-        raise_all(corpus_problems(configs, corpus))
+        if trains:
+            raise_all(corpus_problems(configs, corpus))
     lengths_that_fit(request, corpus)
-    if not is_finished(config):
+    if trains:
         _say_long_minutes(request, corpus)
     return corpus
 
@@ -362,6 +372,8 @@ def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
 def train(request: Recalibration) -> tuple[Report, bool] | None:
     """Record the choices in the run directory, then drop and recalibrate, or resume.
 
+    A finished run stays unchanged.
+
     Returns:
         As :func:`run_experiment`.
 
@@ -369,18 +381,24 @@ def train(request: Recalibration) -> tuple[Report, bool] | None:
         UserError: the directory holds something else.
         PreemptedError: the run was asked to stop.
     """
+    config = request.config
+    if not is_finished(config):
+        _open(request)
+    chosen = [choice.key for choice in request.recipe.choices]
+    return run_experiment(replace(config, overwrite=False), chosen)
+
+
+def _open(request: Recalibration) -> None:
+    """Open the run directory, and record the choices there."""
     config, done, lock = request.config, is_exported(request), RunLock()
     directory = Path(config.run_dir)
     try:
         if (directory / "config.yaml").exists():
             lock.acquire(directory)  # overwrite=true deletes no run that another process trains
-        if not is_finished(config):
-            open_run_directory(config)
+        open_run_directory(config)
         write_record(request, exported=done)
     finally:
         lock.release()
-    chosen = [choice.key for choice in request.recipe.choices]
-    return run_experiment(replace(config, overwrite=False), chosen)
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -395,14 +413,14 @@ def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | No
     fitting = lengths_that_fit(request, corpus)
     if left_out := set(config.evaluation.in_tokens(config.training_length)) - {*fitting}:
         log.info("%s left out: the held-out text is shorter", counted(len(left_out), "length"))
-    return evaluate_lengths(
-        EvaluationRequest(
-            checkpoint=config.run_dir,
-            compare=[before],
-            threads=config.trainer.threads,
-            evaluation=replace(config.evaluation, tokens=fitting),
-        )
+    asked = EvaluationRequest(
+        checkpoint=config.run_dir,
+        compare=[before],
+        threads=config.trainer.threads,
+        evaluation=replace(config.evaluation, tokens=fitting),
     )
+    with saying_how_to_do_the_rest("evaluates and exports it", overwrite=config.overwrite):
+        return evaluate_lengths(asked)
 
 
 def export(request: Recalibration) -> Exported | None:
@@ -412,11 +430,7 @@ def export(request: Recalibration) -> Exported | None:
     asked = ExportRequest(
         request.config.run_dir, str(request.to), threads=request.config.trainer.threads
     )
-    try:
+    with saying_how_to_do_the_rest("exports it", overwrite=request.config.overwrite):
         exported = export_checkpoint(asked)
-    except UserError as error:
-        again = "without overwrite=true " if request.config.overwrite else ""
-        remedy = f"The run is finished: the same command {again}exports it, and trains nothing."
-        raise UserError(*(replace(p, hint=p.hint or remedy) for p in error.problems)) from error
-    write_record(request, exported=True)
+        write_record(request, exported=True)
     return exported

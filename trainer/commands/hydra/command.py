@@ -55,7 +55,7 @@ class Command(Generic[T]):
     output: Callable[[T], str | None] = lambda _: None
     """Returns the directory that only one job may write, if there is one."""
     output_keys: tuple[str, ...] = ()
-    """Keys that the directory follows from: the first that the words set, otherwise the last."""
+    """The key of that directory, then keys that it may follow from."""
     together: Callable[[Path], None] | None = None
     """Compares what several jobs wrote, given the directory with their failures."""
     alone: bool = False

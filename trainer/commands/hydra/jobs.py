@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ def run_jobs(
         if output is None:
             continue
         if output in words_by_output:
+            message = f"several jobs would write {output!r}; let its name hold what differs"
             word = _distinct_output(command, composed, overrides, files)
-            message = f"several jobs would write {output!r}; let its name hold what differs, for "
-            problems.append(Problem("--multirun", f"{message}instance {word}."))
+            example = "" if word is None else f", for instance {shlex.quote(word)}"
+            problems.append(Problem("--multirun", f"{message}{example}."))
         words_by_output[output] = job
     raise_all(problems)
     settings = [str(override.input_line) for override in overrides if is_for_hydra(override)]
@@ -101,14 +102,23 @@ def show(
 
 def _distinct_output(
     command: Command[Any], composed: Composed, overrides: Sequence[Override], files: ConfigFiles
-) -> str:
-    """Return a word, quoted for a shell, that gives each job of a sweep its own directory."""
-    *others, last = command.output_keys
-    key = next((key for key in others if key in composed.named_keys), last)
+) -> str | None:
+    """Return a word that gives each job of a sweep its own directory, if there is one.
+
+    An experiment may fix the directory, which then does not follow from the name.
+    """
+    output, *names = command.output_keys
     groups = files.groups()
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
     parts = [f"${{{name}.name}}" if name in groups else f"${{{name}}}" for name in swept]
-    return shlex.quote(f"{key}={'_'.join([composed.values[key], *parts])}")
+    for key in (*names, output):
+        word = f"{key}={'_'.join([composed.values[key], *parts])}"
+        others = [other for other in composed.words if not other.startswith(f"{key}=")]
+        with suppress(UserError):  # an experiment has no name to refer to
+            renamed = compose_words([*others, word], command.root, files)
+            if renamed.values[output] != composed.values[output]:
+                return word
+    return None
 
 
 def _swept(words_by_output: dict[str, list[str]]) -> list[Swept]:
@@ -139,7 +149,7 @@ def _main(
     def job(composed: DictConfig) -> None:
         nonlocal exit_code
         try:
-            with exit_codes():
+            with exit_codes(words):
                 request = command.read(Composed.from_hydra(composed))
                 with (
                     noting_failure(place, str(command.output(request))) if place else nullcontext()

@@ -152,7 +152,7 @@ class Lengths:
         self, trainer: L.Trainer, module: LanguageModule, has_dropped: bool
     ) -> dict[str, float]:
         """Read this rank's part; afterwards all ranks have the same values."""
-        C, tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
+        C, tokens = self.config.training_length, self.config.evaluation.batch_tokens
         lengths = tuple(self.perplexity.windows)
         retrieval: list[float] = []
         with evaluating(module) as model:
@@ -186,19 +186,22 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
     if config.monitor.lengths_every is None:
         return
     longest, text = max(config.monitor.lengths), corpus.validation
-    if len(text) < longest * config.data.sequence_length:
+    if len(text) < longest * (C := config.training_length):
         raise UserError.at(
             "monitor.lengths",
-            f"the validation text has {len(text)} tokens, fewer than {longest} times "
-            "data.sequence_length; give more text, larger data.validation, or shorter lengths.",
+            f"the validation text has {len(text)} tokens, fewer than {longest} times the training "
+            f"length of {C:,}; give more text, larger data.validation, or shorter lengths.",
         )
 
 
 def measurements(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[Perplexity, Statements | None]:
-    """Return this rank's part of the validation text, with needles if training has them."""
-    monitor, needles, C = config.monitor, config.evaluation.needles, config.data.sequence_length
+    """Return this rank's part of the validation text, with needles if training has them.
+
+    Lengths count from the training length of the whole run in all its phases, as in its report.
+    """
+    monitor, needles, C = config.monitor, config.evaluation.needles, config.training_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
     text, end = corpus.validation, corpus.end_of_text
 
@@ -224,7 +227,7 @@ class Probe:
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         assert config.monitor.probe_every is not None
         self.every = config.monitor.probe_every
-        count, length = config.monitor.probe_sequences, config.data.sequence_length
+        count, length = config.monitor.probe_sequences, config.training_length
         text = held_out_windows(corpus.validation, count, length)
         text[:, 0] = corpus.end_of_text  # as in training
         self.ids = torch.from_numpy(text)
@@ -258,7 +261,7 @@ class Benchmarks:
         self.config, self.ranks, self.remember = config, ranks, remember
         self.settings = config.monitor.benchmarks
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
-        self.encoder = Encoder(corpus.tokenizer, config.data.sequence_length, add_bos=True)
+        self.encoder = Encoder(corpus.tokenizer, config.training_length, add_bos=True)
         self.questions = _questions(self.settings, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
@@ -281,7 +284,7 @@ class Benchmarks:
 
     def _of_lengths(self, model: LanguageModel) -> dict[str, float]:
         scores_by_task = {}
-        C, batch_tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
+        C, batch_tokens = self.config.training_length, self.config.evaluation.batch_tokens
         for task in self.tasks:
             for length in self.lengths:
                 self._watch()
@@ -363,7 +366,7 @@ def _tasks(
     Raises:
         UserError: there is too little validation text, or a task does not fit a length.
     """
-    asked, C = config.monitor.benchmarks, config.data.sequence_length
+    asked, C = config.monitor.benchmarks, config.training_length
     lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
     if not asked.tasks:
         return [], ()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import write_durably
+from trainer.common.words import same_command
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     digests,
@@ -55,6 +56,7 @@ class Saving(L.Callback):
     ) -> None:
         self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
         self.collect_state, self.permanent_steps = collect_state, permanent_steps
+        self._command = same_command(config.overwrite)
         self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
         self.last_saved = 0
         self.seconds = 0.0  # duration of the last write
@@ -102,7 +104,7 @@ class Saving(L.Callback):
         if (problem := self.finish()) is not None:
             raise UserError.at(
                 "checkpoint",
-                f"step {step} could not be written ({problem}); the same command goes on from the "
+                f"step {step} could not be written ({problem}); {self._command} goes on from the "
                 "newest checkpoint that could.",
                 transient=True,
             )
