@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.errors import Problem, UserError, first_line, os_reason
 from trainer.common.fields import Count, Natural, OptionalText, adapter, configuration
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.scoring import Prompt, Task, list_problems
@@ -312,7 +312,7 @@ def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
     except UnicodeDecodeError:
         raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({os_reason(error)}).") from error
     if not rows:
         raise UserError.at(key, f"{str(file)!r} is empty.")
     return rows
