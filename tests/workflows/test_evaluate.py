@@ -434,6 +434,29 @@ def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
     assert {s.temperature.reference for s in layout.spectra} == {16}
 
 
+def test_a_temperature_fitted_for_the_first_stage_of_rope_id_is_not_kept_for_the_second(
+    base, tmp_path
+):
+    """Counted from the first stage's length, the second stage's weights get one all the same."""
+    stages = {
+        "short": {"steps": 2, "sequence_length": 16},
+        "long": {"steps": 2, "sequence_length": 32},
+    }
+    encoding = {"layers": ["rope_id"], "encodings": {"rope_id": {"fastest_wavelength": 4.0}}}
+    rest = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    rest |= {"data": {"needles": {"share": 0.0}, "sequence_length": 16}}
+    trained_in(tmp_path / "run", base, positional=encoding, phases=stages, **rest)
+    several = TemperatureSettings(grid=[0.3, 0.4], models="all")
+    config = replace(CONFIG, methods=["none", "temperature"], tasks=["perplexity"])
+    config = replace(config, temperature=several, training_length=16)
+    for step, is_kept in (("step-000002", True), ("step-000004", False)):
+        path = tmp_path / "run" / "checkpoints" / step
+        asked = EvaluationRequest(checkpoint=str(path), output=str(tmp_path / step), threads=1)
+        report, _ = evaluate_lengths(replace(asked, evaluation=config))
+        assert report.temperature
+        assert (path / FILE).exists() == is_kept
+
+
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     """One that was given and not chosen out of several says nothing of the model."""
     found = find_candidate(str(runs))

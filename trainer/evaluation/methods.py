@@ -199,8 +199,7 @@ def _untempered(
 ) -> tuple[str, str] | None:
     """Return why a model has no place for a temperature, and its title; None if it has one."""
     tempering = [key for key in keys if key.startswith("temperature")]
-    C = layout.training_length
-    if tempering and any(spectrum.temperature.is_trained(C) for spectrum in layout.spectra):
+    if tempering and layout.has_trained_temperature:
         why = "was trained with logits that follow the length, so there is no place for a {}"
         return why, _titles(tempering[:1])
     fitted = [key for key in tempering if key in FITTED_TEMPERATURES]

@@ -239,6 +239,9 @@ def measure_models(
     # A single coefficient was given by the user, and says nothing of the model.
     fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
     for candidate in (c for c in candidates if c.run is not None):
+        # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
+        if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
+            continue
         for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
             if candidate.name in temperatures:
                 _keep(candidate, temperatures[candidate.name])
