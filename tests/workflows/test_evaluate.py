@@ -33,7 +33,7 @@ from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.memory import evaluation_memory
+from trainer.runs.memory import HeadFit, evaluation_memory, fit_memory
 from trainer.runs.models import distinct, find_candidate
 from trainer.runs.parsing import parse
 from trainer.workflows import evaluate
@@ -396,6 +396,22 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
     }  # fmt: skip
     page = (places[0] / "report.html").read_text()
     assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
+
+
+def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
+    needed = sum(fit_memory(find_candidate(str(runs)).config, HeadFit(64, 0), "fp32"))
+    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
+    asked = {"methods": ["temperature_per_head"], "batch_tokens": 1}
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, **asked))
+    assert [problem.message.partition(" and needs")[0] for problem in error.value.problems] == [
+        f"temperature_per_head is fitted on 64 tokens of {name}"
+        for name in ("RoPE (before-drop)", "DroPE")
+    ]
+    assert {problem.key for problem in error.value.problems} == {"evaluation.methods"}
 
 
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):

@@ -477,7 +477,8 @@ def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 
 
 CHOICE, LAYERS = "choice", "layers"
-FITTED_TEMPERATURES = ("temperature", "temperature_per_head")
+PER_HEAD = "temperature_per_head"
+FITTED_TEMPERATURES = ("temperature", PER_HEAD)
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -496,7 +497,7 @@ MAKERS: dict[str, Part] = {
         "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    "temperature_per_head": Part(
+    PER_HEAD: Part(
         "temperature per head",
         _temperature_per_head,
         uses=("temperature",),
