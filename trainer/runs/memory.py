@@ -149,15 +149,15 @@ def evaluation_problems(
                 f"{gib(free)} are free; {_smallest_change(needed, longest, chunk, dtype, free)}.",
             )
         elif head_fits and name in head_fits:
-            sizes = fit_memory(shape, fit := head_fits[name], dtype)
-            if sum(sizes) > free:
-                weights, activations = map(gib, sizes)
+            fit = head_fits[name]
+            weights, activations = fit_memory(shape, fit, dtype)
+            if weights + activations > free:
                 yield Problem(
                     "evaluation.methods",
                     f"temperature_per_head is fitted on {fit.tokens:,} tokens of {name} and needs "
-                    f"at least {gib(sum(sizes))} (weights {weights}, activations {activations}), "
-                    f"and {gib(free)} are free; set evaluation.temperature.lengths to shorter ones "
-                    "for the fit, or leave the method out.",
+                    f"at least {gib(weights + activations)} (weights {gib(weights)}, activations "
+                    f"{gib(activations)}), and {gib(free)} are free; choose shorter ones for the "
+                    "fit (evaluation.temperature.lengths), or leave the method out.",
                 )
 
 
