@@ -149,7 +149,7 @@ def first_line(error: BaseException) -> str:
 
 
 def os_reason(error: OSError) -> str:
-    """Return the system's message of an error; for one that a library raised, its own."""
+    """Return the system's message of an error, or the error's own text if it has none."""
     return error.strerror or first_line(error).rstrip(".")
 
 

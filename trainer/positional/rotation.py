@@ -127,7 +127,8 @@ def head_groups(
         layout: the encodings of all layers.
         positions: ``[T]`` or ``[B, T]``, of the tokens to encode.
         lengths: tokens in the whole sequence, one number for all rows or one per row.
-        dtype: of cosines and sines; that of the queries saves :func:`rotate` the rounding.
+        dtype: dtype of the cosines and sines. With that of the queries, :func:`rotate` rounds
+            nothing.
     """
     if isinstance(lengths, int):
         return _groups_at(layout, positions, lengths, dtype)
