@@ -114,6 +114,19 @@ def test_first_keys_are_held_against_the_other_keys_of_their_own_head(tiny_decod
     assert sentence in " ".join(study.section().findings)
 
 
+def test_the_median_key_is_of_all_keys_and_not_of_buckets_of_positions(tiny_decoder):
+    """Of 127 other keys the first 62 are long: fewer than half, in most of the buckets."""
+    heads = layer_of_heads("nope", texts=1, T=128, D=8)
+    lengths = torch.ones(128)
+    lengths[0], lengths[1:63] = 5, 10
+    k = lengths[:, None] * torch.nn.functional.normalize(heads.k, dim=-1)
+    ids = torch.zeros(1, 128, dtype=torch.long)
+    study = SinksStudy(Target("tiny", tiny_decoder(layers=["nope"]).eval(), ids))
+    study.on_layer(replace(heads, k=k, rotated_k=k))
+    findings = " ".join(study.section().findings)
+    assert "shorter than the median key in 0% of 2 key heads; its length is 5.00 times" in findings
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_attention_is_shown_of_a_strong_a_medium_and_a_weak_sink(tiny_decoder, layers):
     model = tiny_decoder(model={"num_hidden_layers": layers})

@@ -195,6 +195,17 @@ def test_a_damaged_file_of_a_published_model_is_named(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
 
 
+def test_a_card_that_is_a_link_out_of_the_model_is_refused(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, again = tmp_path / "published", tmp_path / "again"
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    (published / "README.md").rename(tmp_path / "secret")
+    (published / "README.md").symlink_to("../secret")
+    with pytest.raises(UserError, match=r"^checkpoint: .*README\.md' is a link to .*secret'"):
+        run_command(COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+    assert not again.exists()
+
+
 MISTAKES = {
     "no checkpoint": (["to=out"], "checkpoint: give checkpoint="),
     "no directory": (["checkpoint=RUN"], "to: give to=DIRECTORY"),

@@ -127,6 +127,8 @@ def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tm
     from trainer.runs.fitted_temperature import keep_temperature
 
     step = tmp_path / "checkpoints" / "step-000009"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
     keep_temperature(
         step,
         {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine", "tokens": 9},
@@ -142,6 +144,8 @@ def test_a_temperature_of_every_head_writes_what_one_of_all_heads_does(say, mode
     from trainer.runs.fitted_temperature import keep_temperature
 
     step, layers = tmp_path / "checkpoints" / "step-000009", len(model.layout.layers)
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
     heads = [[0.5] * model.config.num_attention_heads] * layers
     kept = {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine", "tokens": 9}
     said, before = [], model.layout

@@ -55,6 +55,13 @@ def whole(config, many_pieces, tmp_path):
     return bytes_of(work.directory)
 
 
+def test_an_error_without_a_number_of_the_system_is_named_by_its_own_text():
+    """Libraries raise such ones, as for a damaged Parquet file."""
+    message = r"'there' cannot be written \(Couldn't read\)\.$"
+    with pytest.raises(UserError, match=message), units.reporting_failures(Path("there")):
+        raise OSError("Couldn't read.")
+
+
 def test_there_are_shards_of_every_split_with_their_documents(config, many_pieces):
     work = work_of(config)
     assert work.run(workers=1)

@@ -37,6 +37,7 @@ from trainer.evaluation.longbench import (
     root,
     rouge_l,
 )
+from trainer.evaluation.measurements import Prompted
 
 
 @pytest.mark.parametrize(
@@ -440,6 +441,18 @@ def test_a_classification_without_classes_is_refused(write_rows, make_tasks):
     write_rows("trec", {})
     with pytest.raises(UserError, match=r"trec\.jsonl' line 1: all_classes"):
         make_tasks("trec")
+
+
+@pytest.mark.parametrize(("name", "differ"), [("trec", True), ("qasper", False)])
+def test_a_stored_score_is_for_the_classes_that_it_was_computed_with(
+    write_rows, make_tasks, byte_tokenizer, name, differ
+):
+    fingerprints = []
+    for classes in (["Alice", "Bob"], ["Alice", "Carol"]):
+        write_rows(name, {"all_classes": classes})
+        (task,) = make_tasks(name)
+        fingerprints.append(Prompted(task, byte_tokenizer).fingerprint(2048))
+    assert (fingerprints[0] != fingerprints[1]) == differ
 
 
 def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):

@@ -15,6 +15,7 @@ from trainer.interchange.export.directory import (
     check_destination,
     export_model,
     prompting,
+    published_file,
     write_files,
 )
 from trainer.interchange.export.plan import make_plan
@@ -125,7 +126,7 @@ def again(model, tmp_path, monkeypatch, **settings):
     """Export ``model`` in the place of a published one; the written JSON files by their names."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     published, to = tmp_path / "published", tmp_path / "again"
-    published.mkdir()
+    published.mkdir(exist_ok=True)
     config = {"bos_token_id": 1, "eos_token_id": [4, 5], "pad_token_id": None}
     for name, values in {"config": config, **settings}.items():
         (published / f"{name}.json").write_text(json.dumps(values))
@@ -151,6 +152,29 @@ def test_no_code_that_a_published_tokenizer_names_comes_along(tiny_decoder, tmp_
     assert written["tokenizer_config"] == settings | {
         "model_input_names": ["input_ids", "attention_mask"]
     }
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_link_out_of_the_published_model_is_refused(tiny_decoder, tmp_path, monkeypatch, name):
+    (tmp_path / "secret").write_text('{"access_token": "x"}')
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / name).symlink_to("../secret")
+    with pytest.raises(UserError, match=rf"^checkpoint: .*{name}' is a link to .*secret', outside"):
+        again(tiny_decoder(), tmp_path, monkeypatch)
+    assert not (tmp_path / "again").exists()
+
+
+def test_links_within_a_model_and_in_the_cache_of_the_hub_are_followed(tmp_path):
+    blob = tmp_path / "models--a--b" / "blobs" / "0f"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    for directory in (blob.parent, snapshot):
+        directory.mkdir(parents=True)
+    blob.touch()
+    (snapshot / "README.md").symlink_to("../../blobs/0f")
+    (snapshot / "chat_template.jinja").symlink_to("README.md")
+    for name in ("README.md", "chat_template.jinja"):
+        assert published_file(snapshot, name) == snapshot / name
+    assert published_file(snapshot, "chat_template.json") is None
 
 
 def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch, caplog):

@@ -139,7 +139,7 @@ KEYS = {
         Prompt((1, 2), ("a",), 4, 0.5, 1, "x", (7,)),
         prompted,
         {"group": "a shared forward pass saves time"},
-        {"answers": ("b",), "tokens": (1, 3), "never_first": (8,)},
+        {"answers": ("b",), "tokens": (1, 3), "never_first": (8,), "classes": ("b",)},
     ),
     "how runs are compared": Key(EvaluationConfig(), evaluated, OF_TRIALS),
     "how an evaluation is found again": Key(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
@@ -241,11 +241,25 @@ def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_offloaded_parameters_live_on_the_cpu(alone):
-    config = tiny(strategy=StrategyConfig(name="fsdp2", cpu_offload=True))
+@pytest.mark.parametrize(
+    ("offload", "policy", "home"), [(True, CPUOffloadPolicy, "cpu"), (False, OffloadPolicy, "meta")]
+)
+def test_offloaded_parameters_live_on_the_cpu(alone, monkeypatch, offload, policy, home):
+    """The meta device is in the place of a GPU."""
+    mesh = device_mesh(StrategyConfig(name="fsdp2"), alone, torch.device("cpu"))
+    monkeypatch.setattr(strategy, "device_mesh", lambda *_: mesh)
+    policies, original = [], strategy.fully_shard
+
+    def recorded(module, **options):
+        policies.append(type(options["offload_policy"]))
+        return original(module, **options)
+
+    monkeypatch.setattr(strategy, "fully_shard", recorded)
+    config = tiny(strategy=StrategyConfig(name="fsdp2", cpu_offload=offload))
     model = make_decoder(config, 50)
-    parallelize(model, config, alone, torch.device("cpu"))
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    parallelize(model, config, alone, torch.device("meta"), draw=False)
+    assert policies == [policy] * 3  # two blocks and the model
+    assert {p.device.type for p in model.parameters()} == {home}
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp2"])

@@ -33,7 +33,7 @@ from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.memory import evaluation_memory
+from trainer.runs.memory import HeadFit, evaluation_memory, fit_memory
 from trainer.runs.models import distinct, find_candidate
 from trainer.runs.parsing import parse
 from trainer.workflows import evaluate
@@ -398,6 +398,22 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
     assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
 
+def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
+    needed = sum(fit_memory(find_candidate(str(runs)).config, HeadFit(64, 0), "fp32"))
+    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
+    asked = {"methods": ["temperature_per_head"], "batch_tokens": 1}
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, **asked))
+    assert [problem.message.partition(" and needs")[0] for problem in error.value.problems] == [
+        f"temperature_per_head is fitted on 64 tokens of {name}"
+        for name in ("RoPE (before-drop)", "DroPE")
+    ]
+    assert {problem.key for problem in error.value.problems} == {"evaluation.methods"}
+
+
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
     """Also beside a single one of the same text, which a later evaluation of its own keeps."""
     monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
@@ -432,6 +448,29 @@ def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
     (found.path / FILE).unlink()
     assert "ln(n / 16)" in said
     assert {s.temperature.reference for s in layout.spectra} == {16}
+
+
+def test_a_temperature_fitted_for_the_first_stage_of_rope_id_is_not_kept_for_the_second(
+    base, tmp_path
+):
+    """Counted from the first stage's length, the second stage's weights get one all the same."""
+    stages = {
+        "short": {"steps": 2, "sequence_length": 16},
+        "long": {"steps": 2, "sequence_length": 32},
+    }
+    encoding = {"layers": ["rope_id"], "encodings": {"rope_id": {"fastest_wavelength": 4.0}}}
+    rest = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    rest |= {"data": {"needles": {"share": 0.0}, "sequence_length": 16}}
+    trained_in(tmp_path / "run", base, positional=encoding, phases=stages, **rest)
+    several = TemperatureSettings(grid=[0.3, 0.4], models="all")
+    config = replace(CONFIG, methods=["none", "temperature"], tasks=["perplexity"])
+    config = replace(config, temperature=several, training_length=16)
+    for step, is_kept in (("step-000002", True), ("step-000004", False)):
+        path = tmp_path / "run" / "checkpoints" / step
+        asked = EvaluationRequest(checkpoint=str(path), output=str(tmp_path / step), threads=1)
+        report, _ = evaluate_lengths(replace(asked, evaluation=config))
+        assert report.temperature
+        assert (path / FILE).exists() == is_kept
 
 
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):

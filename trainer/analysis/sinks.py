@@ -125,6 +125,7 @@ class SinksStudy(Study):
         self.edges = position_edges(target.length)
         self.curves: dict[str, Array] = {}
         self._averages = Averages()
+        self._median_norms = Averages()
         self._maps: list[AttentionMap] = []
 
     def on_layer(self, heads: Heads) -> None:
@@ -133,8 +134,9 @@ class SinksStudy(Study):
         plain = rotated if _is_bare(heads) else attention_rows(heads, rotated=False)
         # A query that sees one key has entropy 0; log 2 avoids 0 / 0.
         largest = rotated.visible.clamp(min=2).log()
+        norms = heads.k.norm(dim=-1)
         values = {
-            "key_norm": heads.k.norm(dim=-1),
+            "key_norm": norms,
             "previous": rotated.previous * rotated.visible,
             "entropy": rotated.entropy / largest,
         }
@@ -149,6 +151,7 @@ class SinksStudy(Study):
             values["learned_sink"] = rotated.learned
         bucketed = {name: bucket_means(value, self.edges) for name, value in values.items()}
         self._averages.add(heads.layer, **bucketed)
+        self._median_norms.add(heads.layer, key=norms[..., 1:].median(dim=-1).values)
         for head in self._pictured(heads, rotated):
             sink = float(rotated.sink[0, head, 1:].mean())
             cells = attention_map(heads, head, size=CELLS)
@@ -211,8 +214,7 @@ class SinksStudy(Study):
 
     def _findings(self) -> list[str]:
         # The first bucket holds only the first key.
-        norms = self.curves["key_norm"]
-        first, others = norms[..., 0], np.median(norms[..., 1:], axis=-1)
+        first, others = self.curves["key_norm"][..., 0], self._median_norms.stacked("key")
         weights = {
             place: self._near("rotated.sink_weight", n) for n, place in self._places().items()
         }

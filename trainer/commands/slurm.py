@@ -17,7 +17,7 @@ from trainer.commands.hydra.command import Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts, snapshot
 from trainer.commands.train import read_run
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, UserError, os_reason, raise_all
 from trainer.common.fields import configuration
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def submit(command: list[str]) -> str:
     except OSError as error:
         raise UserError.at(
             "slurm",
-            f"sbatch cannot be run here ({error.strerror}); on a login node of the cluster: "
+            f"sbatch cannot be run here ({os_reason(error)}); on a login node of the cluster: "
             f"{shlex.join(command)}",
         ) from error
     if result.returncode:

@@ -180,6 +180,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def os_reason(error: OSError) -> str:
+    """Return the system's message of an error, or the error's own text if it has none."""
+    return error.strerror or first_line(error).rstrip(".")
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the nearest right spelling as a hint (``Did you mean 'rope'?``), or all choices."""
     names = sorted(set(choices))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, is_transient
+from trainer.common.errors import UserError, is_transient, os_reason
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.plan import FORMAT, digest, request_digest
@@ -97,7 +97,7 @@ def open_prepared(directory: Path) -> Prepared:
     try:
         text = (directory / "tokenizer.json").read_bytes()
     except OSError as error:
-        message = f"{where}: tokenizer.json: {error.strerror}; {again}."
+        message = f"{where}: tokenizer.json: {os_reason(error)}; {again}."
         raise UserError.at("data", message, transient=is_transient(error)) from None
     if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
         raise UserError.at("data", f"{where}: tokenizer.json is not what was written; {again}.")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from trainer.common.errors import UserError, is_transient
+from trainer.common.errors import UserError, is_transient, os_reason
 from trainer.common.files import checksum, write_atomically
 from trainer.common.formats import Count, check_format, read_as, read_plain
 from trainer.data.encoding import Encoded, Split
@@ -137,7 +137,7 @@ class FlatFile:
             raise self._error(error) from error
 
     def _error(self, error: OSError) -> UserError:
-        message = f"{str(self.path)!r} cannot be read: {error.strerror}."
+        message = f"{str(self.path)!r} cannot be read: {os_reason(error)}."
         return UserError.at("data", message, transient=is_transient(error))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
@@ -173,7 +173,7 @@ def wrong_size(path: Path, size: int) -> str | None:
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        return f"{path.name} cannot be read ({os_reason(error)})"
     return None if actual == size else f"{path.name} has {actual:,} bytes instead of {size:,}"
 
 
@@ -182,7 +182,7 @@ def wrong_bytes(path: Path, sha256: str) -> str | None:
     try:
         return None if checksum(path) == sha256 else f"{path.name} is not what was written"
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        return f"{path.name} cannot be read ({os_reason(error)})"
 
 
 class ShardWriter:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, os_reason
 from trainer.common.files import synchronise, write_atomically
 from trainer.common.locks import locked
 from trainer.data.config import SourceConfig
@@ -212,7 +212,7 @@ def reporting_failures(directory: Path) -> Iterator[None]:
                 "command resumes.",
             ) from error
         raise UserError.at(
-            "data.cache_dir", f"{str(directory)!r} cannot be written ({error.strerror})."
+            "data.cache_dir", f"{str(directory)!r} cannot be written ({os_reason(error)})."
         ) from error
     except BrokenProcessPool as error:
         raise UserError.at(
@@ -365,7 +365,7 @@ def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:
             size = Path(file.path).stat().st_size if "://" not in file.path else file.size
         except OSError as error:
             raise UserError.at(
-                "data.files", f"{file.path!r} is gone ({error.strerror})."
+                "data.files", f"{file.path!r} is gone ({os_reason(error)})."
             ) from error
         if size != file.size:
             raise UserError.at(

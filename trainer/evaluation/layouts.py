@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, os_reason
 from trainer.common.formats import read_plain
 from trainer.positional.layout import Intervention, LayerChoice, LayerEncoding, Layout
 from trainer.positional.rescaling import longrope
@@ -57,7 +57,7 @@ def read_factors(file: str) -> PublishedFactors:
     try:
         content = read_plain(Path(file))
     except OSError as error:
-        raise UserError.at(KEY, f"cannot read {file!r}: {error.strerror}.") from None
+        raise UserError.at(KEY, f"cannot read {file!r}: {os_reason(error)}.") from None
     except ValueError as error:
         raise UserError.at(KEY, f"{file!r}: {error}.") from None
     if not isinstance(content, dict):

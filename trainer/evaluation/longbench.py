@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.errors import Problem, UserError, first_line, os_reason
 from trainer.common.fields import Count, Natural, OptionalText, adapter, configuration
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.scoring import Prompt, Task, list_problems
@@ -312,7 +312,7 @@ def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
     except UnicodeDecodeError:
         raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({os_reason(error)}).") from error
     if not rows:
         raise UserError.at(key, f"{str(file)!r} is empty.")
     return rows
@@ -380,6 +380,7 @@ class LongBenchTask:
                 kind.new_tokens,
                 label=label(kind.category, row.length, len(ids), self.training_length),
                 never_first=self._never_first,
+                classes=self._classes,
             )
             for row, ids in zip(self.rows, self._encoded, strict=True)
         ]
@@ -398,11 +399,17 @@ class LongBenchTask:
         line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
         return (*line_break, end_of_text(self.tokenizer))
 
+    @property
+    def _classes(self) -> tuple[str, ...]:
+        if self.kind.metric is not classification:
+            return ()
+        return tuple(self.rows[0].all_classes or ())
+
     def score(self, text: str, answers: Iterable[str]) -> float:
         """Return the score for the answer that agrees best."""
         if self.kind.first_line:
             text = text.lstrip("\n").split("\n")[0]
-        classes = (self.rows[0].all_classes or (),) if self.kind.metric is classification else ()
+        classes = [self._classes] if self._classes else []
         return max(self.kind.metric(text, answer, *classes) for answer in answers)
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:

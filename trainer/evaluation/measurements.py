@@ -57,7 +57,10 @@ _NOT_OF_WINDOWS = {
     "last": "resolved for all lengths: see Perplexity._last",
 }
 _NOT_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
-_NOT_OF_PROMPTS = {"group": "prompts of a group share a forward pass, which only saves time"}
+_NOT_OF_PROMPTS = {
+    "group": "prompts of a group share a forward pass, which only saves time",
+    "classes": "equal in all prompts: hashed once, and not for tasks without classes",
+}
 """Fields that the fingerprints leave out, with the reason."""
 
 
@@ -312,7 +315,8 @@ class Prompted(Measurement):
             {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens)}
             for prompt in self._prompts(length)
         ]
-        return len(prompts), fingerprint(prompts)
+        classes = {prompt.classes for prompt in self._prompts(length)} - {()}
+        return len(prompts), fingerprint(prompts, *sorted(classes))
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""

@@ -199,8 +199,7 @@ def _untempered(
 ) -> tuple[str, str] | None:
     """Return why a model has no place for a temperature, and its title; None if it has one."""
     tempering = [key for key in keys if key.startswith("temperature")]
-    C = layout.training_length
-    if tempering and any(spectrum.temperature.is_trained(C) for spectrum in layout.spectra):
+    if tempering and layout.has_trained_temperature:
         why = "was trained with logits that follow the length, so there is no place for a {}"
         return why, _titles(tempering[:1])
     fitted = [key for key in tempering if key in FITTED_TEMPERATURES]
@@ -478,7 +477,8 @@ def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 
 
 CHOICE, LAYERS = "choice", "layers"
-FITTED_TEMPERATURES = ("temperature", "temperature_per_head")
+PER_HEAD = "temperature_per_head"
+FITTED_TEMPERATURES = ("temperature", PER_HEAD)
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -497,7 +497,7 @@ MAKERS: dict[str, Part] = {
         "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    "temperature_per_head": Part(
+    PER_HEAD: Part(
         "temperature per head",
         _temperature_per_head,
         uses=("temperature",),

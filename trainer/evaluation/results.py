@@ -19,7 +19,7 @@ from typing import Any, Self, TypeGuard
 
 from pydantic import ValidationError
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, os_reason
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.common.formats import read_plain
@@ -279,7 +279,7 @@ class Report(Json):
         try:
             return cls.from_dict(read_plain(path))
         except OSError as error:
-            raise UserError.at("", f"Cannot read the report {path}: {error.strerror}.") from error
+            raise UserError.at("", f"Cannot read the report {path}: {os_reason(error)}.") from error
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "the report"

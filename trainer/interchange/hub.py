@@ -13,7 +13,7 @@ from urllib.request import getproxies
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, first_line, near_path
+from trainer.common.errors import Problem, UserError, first_line, near_path, os_reason
 
 WAIT = 5.0
 """Seconds for a connection, of which nothing is read."""
@@ -52,7 +52,7 @@ def no_hub() -> str | None:
     try:
         socket.create_connection((place.hostname, port), WAIT).close()
     except OSError as error:
-        return f"no network: {error.strerror or error}"
+        return f"no network: {os_reason(error)}"
     return None
 
 

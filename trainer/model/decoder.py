@@ -219,9 +219,10 @@ class Decoder(LanguageModel):
             ``[B, T, hidden_size]``, or the ``last`` positions only.
         """
         attends = [block.self_attn.attend for block in self.layers]
-        layer_passes = ForwardPass.over(ids, **options).layers(self.layout, self.config, attends)
         x = self.embed_tokens(ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        forward_pass = ForwardPass.over(ids, **options)
+        layer_passes = forward_pass.layers(self.layout, self.config, attends, x.dtype)
         for block, layer_pass in zip(self.layers, layer_passes, strict=True):
             x = block(x, layer_pass)
         return self.norm(x)

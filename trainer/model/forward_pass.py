@@ -114,20 +114,23 @@ class ForwardPass:
         return cls((ids.shape[0], ids.shape[1]), end, positions, lengths, mask, cache, last)
 
     def layers(
-        self, layout: Layout, config: ModelConfig, attends: Sequence[Attend]
+        self, layout: Layout, config: ModelConfig, attends: Sequence[Attend], dtype: torch.dtype
     ) -> list[LayerPass]:
-        """Return the data of every layer; ``attends`` holds its attention backend."""
+        """Return the data of every layer.
+
+        ``attends``: their attention backends. ``dtype``: of the activations.
+        """
         heads, cache = config.num_key_value_heads, self.cache
         copies = [len(layer.spectra) != heads for layer in layout.layers]
         plain = [
             cache is not None and (copies_keys or layer.frequencies_follow_length)
             for layer, copies_keys in zip(layout.layers, copies, strict=True)
         ]
-        queries = self._encodings(layout, self.positions)
+        queries = self._encodings(layout, self.positions, dtype)
         all_keys = queries
         if cache is not None and cache.length and any(plain):
             # Some layers encode cached keys again in every forward pass.
-            all_keys = self._encodings(layout, self._all_positions())
+            all_keys = self._encodings(layout, self._all_positions(), dtype)
         masks = self._masks(layout, config, attends)
         return [
             LayerPass(
@@ -144,8 +147,8 @@ class ForwardPass:
             for index, layer in enumerate(layout.layers)
         ]
 
-    def _encodings(self, layout: Layout, positions: Tensor) -> list[Encoding]:
-        groups = head_groups(layout, positions, self.lengths)
+    def _encodings(self, layout: Layout, positions: Tensor, dtype: torch.dtype) -> list[Encoding]:
+        groups = head_groups(layout, positions, self.lengths, dtype)
         return [Encoding(of_layer, positions) for of_layer in groups]
 
     def _all_positions(self) -> Tensor:

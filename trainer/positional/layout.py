@@ -149,6 +149,11 @@ class Layout:
         """Whether any head rotates."""
         return any(spectrum.rotates for spectrum in self.spectra)
 
+    @property
+    def has_trained_temperature(self) -> bool:
+        """Whether training had a temperature that depends on the length, below C or in steps."""
+        return any(s.temperature.is_trained(self.training_length) for s in self.spectra)
+
     def at(self, length: int) -> Layout:
         """Return the layout for sequences of ``length`` tokens, with fixed frequencies and
         temperatures."""

@@ -22,7 +22,7 @@ from trainer.positional.spectrum import Frequencies, Spectrum
 class HeadGroup:
     """Tables of neighbouring key-value heads with the same spectrum, for one forward pass.
 
-    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None without rotation.
+    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``; None without rotation.
     ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
     """
 
@@ -115,19 +115,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int]) -> list[Groups]:
+def head_groups(
+    layout: Layout,
+    positions: Tensor,
+    lengths: int | Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> list[Groups]:
     """Return the tables of every layer for one forward pass, computed once per distinct spectrum.
 
     Args:
         layout: the encodings of all layers.
         positions: ``[T]`` or ``[B, T]``, of the tokens to encode.
         lengths: tokens in the whole sequence, one number for all rows or one per row.
+        dtype: dtype of the cosines and sines. With that of the queries, :func:`rotate` rounds
+            nothing.
     """
     if isinstance(lengths, int):
-        return _groups_at(layout, positions, lengths)
+        return _groups_at(layout, positions, lengths, dtype)
     if not layout.follows_length:
-        return _groups_at(layout, positions, max(lengths))
-    rows = [_groups_at(layout, p, n) for p, n in zip(positions, lengths, strict=True)]
+        return _groups_at(layout, positions, max(lengths), dtype)
+    rows = [_groups_at(layout, p, n, dtype) for p, n in zip(positions, lengths, strict=True)]
     by_layer: dict[int, Groups] = {}
     for layer, of_rows in zip(layout.layers, zip(*rows, strict=True), strict=True):
         if id(layer) not in by_layer:
@@ -137,7 +144,7 @@ def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int])
     return [by_layer[id(layer)] for layer in layout.layers]
 
 
-def _groups_at(layout: Layout, positions: Tensor, length: int) -> list[Groups]:
+def _groups_at(layout: Layout, positions: Tensor, length: int, dtype: torch.dtype) -> list[Groups]:
     """Return the tables for sequences of one length, grouped like the heads of the layout."""
     tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
 
@@ -148,7 +155,7 @@ def _groups_at(layout: Layout, positions: Tensor, length: int) -> list[Groups]:
             return HeadGroup(kv_heads, temperature=temperature)
         key = spectrum.inv_freq, spectrum.rotary_scale
         if key not in tables:
-            cos, sin = rotary_table(spectrum, positions)
+            cos, sin = (table.to(dtype) for table in rotary_table(spectrum, positions))
             if positions.dim() == 2:
                 cos, sin = cos[:, None], sin[:, None]
             tables[key] = cos, sin

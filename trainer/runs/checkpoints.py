@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from trainer.common.errors import Problem, UserError, near_path, raise_all
+from trainer.common.errors import Problem, UserError, near_path, os_reason, raise_all
 from trainer.common.fields import adapter
 from trainer.common.files import checksum, synchronise, write_durably
 from trainer.common.formats import FIRST, Count, check_format, read_as, read_plain
@@ -153,7 +153,7 @@ def _difference(directory: Path, files: list[tuple[str, str]]) -> str | None:
             if checksum(directory / name) != digest:
                 return f"{name} has changed (its checksum differs)"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror or error})"
+            return f"{name} cannot be read ({os_reason(error)})"
         _known[before] = digest
         return None
 

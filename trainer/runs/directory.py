@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, UserError, os_reason, raise_all
 from trainer.common.fields import checked, shown
 from trainer.common.files import write_atomically
 from trainer.common.formats import check_format, read_content, read_plain
@@ -231,7 +231,7 @@ class LogFile(logging.FileHandler):
         elif not self.has_warned:
             self.has_warned = True
             with suppress(OSError):  # stderr may be on the same disk
-                print(f"{self.baseFilename}: {error.strerror}; the run goes on", file=sys.stderr)
+                print(f"{self.baseFilename}: {os_reason(error)}; the run goes on", file=sys.stderr)
 
 
 def log_to_file(directory: Path) -> None:

@@ -7,6 +7,7 @@ in the manifest. `generate` uses it; an evaluation fits its own.
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.common.errors import UserError
-from trainer.common.files import write_atomically
+from trainer.common.files import checksum, write_atomically
 from trainer.common.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
+from trainer.runs.checkpoints import MANIFEST
+
+log = logging.getLogger(__name__)
 
 FILE = "temperature.json"
 LARGEST_COEFFICIENT = 100
@@ -29,7 +33,7 @@ class FittedTemperature:
     """Logits are multiplied by 1 + ``coefficient`` ln s, with s = max(n, C) / C (DroPE, App. C.2).
 
     ``training_length``: C (None, in files of earlier versions: the one in the checkpoint).
-
+    ``weights``: checksum of the checkpoint's manifest (None, in files of earlier versions: any).
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
     ``tokens`` its size. ``layers``: the layers that it tempers (None: all layers).
@@ -47,6 +51,7 @@ class FittedTemperature:
         None
     )
     training_length: int | None = None
+    weights: str | None = None
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
@@ -54,11 +59,12 @@ def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
 
     Returns the coefficient of that better fit, or None if this one was stored.
     """
-    path = checkpoint / FILE
+    path, weights = checkpoint / FILE, checksum(checkpoint / MANIFEST)
     with suppress(UserError):
-        if path.is_file() and (older := _read(path)).tokens > fitted["tokens"]:
+        older = _read(path) if path.is_file() else None
+        if older and older.weights in (None, weights) and older.tokens > fitted["tokens"]:
             return older.coefficient
-    write_atomically(path, json.dumps(fitted, indent=1) + "\n")
+    write_atomically(path, json.dumps({**fitted, "weights": weights}, indent=1) + "\n")
     return None
 
 
@@ -67,7 +73,8 @@ def with_fitted_temperature(
 ) -> tuple[Layout, str]:
     """Return the layout with the checkpoint's fitted temperature, and its description.
 
-    Without a stored temperature the layout is returned unchanged. ``stored_length``: the training
+    The layout is returned unchanged without a stored temperature, with one of other weights, and if
+    the model was trained with logits that depend on the length. ``stored_length``: the training
     length in the checkpoint, if the layout has another.
 
     Raises:
@@ -77,7 +84,10 @@ def with_fitted_temperature(
     if not path.is_file():
         return layout, ""
     fitted = _read(path)
-    if not fitted.coefficient:
+    if not fitted.coefficient or layout.has_trained_temperature:
+        return layout, ""
+    if fitted.weights is not None and fitted.weights != checksum(checkpoint / MANIFEST):
+        log.warning("%s is not used: it was fitted on other weights than those beside it", path)
         return layout, ""
     layers = None if fitted.layers is None else [*fitted.layers]
     if unknown := layer_problems("layers", layers, len(layout.layers)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +89,30 @@ def evaluation_memory(
     return size * weights_of(config), cached, size * (at_once * a_token + copies)
 
 
+@dataclass(frozen=True)
+class HeadFit:
+    """Fit of a temperature per head: tokens of its longest text, and the first tempered layer."""
+
+    tokens: int
+    first_layer: int
+
+
+def fit_memory(config: ModelConfig, fit: HeadFit, dtype: Dtype) -> tuple[int, int]:
+    """Return lower bounds for a fit's bytes of weights and of activations.
+
+    The backward pass needs the activations of one text from the first tempered layer on. The
+    weights are frozen, so that products with them keep no input.
+    """
+    size = 2 if dtype == "bf16" else 4
+    q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
+    k *= config.head_size
+    # Inputs of two norms; queries before and after their scale, keys, values and attention's
+    # output; the MLP's two products and their activation.
+    a_token = 2 * config.hidden_size + 3 * q + 2 * k + 3 * config.intermediate_size
+    layers = config.num_hidden_layers - fit.first_layer
+    return size * weights_of(config), size * fit.tokens * layers * a_token
+
+
 @listed
 def evaluation_problems(
     shapes: Mapping[str, ModelConfig],
@@ -95,6 +120,7 @@ def evaluation_problems(
     evaluation: EvaluationConfig,
     device: str,
     processes: int = 1,
+    head_fits: Mapping[str, HeadFit] | None = None,
 ) -> Iterator[Problem]:
     """Check that evaluating each model fits the free memory; otherwise name a change that would.
 
@@ -104,6 +130,7 @@ def evaluation_problems(
         evaluation: the requested evaluation.
         device: "cpu" or "cuda".
         processes: number of processes, which share the memory of a CPU; each has its own GPU.
+        head_fits: fits of a temperature per head, by the names of their models.
     """
     if device == "cuda":
         torch.cuda.empty_cache()  # left by training
@@ -121,6 +148,17 @@ def evaluation_problems(
                 f"{longest:,} tokens of {name} need at least {gib(sum(sizes))} ({held}), and "
                 f"{gib(free)} are free; {_smallest_change(needed, longest, chunk, dtype, free)}.",
             )
+        elif head_fits and name in head_fits:
+            fit = head_fits[name]
+            weights, activations = fit_memory(shape, fit, dtype)
+            if weights + activations > free:
+                yield Problem(
+                    "evaluation.methods",
+                    f"temperature_per_head is fitted on {fit.tokens:,} tokens of {name} and needs "
+                    f"at least {gib(weights + activations)} (weights {gib(weights)}, activations "
+                    f"{gib(activations)}), and {gib(free)} are free; choose shorter ones for the "
+                    "fit (evaluation.temperature.lengths), or leave the method out.",
+                )
 
 
 def _smallest_change(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from trainer.common.errors import PreemptedError, Problem, UserError
+from trainer.common.errors import PreemptedError, Problem, UserError, os_reason
 from trainer.common.processes import core_numbers, usual_threads
 from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
@@ -331,7 +331,7 @@ def _outcome(function: Callable[[], Any]) -> _Outcome:
         return None, error.problems
     except OSError as error:
         where = error.filename or f"process {dist.get_rank()}"
-        return None, (Problem(where, f"{error.strerror or error}.", transient=True),)
+        return None, (Problem(where, f"{os_reason(error)}.", transient=True),)
 
 
 def _result(outcome: _Outcome) -> Any:

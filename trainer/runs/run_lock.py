@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, os_reason
 from trainer.common.locks import try_lock
 from trainer.common.processes import is_running
 
@@ -124,7 +124,7 @@ class RunLock:
                     os._exit(1)  # no further checkpoint
                 os.utime(path)
             except OSError as error:
-                log.warning("%s cannot be renewed (%s)", path, error.strerror)
+                log.warning("%s cannot be renewed (%s)", path, os_reason(error))
 
 
 @dataclass(frozen=True)

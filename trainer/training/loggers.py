@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from trainer.common.errors import Problem, UserError, first_line
+from trainer.common.errors import Problem, UserError, first_line, os_reason
 from trainer.common.files import write_atomically
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
@@ -60,7 +60,7 @@ class MetricsFile(Logger):
             self._write()
         except OSError as error:
             if len(self.waiting) == 1:
-                log.warning("%s: %s; the run goes on", self.path.name, error.strerror)
+                log.warning("%s: %s; the run goes on", self.path.name, os_reason(error))
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

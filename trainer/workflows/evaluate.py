@@ -19,6 +19,7 @@ from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
 from trainer.evaluation.engine import measure_cells
 from trainer.evaluation.key_tokens import Chooser, KeyTokens
+from trainer.evaluation.methods import LAYERS, PER_HEAD, Recipe
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
@@ -36,7 +37,7 @@ from trainer.runs.descriptions import (
 )
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.fitted_temperature import keep_temperature
-from trainer.runs.memory import evaluation_problems
+from trainer.runs.memory import HeadFit, evaluation_problems
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import join_evaluation
 from trainer.workflows.fit_text import Prompts, fit_text
@@ -211,7 +212,8 @@ def measure_models(
     shapes = {subject.name: subject.config for subject in subjects}
     with renaming(**{"evaluation.lengths": lengths_key}):
         recipes, notes = applicable(subjects, config)
-        problems = evaluation_problems(shapes, max(lengths), config, device, share.processes)
+        fits = _head_fits(recipes, config, C)
+        problems = evaluation_problems(shapes, max(lengths), config, device, share.processes, fits)
         chooser = None
         if KEY_TOKENS in config.tasks:
             model = subjects[0]
@@ -239,6 +241,9 @@ def measure_models(
     # A single coefficient was given by the user, and says nothing of the model.
     fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
     for candidate in (c for c in candidates if c.run is not None):
+        # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
+        if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
+            continue
         for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
             if candidate.name in temperatures:
                 _keep(candidate, temperatures[candidate.name])
@@ -271,6 +276,21 @@ def measure_models(
     titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
     coefficients = {titles[m]: c["coefficient"] for m, c in measured.temperature.items()}
     return replace(report, temperature=coefficients)
+
+
+def _head_fits(
+    recipes: Mapping[str, Sequence[Recipe]], config: EvaluationConfig, training_length: int
+) -> dict[str, HeadFit]:
+    """Return the fits of a temperature per head, by the names of their models."""
+    if max(config.lengths) <= 1:
+        return {}
+    tokens = round(training_length * max(config.temperature.lengths or config.lengths))
+    return {
+        name: HeadFit(tokens, recipe.settings.get(LAYERS, [0])[0])
+        for name, applied in recipes.items()
+        for recipe in applied
+        if PER_HEAD in recipe.key.split("+")
+    }
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:

@@ -17,7 +17,12 @@ from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Report
-from trainer.interchange.export.directory import Exported, check_destination, export_model
+from trainer.interchange.export.directory import (
+    Exported,
+    check_destination,
+    export_model,
+    published_file,
+)
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.pretrained import read_pretrained
@@ -132,8 +137,8 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
     path = Path(request.checkpoint)
-    card = path / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    card = published_file(path, "README.md")
+    text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
         published.decoder(),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import UserError, renaming
+from trainer.common.errors import UserError, os_reason, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText
@@ -176,7 +176,9 @@ def _file_windows(file: str, straw: Haystack, length: int, texts: int) -> Intege
     except UnicodeDecodeError:
         raise UserError.at(f"{KEY}.file", f"{file!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError.at(f"{KEY}.file", f"{file!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(
+            f"{KEY}.file", f"{file!r} cannot be read ({os_reason(error)})."
+        ) from error
     ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
     behind = length - len(straw.bos)
     if len(ids) < behind:

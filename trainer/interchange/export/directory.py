@@ -164,21 +164,41 @@ def _keep_tokens(published: Path, directory: Path) -> None:
     # Without this file, transformers takes the tokens of config.json.
     (directory / "generation_config.json").unlink()
     for name in TOKEN_FILES:
-        if (published / name).is_file():
+        if (file := published_file(published, name)) is not None:
             if name.endswith(".json"):
-                _read_keys(published / name)
-            shutil.copyfile(published / name, directory / name)
-    path = published / "tokenizer_config.json"
-    if path.is_file():
+                _read_keys(file)
+            shutil.copyfile(file, directory / name)
+    if (file := published_file(published, "tokenizer_config.json")) is not None:
         settings = {
             key: value
-            for key, value in _read_keys(path).items()
+            for key, value in _read_keys(file).items()
             if key in TOKENIZER_KEYS or key.endswith(("_token", "_tokens", "_token_id"))
         }
     else:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | _named(tokens, directory)
     inputs = {"model_input_names": ["input_ids", "attention_mask"]}
     _write_json(directory / "tokenizer_config.json", settings | inputs)
+
+
+def published_file(directory: Path, name: str) -> Path | None:
+    """Return the path of a published model's file, or None if it has none of this name.
+
+    Raises:
+        UserError: it is a link to a file elsewhere, which an export would publish.
+    """
+    path = directory / name
+    if not path.is_file():
+        return None
+    model, target = directory.resolve(), path.resolve()
+    # The hub's cache links the files of models--NAME/snapshots/REVISION to models--NAME/blobs.
+    blobs = [model.parents[1] / "blobs"] if model.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in (model, *blobs)):
+        raise UserError.at(
+            "checkpoint",
+            f"{str(path)!r} is a link to {str(target)!r}, outside the model; replace it by a copy "
+            "if that file belongs to the model, or remove it.",
+        )
+    return path
 
 
 def _named(tokens: Mapping[str, Any], directory: Path) -> dict[str, str]:

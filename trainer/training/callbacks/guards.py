@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from trainer.common.errors import os_reason
 from trainer.common.files import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, limit_collectives
@@ -173,7 +174,7 @@ class Watchdog(Guard):
                 write_atomically(self.heartbeat, json.dumps(beat))
             except OSError as error:  # a full disk stops no run
                 if not self._write_failed:
-                    log.warning("%s: %s; the run goes on", self.heartbeat.name, error.strerror)
+                    log.warning("%s: %s; the run goes on", self.heartbeat.name, os_reason(error))
                 self._write_failed = True
             else:
                 self._write_failed = False
