@@ -9,12 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from trainer.analysis.settings import AttenuationSettings
 from trainer.common.errors import UserError
 from trainer.runs.memory import needed_memory
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse
 from trainer.workflows import analyze
-from trainer.workflows.requests import AnalysisRequest
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 
 def test_texts_that_do_not_fit_into_memory_are_named(tiny_decoder, monkeypatch):
@@ -257,3 +258,10 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(monkeypatch):
         "+analysis=b: no pairs.",
     )
     assert analyze._studies("the target", "drop") == ([], [])
+
+
+@pytest.mark.parametrize(("choice", "keys"), [("page", ["choice_length"]), ("validation", [])])
+def test_only_pairs_chosen_on_the_page_need_its_length(choice, keys):
+    settings = AttenuationSettings(choice=choice, choice_length=1000)
+    problems = analyze._length_problems(AnalysisConfig(attenuation=settings), length=999)
+    assert [problem.key.removeprefix("analysis.attenuation.") for problem in problems] == keys

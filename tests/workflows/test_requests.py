@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.requests import AnalysisConfig, AnalysisRequest, ExportRequest, PrepareConfig
+from trainer.data.config import DataConfig
+from trainer.workflows.requests import (
+    AnalysisConfig,
+    AnalysisRequest,
+    ExportRequest,
+    PrepareConfig,
+    request_problems,
+)
 
 NEEDS = (
     "needs text or another reading of the model; expected one of the methods that change its "
@@ -42,6 +49,12 @@ def test_what_is_impossible_is_said_in_one_sentence(changes, said):
     assert [*map(str, AnalysisConfig(**changes).problems())] == said
     request = AnalysisRequest("runs/x", analysis=AnalysisConfig(**changes))
     assert [*map(str, request.problems())] == said
+
+
+def test_problems_of_a_requests_text_have_its_keys():
+    text = DataConfig(restart_positions=True, document_mask=False)
+    (problem,) = request_problems("runs/x", text)
+    assert problem.key == "text.restart_positions"
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class DataConfig(SourceConfig):
             if "\0" in (getattr(self, key) or ""):
                 yield Problem(f"data.{key}", "a name cannot hold a NUL character.")
         if self.restart_positions and not self.document_mask:
-            yield Problem("data.restart_positions", "needs data.document_mask=true.")
+            yield Problem("data.restart_positions", "needs document_mask=true in the same group.")
         if self.mixture and self.prepared:
             yield Problem(
                 "data.prepared", "one text, but data.mixture names several; name it there."

@@ -128,7 +128,7 @@ data.test_tokens=0 | data.test_tokens
 data.min_characters=-1 | data.min_characters
 data.bad_rows=2 | data.bad_rows
 data.packing=best | data.packing
-data.restart_positions=true | needs data.document_mask=true
+data.restart_positions=true | needs document_mask=true
 data.shuffle_group=0 | data.shuffle_group
 data.num_workers=-1 | data.num_workers
 data.num_workers=1000000 | data.num_workers: expected at most 1,024
