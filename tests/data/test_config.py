@@ -46,7 +46,10 @@ TOO_LITTLE = (
 WRONG = [
     ({"cache_dir": "a\0"}, "data.cache_dir: a name cannot hold a NUL character."),
     ({"prepared": "a\0"}, "data.prepared: a name cannot hold a NUL character."),
-    ({"restart_positions": True}, "data.restart_positions: needs document_mask=true in the same group."),
+    (
+        {"restart_positions": True},
+        "data.restart_positions: needs document_mask=true in the same group.",
+    ),
     (
         {"prepared": "x", "mixture": {"a": FILES}},
         "data.prepared: one text, but data.mixture names several; name it there.",
