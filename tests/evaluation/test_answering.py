@@ -150,6 +150,12 @@ def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, monkeyp
     assert shapes == [(1, 40), *((1, 40 - cut) for cut in sorted(cuts)[:-1])]
 
 
+def test_equal_prompts_share_all_but_their_last_token():
+    order, cuts = answering._cuts([(1, 2, 3, 4), (1, 5, 3, 4), (1, 2, 3, 4)])
+    assert order.tolist() == [1, 0, 2]
+    assert cuts.tolist() == [1, 3]
+
+
 def test_prompts_with_little_in_common_are_read_as_they_are(build, tokenizer, read):
     model = build()
     shapes = read(model)

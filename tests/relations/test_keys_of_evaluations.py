@@ -160,6 +160,13 @@ def test_a_key_changes_with_every_leaf_but_those_listed(name):
     assert ignored_leaves(KEYS[name]) == sorted(KEYS[name].without)
 
 
+def test_an_evaluation_is_found_again_whatever_it_is_called_and_took():
+    report = report_of({})
+    changes = {"name": "b", "notes": ("b",), "timing": {"seconds": 2}, "temperature": {"b": 1.0}}
+    for field, value in changes.items():
+        assert evaluate._asked(replace(report, **{field: value})) == evaluate._asked(report), field
+
+
 def test_keys_of_a_report_change_with_its_text_models_and_precision():
     report = report_of({})
     for key, other in (("corpus", "b"), ("models", {"a": "other"})):

@@ -254,3 +254,18 @@ def test_a_search_by_needles_is_stored_under_their_texts(monkeypatch):
     config = EvaluationConfig(lengths=[2.0, 4.0], longrope=LongRopeSettings(search="needles"))
     keys = [keys_of_fits("longrope", config, LAYOUT, first)["stored"] for first in (0, 1)]
     assert {*keys[0]}.isdisjoint(keys[1])
+
+
+def test_losses_at_one_length_are_not_taken_for_those_at_another():
+    """Layouts of NoPE are the same at every length."""
+    layout = build_layout(
+        PositionalConfig(layers=["nope"]),
+        num_layers=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        training_length=32,
+    )
+    plain = EvaluationConfig(lengths=[2.0, 4.0])
+    config = replace(plain, temperature=replace(plain.temperature, fit="line", lengths=[2.0, 4.0]))
+    tried = keys_of_fits("temperature", config, layout)["tried"]
+    assert len({*tried}) == 2

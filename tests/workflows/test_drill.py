@@ -18,6 +18,7 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse
 from trainer.runs.state import save
+from trainer.runs.training_config import StrategyConfig
 from trainer.workflows import drill
 from trainer.workflows.drill import EVERY, first_difference, shrink
 
@@ -318,6 +319,20 @@ def test_a_rank_that_hangs_or_ends_otherwise_is_told_of(tmp_path, monkeypatch):
         with pytest.raises(drill.DrillError) as error:
             drill.start(config, "text", 2, expected=expected)
         assert str(error.value) == f"exit codes {codes}, expected {expected}; last words"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "used"),
+    [("single", 1, "single"), ("single", 2, "ddp"), ("fsdp", 2, "fsdp")],
+)
+def test_several_ranks_train_with_the_strategy_of_the_run_if_it_has_any(
+    tmp_path, monkeypatch, strategy, ranks, used
+):
+    forked = Forked([0] * ranks)
+    monkeypatch.setattr(drill.multiprocessing, "get_context", lambda kind: forked)
+    config = RunConfig(run_dir=str(tmp_path), strategy=StrategyConfig(name=strategy))
+    drill.start(config, "text", ranks)
+    assert [arguments[0].strategy.name for _, arguments in forked.made] == [used] * ranks
 
 
 def test_the_largest_file_of_the_newest_checkpoint_is_damaged(tmp_path, monkeypatch):
