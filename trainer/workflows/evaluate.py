@@ -7,22 +7,23 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.common.errors import UserError, raise_all, renaming
+from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
-from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.engine import Measured, measure_cells
 from trainer.evaluation.key_tokens import Chooser, KeyTokens
 from trainer.evaluation.methods import LAYERS, PER_HEAD, Recipe
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
-from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.plan import Subject, plan_cells
 from trainer.evaluation.results import KEY_TOKENS, STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.store import Share, Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
@@ -205,26 +206,20 @@ def measure_models(
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = precision_of(config.dtype, device)
     chunk = prefill_chunk(config.prefill_chunk, device)
-    subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
+    subject = partial(subject_of, dtype=dtype, device=device, chunk=chunk, tf32=tf32)
+    subjects = [subject(candidate) for candidate in candidates]
     C = subjects[0].layout.training_length
     lengths, lengths_key = config.in_tokens(C), config.lengths_key
     config = replace(config.in_multiples(C), dtype=dtype)
-    shapes = {subject.name: subject.config for subject in subjects}
     with renaming(**{"evaluation.lengths": lengths_key}):
         recipes, notes = applicable(subjects, config)
-        fits = _head_fits(recipes, config, C)
-        problems = evaluation_problems(shapes, max(lengths), config, device, share.processes, fits)
         chooser = None
         if KEY_TOKENS in config.tasks:
-            model = subjects[0]
-            if config.key_tokens.model is not None:
-                candidate = _chooser(config.key_tokens.model, text)
-                model = subject_of(candidate, dtype, device, chunk=chunk, tf32=tf32)
-                long = min(model.layout.training_length, max(lengths))
-                shape = {f"{model.name}, which chooses key tokens,": model.config}
-                problems += evaluation_problems(shape, long, config, device, share.processes)
-            chooser = Chooser(model, config.key_tokens, Store(cells), config.batch_tokens, share)
-        raise_all(problems)
+            other = config.key_tokens.model
+            chooses = subjects[0] if other is None else subject(_chooser(other, text))
+            chooser = Chooser(chooses, config.key_tokens, Store(cells), config.batch_tokens, share)
+        fits = _head_fits(recipes, config, C)
+        raise_all(_memory_problems(subjects, fits, chooser, config, lengths, device, share))
         with multiplying(device, tf32):
             tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
@@ -238,24 +233,13 @@ def measure_models(
         measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share, shorter)
     if share.index:
         return unmeasured(name, C, text.corpus)
-    # A single coefficient was given by the user, and says nothing of the model.
-    fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
-    for candidate in (c for c in candidates if c.run is not None):
-        # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
-        if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
-            continue
-        for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
-            if candidate.name in temperatures:
-                _keep(candidate, temperatures[candidate.name])
-    stated = dict(STATED)
-    if KEY_TOKENS not in config.tasks:  # so that the request equals that of an older report
-        stated["key_tokens"] = "read by no task"
-    asked = all_fields(asdict(config), stated)
+    _keep_temperatures(candidates, measured, config)
+    titles = {recipe.key: recipe.title for recipe in used}
     report = Report(
         name=name,
         training_length=C,
         cells=tuple(measured.cells),
-        methods={r.key: r.title for key in config.names for r in used if r.key == key},
+        methods={key: titles[key] for key in config.names if key in titles},
         tasks={task.key: task.title for task in tasks},
         notes=(
             *notes,
@@ -263,7 +247,7 @@ def measure_models(
             *([f"A quick evaluation: {QUICK}."] * config.quick),
             *measured.notes,
         ),
-        config={"evaluation": without_home(json.loads(json.dumps(asked)))},
+        config={"evaluation": _stated(config)},
         environment={
             **environment(text.corpus),
             "precision": multiplied_in(dtype, device, tf32),
@@ -273,9 +257,57 @@ def measure_models(
         else {},
         key_tokens=next((t.chosen.about for t in tasks if isinstance(t, KeyTokens)), {}),
     )
-    titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
-    coefficients = {titles[m]: c["coefficient"] for m, c in measured.temperature.items()}
+    rows = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
+    coefficients = {rows[m]: c["coefficient"] for m, c in measured.temperature.items()}
     return replace(report, temperature=coefficients)
+
+
+def _memory_problems(
+    subjects: Sequence[Subject],
+    fits: Mapping[str, HeadFit],
+    chooser: Chooser | None,
+    config: EvaluationConfig,
+    lengths: Sequence[int],
+    device: str,
+    share: Share,
+) -> list[Problem]:
+    """Return the models that do not fit into memory, among them one that chooses key tokens."""
+    longest = max(lengths)
+    shapes = {subject.name: subject.config for subject in subjects}
+    problems = evaluation_problems(shapes, longest, config, device, share.processes, fits)
+    if chooser is not None and chooser.subject is not subjects[0]:
+        model = chooser.subject
+        longest = min(model.layout.training_length, longest)
+        shapes = {f"{model.name}, which chooses key tokens,": model.config}
+        problems += evaluation_problems(shapes, longest, config, device, share.processes)
+    return problems
+
+
+def _stated(config: EvaluationConfig) -> dict[str, Any]:
+    """Return the settings of an evaluation that its report holds as its configuration."""
+    elsewhere = dict(STATED)
+    if KEY_TOKENS not in config.tasks:  # so that the request equals that of an older report
+        elsewhere["key_tokens"] = "read by no task"
+    settings = json.loads(json.dumps(all_fields(asdict(config), elsewhere)))
+    plain: dict[str, Any] = without_home(settings)
+    return plain
+
+
+def _keep_temperatures(
+    candidates: Sequence[Candidate], measured: Measured, config: EvaluationConfig
+) -> None:
+    """Store the fitted temperatures of runs with their checkpoints."""
+    # A single coefficient was given by the user, and says nothing of the model.
+    fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
+    for candidate in candidates:
+        if candidate.run is None:
+            continue
+        # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
+        if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
+            continue
+        for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
+            if candidate.name in temperatures:
+                _keep(candidate, temperatures[candidate.name])
 
 
 def _head_fits(
