@@ -256,16 +256,32 @@ def test_a_search_by_needles_is_stored_under_their_texts(monkeypatch):
     assert {*keys[0]}.isdisjoint(keys[1])
 
 
-def test_losses_at_one_length_are_not_taken_for_those_at_another():
-    """Layouts of NoPE are the same at every length."""
-    layout = build_layout(
-        PositionalConfig(layers=["nope"]),
-        num_layers=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        training_length=32,
-    )
+NOPE = build_layout(
+    PositionalConfig(layers=["nope"]),
+    num_layers=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    training_length=32,
+)
+"""A layout that is the same at every length, so that no key has the length by it."""
+
+
+def fitted_at(monkeypatch, name, *lengths, fit="sum"):
+    """Return the keys of the fits of a NoPE model at these lengths."""
+    monkeypatch.setattr(methods, "fit_heads", lambda *arguments: [[0.1] * 2 for _ in arguments[3]])
     plain = EvaluationConfig(lengths=[2.0, 4.0])
-    config = replace(plain, temperature=replace(plain.temperature, fit="line", lengths=[2.0, 4.0]))
-    tried = keys_of_fits("temperature", config, layout)["tried"]
+    settings = replace(plain.temperature, models="all", lengths=[*lengths], fit=fit)
+    return keys_of_fits(name, replace(plain, temperature=settings), NOPE)
+
+
+def test_losses_at_one_length_are_not_taken_for_those_at_another(monkeypatch):
+    tried = fitted_at(monkeypatch, "temperature", 2.0, 4.0, fit="line")["tried"]
     assert len({*tried}) == 2
+
+
+@pytest.mark.parametrize("name", ["temperature", "temperature_per_head"])
+@pytest.mark.parametrize("kind", ["stored", "tried"])
+def test_a_fit_at_one_length_is_not_taken_for_one_at_another(monkeypatch, name, kind):
+    shorter, longer = (fitted_at(monkeypatch, name, length)[kind] for length in (2.0, 4.0))
+    assert shorter
+    assert {*shorter}.isdisjoint(longer)

@@ -192,6 +192,15 @@ def test_operations_of_a_control_are_those_of_its_own_steps(planned):
     assert float(found["operations of half"]) == pytest.approx(whole / 2, rel=1e-2)
 
 
+def test_checkpoints_of_a_control_have_its_own_size_and_number(planned):
+    """A layer takes 47,232 parameters; a checkpoint takes 12 MB for each parameter here."""
+    trainer = {"keep_checkpoints": 1, "keep_best": 0}
+    deeper = {"model": {"num_hidden_layers": 4}, "trainer": {"keep_checkpoints": 3}}
+    values = {"trainer": trainer, "controls": {"deeper": deeper}}
+    found = dict(planned(values, gpu="h200", mfu=0.4)["Disk"])
+    assert found["those of controls"] == f"3: {3 * 12 * (207_296 + 47_232) / 1000:,.1f} GB"
+
+
 def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, tmp_path):
     gpu = {"gpu": "a100", "mfu": 0.5}
     model = {"model": MODEL | {"vocab_size": None}, "tokenizer": {"vocab_size": 512}}
