@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import functools
-from pathlib import Path
 
 import pytest
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 
 from trainer.commands.hydra import composing as configuration
 from trainer.commands.hydra import files as config_files
@@ -22,9 +20,7 @@ BLANK = {"png": base64.b64decode(f"{PNG}=="), "svg": SVG.encode()}
 def compose_once(patch):
     """Read the program's own configuration files, and compose them with the same words, once."""
     compose, read = configuration.compose_with_hydra, config_files.read_file
-    load = FileConfigSource.load_config
     composed, known = functools.cache(compose), functools.cache(read)
-    loaded = {}
 
     def compose_first(root, lines, files, problems=()):
         # A user's directory may be new; known problems belong to this call's error.
@@ -36,15 +32,7 @@ def compose_once(patch):
         own = path.is_relative_to(config_files.config_directory())
         return (known if own else read)(path)
 
-    def load_once(source, path):
-        if Path(source.path) != config_files.config_directory():
-            return load(source, path)
-        if (source.provider, path) not in loaded:
-            loaded[source.provider, path] = load(source, path)
-        return copy.deepcopy(loaded[source.provider, path])
-
     patch.setattr(configuration, "compose_with_hydra", compose_first)
-    patch.setattr(FileConfigSource, "load_config", load_once)
     patch.setattr(config_files, "read_file", read_once)
     patch.setattr(configuration, "read_file", read_once)
 

@@ -40,6 +40,11 @@ def test_nothing_is_compared_without_scores_per_question():
     assert comparisons(unknown, [known, unknown]) == [None]
 
 
+def test_nothing_is_compared_over_other_numbers_of_questions():
+    shorter, longer = scored("a", "none", (1.0, 0.0)), scored("b", "none", (1.0, 0.0, 1.0))
+    assert comparisons(longer, [shorter, longer]) == [None]
+
+
 def test_names_and_plain_values():
     assert (ALL[0].name, ALL[1].name) == ("a", "a + yarn")
     assert Score("t", "ppl", float("inf"), None, 3, (1.0,)).to_dict() == {

@@ -97,3 +97,6 @@ def test_stops_wait_for_the_answers():
     assert after_all(" 34 12", ("12", "34"))
     assert not after_any(" 5", ("12", "34"))
     assert after_any(" 34", ("12", "34"))
+    assert not after_sentence("Some other words.", ("12 34",))
+    assert not after_sentence("12 and 34", ("12 34",))  # may go on as 345
+    assert after_sentence("12 and 34.", ("12 34",))
