@@ -417,3 +417,29 @@ def test_a_step_that_does_not_fit_a_gpu_is_halved(llama, monkeypatch):
     assert tried == [(n, CONTEXT) for n in (512, 256, 128, 64, 32, 16)]
     assert speed.device == "NVIDIA H100 (one of 8)"
     assert (speed.precision, speed.pass_tokens, speed.is_gpu) == ("bf16", 512, True)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "chosen", "tried"),
+    [
+        (0.4e9, None, ["fp32"]),  # without instructions for it
+        (2e9, None, ["fp32", "bf16"]),
+        (2e9, "fp32", ["fp32"]),
+        (0.4e9, "bf16", ["bf16"]),
+    ],
+)
+def test_only_precisions_that_may_be_chosen_are_measured(llama, monkeypatch, bf16, chosen, tried):
+    measured = []
+
+    def step(config, layout, shape, *, precision, **options):
+        measured.append(precision)
+        return Times(1.0, 1.0)
+
+    def peak(threads, dtype=torch.float32):
+        return bf16 if dtype == torch.bfloat16 else 1e9
+
+    monkeypatch.setattr(recalibrate, "measure_step", step)
+    monkeypatch.setattr(recalibrate, "product_peak", peak)
+    speed = recalibrate.measured(recalibrate.facts_of(str(llama)), 1.0, "cpu", 1, chosen)
+    assert measured == tried
+    assert speed.precision == tried[0]

@@ -381,6 +381,11 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     assert "Time at" not in capsys.readouterr().out
 
 
+def test_settings_that_are_seldom_meant_are_named_before_the_job_is_submitted(caplog):
+    script("model.hidden_size=2048", "model.intermediate_size=8192", "model.num_hidden_layers=16")
+    assert "tokens are few for" in caplog.text
+
+
 def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
     def refuse(request):
         raise UserError(

@@ -80,7 +80,11 @@ def read_job(composed: Composed, known: Sequence[Problem] = ()) -> Job:
 def execute(job: Job) -> None:
     """Write the job and the jobs that prepare its text, print what it needs, and submit them or
     print how to."""
+    from trainer.runs.arms import arms_of
+    from trainer.workflows.remarks import say_unusual_settings
+
     directory = write_job(job)
+    say_unusual_settings(arms_of(job.config))
     if job.settings.gpus_per_node:
         _say_plan(job)
     before = PREPARING if job.settings.prepare else {}

@@ -40,7 +40,7 @@ from trainer.runs.ranks import Ranks
 from trainer.runs.run_lock import RunLock
 from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import OptimizerConfig
-from trainer.training.speed import Times, measure_step
+from trainer.training.speed import Times, measure_step, product_peak
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import corpus_problems, run_experiment, start_problems
 from trainer.workflows.export import export_checkpoint
@@ -56,7 +56,7 @@ RECORD = "recalibrate.json"
 """File of a run directory with the request, the choices and their reasons."""
 GPU_PASS = 16384
 """Tokens of a forward pass to begin with on a GPU; halved until a step fits."""
-MEASURED = {"cpu": 1024, "cuda": GPU_PASS}
+MEASURED = {"cpu": 512, "cuda": GPU_PASS}
 """Tokens of the micro-batch that is measured."""
 MEASURED_LENGTH = {"cpu": 512, "cuda": 2048}
 """Tokens of a measured sequence, at most."""
@@ -132,7 +132,13 @@ def facts_of(model: str) -> Facts:
     return Facts(weights_of(start.config), start.config, start.layout)
 
 
-def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None) -> Speed:
+def measured(
+    facts: Facts,
+    minutes: float,
+    accelerator: str,
+    threads: int | None,
+    precision: str | None = None,
+) -> Speed:
     """Measure how fast this machine trains the model.
 
     Args:
@@ -140,6 +146,7 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
         minutes: of the recalibration, of which this takes a small share.
         accelerator: ``trainer.accelerator``.
         threads: ``trainer.threads``.
+        precision: ``trainer.precision``, if the user sets it.
 
     Raises:
         UserError: not even one sequence fits the GPU.
@@ -152,7 +159,13 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
         name = torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
         precisions = ["bf16" if torch.cuda.is_bf16_supported(False) else "fp32"]
     else:
-        name, precisions = counted(torch.get_num_threads(), "CPU thread"), ["fp32", "bf16"]
+        count = torch.get_num_threads()
+        name, precisions = counted(count, "CPU thread"), ["fp32"]
+        # A CPU without bf16 instructions multiplies up to a hundred times slower in bf16.
+        if product_peak(count, torch.bfloat16) > product_peak(count) / 2:
+            precisions.append("bf16")
+    if precision in ("fp32", "bf16"):
+        precisions = [precision]
     length = min(facts.context, MEASURED_LENGTH[device])
     seconds = min(LONGEST_MEASURING, 0.6 * minutes)
     rows = max(1, MEASURED[device] // length)
@@ -161,16 +174,16 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
     while not times:
         try:
             times = {
-                precision: measure_step(
+                dtype: measure_step(
                     facts.config,
                     facts.layout,
                     (rows, length),
                     device=device,
-                    precision=precision,
+                    precision=dtype,
                     optimizer=OptimizerConfig(),
                     seconds=seconds,
                 )
-                for precision in precisions
+                for dtype in precisions
             }
         except torch.OutOfMemoryError:
             if rows * length <= 256:
@@ -180,11 +193,11 @@ def measured(facts: Facts, minutes: float, accelerator: str, threads: int | None
                     "GPUs (docs/guide.md, section 4).",
                 ) from None
             rows, length = (rows // 2, length) if rows > 1 else (1, length // 2)
-    precision = min(times, key=lambda name: times[name].micro_batch)
-    best = times[precision]
+    fastest = min(times, key=lambda name: times[name].micro_batch)
+    best = times[fastest]
     operations = rows * training_flops(facts.config, facts.layout, length) / best.micro_batch
     fitting = rows * length if is_gpu else CPU_PASS
-    return Speed(name, is_gpu, precision, operations, best.update, fitting)
+    return Speed(name, is_gpu, fastest, operations, best.update, fitting)
 
 
 def recipe_for(
@@ -226,7 +239,8 @@ def recipe_for(
     _check_before_measuring(asked, run_dir, to, overwrite)
     facts = facts_of(asked.model)
     accelerator = user_values.get("trainer.accelerator", "auto")
-    speed = measured(facts, asked.minutes, accelerator, user_values.get("trainer.threads"))
+    threads, precision = (user_values.get(f"trainer.{key}") for key in ("threads", "precision"))
+    speed = measured(facts, asked.minutes, accelerator, threads, precision)
     return choose(facts, speed, asked.minutes, user_values)
 
 
