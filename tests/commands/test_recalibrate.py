@@ -420,26 +420,25 @@ def test_a_step_that_does_not_fit_a_gpu_is_halved(llama, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bf16", "chosen", "tried"),
+    ("is_fast", "chosen", "tried"),
     [
-        (0.4e9, None, ["fp32"]),  # without instructions for it
-        (2e9, None, ["fp32", "bf16"]),
-        (2e9, "fp32", ["fp32"]),
-        (0.4e9, "bf16", ["bf16"]),
+        (False, None, ["fp32"]),
+        (True, None, ["fp32", "bf16"]),
+        (True, "fp32", ["fp32"]),
+        (False, "bf16", ["bf16"]),
     ],
 )
-def test_only_precisions_that_may_be_chosen_are_measured(llama, monkeypatch, bf16, chosen, tried):
+def test_only_precisions_that_may_be_chosen_are_measured(
+    llama, monkeypatch, is_fast, chosen, tried
+):
     measured = []
 
     def step(config, layout, shape, *, precision, **options):
         measured.append(precision)
         return Times(1.0, 1.0)
 
-    def peak(threads, dtype=torch.float32):
-        return bf16 if dtype == torch.bfloat16 else 1e9
-
     monkeypatch.setattr(recalibrate, "measure_step", step)
-    monkeypatch.setattr(recalibrate, "product_peak", peak)
+    monkeypatch.setattr(recalibrate, "multiplies_bf16_fast", lambda threads: is_fast)
     speed = recalibrate.measured(recalibrate.facts_of(str(llama)), 1.0, "cpu", 1, chosen)
     assert measured == tried
     assert speed.precision == tried[0]

@@ -245,6 +245,24 @@ def test_the_duration_of_a_long_run_on_a_cpu_is_logged(monkeypatch, caplog, seco
     ] * is_logged
 
 
+@pytest.mark.parametrize(
+    ("precision", "is_fast", "seconds", "warns"),
+    [
+        ("bf16", False, 61.0, True),
+        ("bf16", True, 61.0, False),
+        ("bf16", False, 60.0, False),
+        ("fp32", False, 61.0, False),
+    ],
+)
+def test_bf16_on_a_cpu_without_its_instructions_is_warned_of(
+    monkeypatch, caplog, precision, is_fast, seconds, warns
+):
+    monkeypatch.setattr(devices, "cpu_seconds", lambda _: seconds)
+    monkeypatch.setattr(devices, "multiplies_bf16_fast", lambda threads: is_fast)
+    open_gpus(with_trainer(accelerator="cpu", precision=precision), Ranks())
+    assert ("trainer.precision=fp32 is faster" in caplog.text) == warns
+
+
 def test_more_threads_take_less_time():
     single, four = (RunConfig(trainer=TrainerConfig(threads=threads)) for threads in (1, 4))
     assert cpu_seconds(single) == pytest.approx(4 * cpu_seconds(four))

@@ -54,3 +54,10 @@ def test_the_peak_of_a_processor_is_that_of_its_fastest_product(monkeypatch):
     assert speed.product_peak(2) == pytest.approx(2 * 768**3 / 0.05)
     assert torch.get_num_threads() == threads
     assert next(clock, None) is None
+
+
+@pytest.mark.parametrize(("bf16", "is_fast"), [(0.4e9, False), (0.6e9, True), (2e9, True)])
+def test_bf16_is_fast_from_half_the_speed_of_float32(monkeypatch, bf16, is_fast):
+    peaks = {torch.float32: 1e9, torch.bfloat16: bf16}
+    monkeypatch.setattr(speed, "product_peak", lambda threads, dtype=torch.float32: peaks[dtype])
+    assert speed.multiplies_bf16_fast(2) is is_fast

@@ -20,6 +20,7 @@ from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
+from trainer.training.speed import multiplies_bf16_fast
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +138,17 @@ def _value(names: tuple[str, ...]) -> str | None:
 def open_gpus(config: RunConfig, ranks: Ranks) -> None:
     """Log the GPU settings and create the directory of NCCL's flight recorder.
 
-    Without GPUs, log the estimated duration of a long training.
+    Without GPUs, log the estimated duration of a long training, and warn of a slow precision.
     """
     if device_type(config) == "cpu":
         if (seconds := cpu_seconds(config)) > 3600:
             log.info("On this machine's CPU about %s", in_words(seconds))
+        is_bf16 = config.trainer.precision == "bf16"
+        if seconds > 60 and is_bf16 and not multiplies_bf16_fast(torch.get_num_threads()):
+            log.warning(
+                "trainer.precision: this CPU has no instructions for bf16 and multiplies much "
+                "slower in it; trainer.precision=fp32 is faster"
+            )
         return
     settings = [
         f"{ranks.world_size} x {torch.cuda.get_device_name()}",

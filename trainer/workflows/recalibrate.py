@@ -40,7 +40,7 @@ from trainer.runs.ranks import Ranks
 from trainer.runs.run_lock import RunLock
 from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import OptimizerConfig
-from trainer.training.speed import Times, measure_step, product_peak
+from trainer.training.speed import Times, measure_step, multiplies_bf16_fast
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import corpus_problems, run_experiment, start_problems
 from trainer.workflows.export import export_checkpoint
@@ -161,9 +161,7 @@ def measured(
     else:
         count = torch.get_num_threads()
         name, precisions = counted(count, "CPU thread"), ["fp32"]
-        # A CPU without bf16 instructions multiplies up to a hundred times slower in bf16.
-        if product_peak(count, torch.bfloat16) > product_peak(count) / 2:
-            precisions.append("bf16")
+        precisions += ["bf16"] if multiplies_bf16_fast(count) else []
     if precision in ("fp32", "bf16"):
         precisions = [precision]
     length = min(facts.context, MEASURED_LENGTH[device])
