@@ -140,7 +140,7 @@ class TrainerConfig:
                 f"[10, 13], got {steps}.",
             )
         if self.fp8 and self.precision != "bf16":
-            yield Problem("trainer.fp8", "needs trainer.precision=bf16, the type of all else.")
+            yield Problem("trainer.fp8", "needs trainer.precision=bf16, for all other products.")
         if self.batch_size % (self.micro_batch_size or self.batch_size):
             yield Problem(
                 "trainer.micro_batch_size",
