@@ -114,6 +114,7 @@ def test_prompts_depend_on_every_field_but_their_group():
         "group": 2,
         "label": "y",
         "never_first": (),
+        "classes": ("x",),
     }
 
     def print_of(asked):

@@ -17,7 +17,7 @@ from trainer.data.files import File
 from trainer.data.plan import directory_name, request_of
 from trainer.data.prepared import Prepared
 from trainer.data.sources import Listing
-from trainer.runs.phases import reading
+from trainer.runs.phases import NOT_OF_SAMPLES, reading
 from trainer.runs.starting_point import data_fingerprints
 
 
@@ -120,7 +120,7 @@ KEYS = {
         },
         {"data.mixture": {"text": {"weight": 2.0}}},
     ),
-    "data read in one order": Key(DataConfig(), reading, other={"mixture": {"a": {}}}),
+    "data read in one order": Key(DataConfig(), reading, NOT_OF_SAMPLES, {"mixture": {"a": {}}}),
 }  # fmt: skip
 
 

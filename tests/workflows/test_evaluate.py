@@ -398,6 +398,19 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
     assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
 
+@pytest.fixture
+def without_temperature(runs):
+    """The shared run without temperatures that other tests fitted, before and after a test."""
+
+    def remove():
+        for kept in (runs / "checkpoints").glob(f"*/{FILE}"):
+            kept.unlink()
+
+    remove()
+    yield
+    remove()
+
+
 def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
     runs, tmp_path, monkeypatch
 ):
@@ -414,6 +427,7 @@ def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
     assert {problem.key for problem in error.value.problems} == {"evaluation.methods"}
 
 
+@pytest.mark.usefixtures("without_temperature")
 def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
     """Also beside a single one of the same text, which a later evaluation of its own keeps."""
     monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
@@ -432,10 +446,9 @@ def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_p
     assert evaluate_lengths(given)[0].cells == report.cells
     evaluate_lengths(request(runs, tmp_path / "single", temperature=several))
     assert with_fitted_temperature(found.layout, found.path)[1].startswith(", logits times 1 + ")
-    for kept in (runs / "checkpoints").glob(f"*/{FILE}"):
-        kept.unlink()
 
 
+@pytest.mark.usefixtures("without_temperature")
 def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
     runs, tmp_path, monkeypatch
 ):
@@ -445,7 +458,6 @@ def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
     evaluate_lengths(request(runs, tmp_path, **given))
     found = find_candidate(str(runs))
     layout, said = with_fitted_temperature(found.layout, found.path)
-    (found.path / FILE).unlink()
     assert "ln(n / 16)" in said
     assert {s.temperature.reference for s in layout.spectra} == {16}
 
@@ -473,6 +485,7 @@ def test_a_temperature_fitted_for_the_first_stage_of_rope_id_is_not_kept_for_the
         assert (path / FILE).exists() == is_kept
 
 
+@pytest.mark.usefixtures("without_temperature")
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     """One that was given and not chosen out of several says nothing of the model."""
     found = find_candidate(str(runs))
