@@ -51,26 +51,29 @@ class Job:
 
 def read(composed: Composed) -> Job:
     """Return the checked job that trains a run."""
-    keys, _, run = composed.split(Slurm)
-    job = read_job(composed, [*_misfits(run.values), *_idle_workers(keys.slurm, run.values)])
     from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.directory import plain
     from trainer.workflows.experiment import experiment_problems
 
+    job = read_job(composed, lambda keys, run: [*_misfits(run), *_idle_workers(keys, run)])
     arms = arms_of(job.config)
     misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
     raise_all([*misfits, *experiment_problems(arms, *_workers(job.settings))])
     return job
 
 
-def read_job(composed: Composed, known: Sequence[Problem] = ()) -> Job:
+Check = Callable[[SlurmConfig, dict[str, Any]], list[Problem]]
+"""Takes a job's settings and the values of its run."""
+
+
+def read_job(composed: Composed, check: Check = lambda keys, run: []) -> Job:
     """Return a job with checked settings of its own and of its run.
 
-    ``known``: problems to report too.
+    ``check``: returns more problems to report with those.
     """
     keys, problems, run = composed.split(Slurm)
     problems += [problem.under("slurm") for problem in keys.slurm.problems()]
-    config = read_run(run, [*problems, *known])
+    config = read_run(run, [*problems, *check(keys.slurm, run.values)])
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # a job without words trains nothing
     settings = keys.slurm.for_run(config)

@@ -22,7 +22,10 @@ def remedy(about: str) -> str:
 
 
 def same_command(overwrite: bool) -> str:
-    """Name the command that resumes a run; with ``overwrite`` it would start again."""
+    """Return what messages call the command that resumes a run.
+
+    ``overwrite``: whether the command had ``overwrite=true``, with which it would start again.
+    """
     return f"the same command{' without overwrite=true' if overwrite else ''}"
 
 

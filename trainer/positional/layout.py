@@ -151,7 +151,7 @@ class Layout:
 
     @property
     def has_trained_temperature(self) -> bool:
-        """Whether training had a temperature that depends on the length, below C or in steps."""
+        """Whether a temperature depends on lengths within the training length too."""
         return any(s.temperature.is_trained(self.training_length) for s in self.spectra)
 
     def at(self, length: int) -> Layout:

@@ -165,7 +165,7 @@ def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | Non
 def _between(before: Spectrum, after: Spectrum, share: float) -> Spectrum:
     """Scale the angles that ``after`` sets to zero to a share of those in ``before``.
 
-    The factor on rotated channels changes by the same share, which is 1 once nothing rotates.
+    The factor on rotated channels falls by the same share, to 1 if nothing rotates in ``after``.
     """
     dropped = after.inv_freq or (0.0,) * len(before.inv_freq)
     pairs = zip(before.inv_freq, dropped, strict=True)

@@ -192,7 +192,7 @@ class StrategyConfig:
 
 @configuration
 class LoggerConfig:
-    """Where metrics go besides ``metrics.csv``."""
+    """Destinations of metrics besides ``metrics.csv``."""
 
     wandb: bool = False
     """Log to Weights & Biases; offline without a key or connection."""

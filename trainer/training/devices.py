@@ -146,8 +146,8 @@ def open_gpus(config: RunConfig, ranks: Ranks) -> None:
         is_bf16 = config.trainer.precision == "bf16"
         if seconds > 60 and is_bf16 and not multiplies_bf16_fast(torch.get_num_threads()):
             log.warning(
-                "trainer.precision: this CPU has no instructions for bf16 and multiplies much "
-                "slower in it; trainer.precision=fp32 is faster"
+                "trainer.precision: this CPU multiplies in bf16 at less than half the speed of "
+                "float32; trainer.precision=fp32 is faster"
             )
         return
     settings = [

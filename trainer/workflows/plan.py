@@ -307,7 +307,7 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
         return
     threads = request.config.trainer.threads or usual_threads()
     peak = product_peak(threads)
-    # bf16 is faster on some CPUs, and slower on others: see recalibrate, which measures both.
+    # bf16 is faster on some CPUs, and slower on others: see recalibrate, which compares them.
     yield (
         f"this CPU, {counted(threads, 'thread')}",
         f"{_hours(total / (peak * request.mfu * 3600))}; its peak is {peak / 1e9:,.0f} GFLOP/s "

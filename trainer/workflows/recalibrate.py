@@ -157,13 +157,15 @@ def measured(
     if is_gpu:
         count = torch.cuda.device_count()
         name = torch.cuda.get_device_name() + (f" (one of {count})" if count > 1 else "")
-        precisions = ["bf16" if torch.cuda.is_bf16_supported(False) else "fp32"]
     else:
-        count = torch.get_num_threads()
-        name, precisions = counted(count, "CPU thread"), ["fp32"]
-        precisions += ["bf16"] if multiplies_bf16_fast(count) else []
+        name = counted(torch.get_num_threads(), "CPU thread")
     if precision in ("fp32", "bf16"):
         precisions = [precision]
+    elif is_gpu:
+        precisions = ["bf16" if torch.cuda.is_bf16_supported(False) else "fp32"]
+    else:
+        is_fast = multiplies_bf16_fast(torch.get_num_threads())
+        precisions = ["fp32", "bf16"] if is_fast else ["fp32"]
     length = min(facts.context, MEASURED_LENGTH[device])
     seconds = min(LONGEST_MEASURING, 0.6 * minutes)
     rows = max(1, MEASURED[device] // length)

@@ -179,8 +179,10 @@ class Indicator:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the measure holds beyond the training length; None if no longer text was read or
-        a change means nothing.
+        """Whether the measure holds beyond the training length.
+
+        None if no longer text was read, a change means nothing, or a value that should be high is
+        below :attr:`least` already at the training length.
 
         The null hypothesis is that longer texts change as much as those within the training length:
         a change no larger than :attr:`usual` holds, unless more than half of a value that should
@@ -188,6 +190,8 @@ class Indicator:
         """
         if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
             return None
+        if self.wanted == "high" and self.within < self.least:
+            return None  # nothing that could be lost
         usual = self.usual if self.wanted == "low" else min(self.usual, MOST_LOST)
         if self.change <= max(DRIFT, usual):
             return "holds"

@@ -237,7 +237,7 @@ def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
         return tokenizer
     copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end)
     template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, end)])
-    # In the file itself: transformers ignores add_bos_token beside it.
+    # The tokenizer's file has to hold it: transformers ignores add_bos_token beside it.
     before = [tokenizer.post_processor] if tokenizer.post_processor else []
     copy.post_processor = Sequence([*before, template])
     return copy

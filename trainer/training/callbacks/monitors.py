@@ -185,8 +185,8 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
     """
     if config.monitor.lengths_every is None:
         return
-    longest, text = max(config.monitor.lengths), corpus.validation
-    if len(text) < longest * (C := config.training_length):
+    longest, text, C = max(config.monitor.lengths), corpus.validation, config.training_length
+    if len(text) < longest * C:
         raise UserError.at(
             "monitor.lengths",
             f"the validation text has {len(text)} tokens, fewer than {longest} times the training "
