@@ -65,9 +65,12 @@ def test_what_is_not_beyond_or_means_nothing_is_not_judged():
     assert indicator((0.9, 0.9, 0.0), judged=False).verdict is None
 
 
-def test_a_change_of_a_value_near_zero_is_measured_by_the_least_size():
-    assert indicator((0.001, 0.001, 0.0), least=0.05).verdict == "holds"
+def test_a_high_value_near_zero_everywhere_is_not_judged():
+    assert indicator((0.001, 0.001, 0.0), least=0.05).verdict is None
     assert indicator((0.001, 0.001, 0.0), least=0.0001).verdict == "breaks"
+    assert indicator((0.001, 0.001, 0.5), least=0.05).verdict == "holds"
+    assert indicator((0.001, 0.001, -0.5), least=0.05).verdict == "breaks"
+    assert indicator((0.01, 0.01, 0.011), wanted="low", least=0.05).verdict == "holds"
 
 
 def test_numbers_of_sections_bring_them_back():

@@ -182,7 +182,7 @@ class Indicator:
         """Whether the measure holds beyond the training length.
 
         None if no longer text was read, a change means nothing, or a value that should be high is
-        below :attr:`least` already at the training length.
+        closer to 0 than :attr:`least`, at the training length and beyond it.
 
         The null hypothesis is that longer texts change as much as those within the training length:
         a change no larger than :attr:`usual` holds, unless more than half of a value that should
@@ -190,7 +190,7 @@ class Indicator:
         """
         if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
             return None
-        if self.wanted == "high" and self.within < self.least:
+        if self.wanted == "high" and max(abs(self.within), abs(self.beyond)) < self.least:
             return None  # nothing that could be lost
         usual = self.usual if self.wanted == "low" else min(self.usual, MOST_LOST)
         if self.change <= max(DRIFT, usual):
