@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 import yaml
@@ -97,6 +98,21 @@ def test_a_recipe_is_planned_without_its_weights_and_text(capsys, tmp_path, monk
     assert "the weights 'HuggingFaceTB/SmolLM-360M' are not on this machine" in out
     assert "has not been prepared" in out
     assert "does not fit" not in out
+
+
+def test_the_command_that_prepares_the_text_is_a_line_that_a_shell_accepts(
+    capsys, tmp_path, monkeypatch
+):
+    """A shell would run the first line of a command that a table wraps."""
+    monkeypatch.setattr(plans, "step_memory", lambda *_: {"parameters": 1})
+    text = tmp_path / "a text of some length"
+    text.mkdir()
+    (text / "a.txt").write_text("some words " * 900)
+    words = ["data=files", f"data.files=['{text}/*.txt']", f"data.cache_dir={tmp_path}/cache"]
+    monkeypatch.setattr("sys.argv", ["unrope", "plan", *words])
+    main(["plan", *words])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "trainer prepare" in line)
+    assert shlex.split(line) == ["python", "-m", "trainer", "prepare", *words]
 
 
 def test_one_gpu_is_planned_for_where_no_more_are_used(capsys):

@@ -372,7 +372,7 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     run_command(COMMAND, ["slurm.nodes=2", "strategy=fsdp2", "slurm.gpu=a100", "model=nano"])
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "GPUs 16, strategy fsdp2" in out
-    assert "in all 1.0 GiB of 80 GiB, uncompiled" in out
+    assert "in all 1.0 GiB of 80 GiB at the peak, uncompiled" in out
     assert "16 x A100-SXM4-80GB" in out
     assert "H100" not in out
     assert "CPU" not in out

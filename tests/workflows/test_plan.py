@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
@@ -68,7 +68,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
     run |= {"keep_checkpoints": 2, "keep_best": 1, "threads": 2}
     values = {"drop": {"at": 0.75}, "controls": controls, "trainer": run}
     values["strategy"] = {"name": "ddp"}
-    found = planned(values, 4, 2, gpu="a100_40gb", mfu=0.5, missing=("weights",))
+    found = planned(values, 4, 2, gpu="a100_40gb", mfu=0.5, missing=(Problem("", "weights"),))
     first, (_, second) = found.pop("Missing here")
     assert first == ("", "weights")
     assert second.startswith("data: stdlib_docs has not been prepared")
@@ -78,6 +78,10 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
             ("steps", "1,000,000,000 of 2,048 tokens"),
             ("tokens", "2,048,000,000,000"),
             ("drop", "after step 750,000,000, then 512,000,000,000 tokens"),
+            (
+                "text",
+                "about 450,000 tokens by its size in bytes, read about 4,550,000 times",
+            ),
             ("operations of big", "2.7e+18"),
             ("operations of rope", "6.74e+17"),
             ("operations of late", "2.43e+18"),
@@ -89,7 +93,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
             ("parameters", "2.0 GiB"),
             ("optimizer", "6.0 GiB"),
             ("activations", "120.0 GiB"),
-            ("in all", "128.0 GiB of 40 GiB, uncompiled"),
+            ("in all", "128.0 GiB of 40 GiB at the peak, uncompiled"),
             (
                 "does not fit",
                 "strategy=ddp strategy.activation_checkpointing=selective "
@@ -106,7 +110,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
             ("a checkpoint", "2,487.6 GB"),
             ("checkpoints kept", "8, and one that is written: 22,388.0 GB"),
             ("those of controls", "19: 47,263.5 GB"),
-            ("text, read once", "4,096.0 GB of 2 bytes a token"),
+            ("text, prepared", "about 0.9 MB of 2 bytes a token"),
         ],
     }
 
@@ -132,6 +136,7 @@ def test_phases_and_offloading_in_a_plan(planned):
         ("long", "3 steps of 8 x 256: 6,144 tokens, dropped the encoding (nope)"),
         ("tokens", "26,624"),
         ("drop", "after step 10, then 6,144 tokens"),
+        ("text", "about 450,000 tokens by its size in bytes, read about 0.0592 times"),
         ("operations of big", "3.64e+10"),
     ]
     assert found["Memory of each GPU"] == [
@@ -141,7 +146,7 @@ def test_phases_and_offloading_in_a_plan(planned):
         ("parameters", "0.5 GiB of the CPU"),
         ("optimizer", "1.5 GiB of the CPU"),
         ("activations", "240.0 GiB"),
-        ("in all", "240.0 GiB of 141 GiB, uncompiled"),
+        ("in all", "240.0 GiB of 141 GiB at the peak, uncompiled"),
         (
             "does not fit",
             "strategy=fsdp2 strategy.activation_checkpointing=none trainer.micro_batch_size=4 "
@@ -239,4 +244,56 @@ def test_what_is_small_in_a_plan_has_smaller_units():
     assert [plans._hours(n) for n in (0.1, 0.09, 0.01)] == [
         "0.1 hours", "5.4 minutes", "under a minute",
     ]  # fmt: skip
+
+
+def test_long_hours_of_a_plan_are_rounded_days_or_years():
+    hours = (99.94, 100, 2_654.3, 23_999, 24_000, 1_708_829.4, 1e8)
+    assert [plans._hours(n) for n in hours] == [
+        "99.9 hours", "4.17 days", "111 days", "1,000 days", "2.74 years", "195 years",
+        "11,400 years",
+    ]  # fmt: skip
+
+
+def test_gpu_hours_of_a_plan():
     assert [plans._gpu_hours(n) for n in (1, 0.4)] == ["1 GPU-hours", "under one GPU-hour"]
+
+
+def test_text_in_files_is_estimated_from_their_bytes_before_it_is_prepared(planned, tmp_path):
+    """64,000 bytes are 16,000 tokens of 4; 100 steps of 32 x 64 read 204,800."""
+    (tmp_path / "a.txt").write_text("a text " * 8_000 + "words " * 1_000 + "a" * 2_000)
+    files = {"source": "files", "files": [str(tmp_path / "*.txt")], "about": "words"}
+    run = {"max_steps": 100, "batch_size": 32}
+    sections = planned({"data": files, "trainer": run}, gpu="h100", mfu=0.4)
+    assert dict(sections["Training"])["text"] == (
+        "words, about 16,000 tokens by its size in bytes, read about 12.8 times"
+    )
+    assert sections["Disk"][-1] == ("text, prepared", "about 32.0 kB of 2 bytes a token")
+
+
+def test_texts_of_a_mixture_are_estimated_as_far_as_their_sizes_are_known(planned, tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 4_000)
+    here = {"weight": 1, "source": "files", "files": [str(tmp_path / "a.txt")]}
+    hub = {"weight": 3, "source": "hub", "hub_name": "some/text"}
+    values = {"data": {"mixture": {"here": here, "hub": hub}}}
+    values["trainer"] = {"max_steps": 10, "batch_size": 32}
+    sections = planned(values, gpu="h100", mfu=0.4)
+    training = dict(sections["Training"])
+    assert training["text here"] == (
+        "25% of the samples, about 1,000 tokens by its size in bytes, read about 5.12 times"
+    )
+    assert training["text hub"] == "75% of the samples"
+    assert sections["Disk"][-1] == ("text, read once", "41.0 kB of 2 bytes a token")
+
+
+def test_a_plan_lists_files_that_are_missing(planned, tmp_path):
+    away = {"source": "files", "files": [str(tmp_path / "none.txt")]}
+    sections = planned({"data": away}, gpu="h100", mfu=0.4)
+    assert "text" not in dict(sections["Training"])
+    assert "there is no file" in dict(sections["Missing here"])[""]
+
+
+def test_parts_that_take_nothing_at_the_peak_have_no_row(planned, monkeypatch):
+    monkeypatch.setattr(plans, "step_memory", lambda *_: {"loss": GIB, "gradients": 0})
+    rows = dict(planned({}, gpu="h100", mfu=0.4)["Memory of each GPU"])
+    assert rows["loss"] == "1.0 GiB"
+    assert "gradients" not in rows

@@ -92,7 +92,7 @@ def execute(request: PlanRequest) -> None:
 
 
 def print_sections(sections: Iterable[Section]) -> None:
-    """Print each section as a table."""
+    """Print each section as a table, and below it its commands, each on a line of its own."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -108,6 +108,9 @@ def print_sections(sections: Iterable[Section]) -> None:
             table.add_row(*map(Text, row))
         out.print(table, highlight=False)
         out.print()
+        for command in section.commands:
+            out.print(Text(command), soft_wrap=True)  # cut by no newline that a shell would read
+            out.print()
 
 
 HELP = """

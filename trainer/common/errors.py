@@ -27,8 +27,15 @@ class Problem:
     """The nearest right value, as a sentence."""
     transient: bool = False
     """Whether a second attempt may succeed: a disk or a process failed, not the user."""
+    command: str = ""
+    """A command that mends it, quoted for a shell; the sentences end before it with a colon."""
 
     def __str__(self) -> str:
+        return f"{self.sentences} {self.command}" if self.command else self.sentences
+
+    @property
+    def sentences(self) -> str:
+        """Everything but the command."""
         text = f"{self.key}: {self.message}" if self.key else self.message
         return f"{text} {self.hint}" if self.hint else text
 

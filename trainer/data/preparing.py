@@ -130,19 +130,20 @@ class Preparation:
     @property
     def missing(self) -> Problem:
         """Problem of a run that may not prepare its text itself."""
-        once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return Problem(
                 "data.packing",
                 f"{str(self.directory)!r} has no blocks of {self.config.sequence_length} tokens "
-                f"yet; {once}",
+                "yet; once, where it can be written:",
+                command=prepare_command(),
             )
         if others := _states(self.directory.parent, self.request):
             return Problem(
                 "data",
                 f"{describe(self.config)} has other files or sizes than when it was prepared "
                 f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
-                f"prepares it anew: {prepare_command()}",
+                "prepares it anew:",
+                command=prepare_command(),
             )
         return not_prepared(self.config)
 
@@ -250,8 +251,8 @@ def not_prepared(config: DataConfig) -> Problem:
     return Problem(
         "data",
         f"{describe(config)} has not been prepared below "
-        f"{str(cache_directory(config))!r}; once, where the text and that place can be reached: "
-        f"{prepare_command()}",
+        f"{str(cache_directory(config))!r}; once, where the text and that place can be reached:",
+        command=prepare_command(),
     )
 
 

@@ -127,6 +127,23 @@ def is_here(config: SourceConfig) -> bool:
     return not any("://" in path.removeprefix("file://") for path in config.files)
 
 
+STDLIB_DOCS = 1_800_000
+"""Bytes of ``stdlib_docs``, roughly; they differ between versions of Python."""
+
+
+def estimated_bytes(config: SourceConfig) -> int | None:
+    """Estimate the bytes of a source's text without a network, or return None.
+
+    Raises:
+        UserError: files are missing.
+    """
+    if config.source == "stdlib_docs":
+        return STDLIB_DOCS
+    if config.source != "files" or not is_here(config):
+        return None
+    return sum(file.text_bytes for file in list_source(config).files)
+
+
 def _addresses(config: SourceConfig) -> list[str]:
     """Return the configured addresses, with ``@LIST`` replaced by the matching lines of that list.
 

@@ -16,6 +16,8 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.processes import usual_threads
 from trainer.common.words import counted
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.plan import BYTES_PER_TOKEN
+from trainer.data.sources import estimated_bytes
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of
@@ -84,6 +86,8 @@ class Section:
 
     title: str
     rows: list[tuple[str, str]]
+    commands: tuple[str, ...] = ()
+    """Commands that the rows announce, quoted for a shell."""
 
 
 def plan(request: PlanRequest) -> Iterator[Section]:
@@ -111,7 +115,9 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Disk", list(_disk(config, controls, corpus, counts["in all"], vocab)))
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
-        yield Section("Missing here", [("", str(problem)) for problem in missing])
+        commands = dict.fromkeys(problem.command for problem in missing if problem.command)
+        rows = [("", problem.sentences) for problem in missing]
+        yield Section("Missing here", rows, tuple(commands))
 
 
 def parameters(model: Decoder) -> dict[str, int]:
@@ -172,15 +178,36 @@ def _training(
             label = f"text {part.name}" if config.data.mixture else "text"
             yield label, f"{held}, read {times[part.name]:.3g} times"
     else:
-        shares = _shares(phases)
+        shares, estimates = _shares(phases), estimated_tokens(config)
         for name, (text, _) in config.data.texts.items():
-            if config.data.mixture:
-                about = f", {text.about}" if text.about else ""
-                yield f"text {name}", f"{100 * shares.get(name, 0):.3g}% of the samples{about}"
-            elif text.about:
-                yield "text", text.about
+            share, tokens = shares.get(name, 0), estimates[name]
+            facts = [f"{100 * share:.3g}% of the samples"] if config.data.mixture else []
+            if text.about:
+                facts.append(text.about)
+            if tokens:
+                times = share * tokens_at(config, steps) / tokens
+                facts.append(f"about {_rounded(tokens)} tokens by its size in bytes")
+                facts.append(f"read about {_rounded(times)} times")
+            if facts:
+                yield f"text {name}" if config.data.mixture else "text", ", ".join(facts)
     for name, number in operations.items():
         yield f"operations of {name}", f"{number:.3g}"
+
+
+def estimated_tokens(config: RunConfig) -> dict[str, int | None]:
+    """Estimate the tokens of each text that is not prepared yet from the bytes of its files.
+
+    Returns:
+        None for a text of unknown size.
+    """
+    estimates: dict[str, int | None] = {}
+    for name, (text, _) in config.data.texts.items():
+        try:
+            size = None if text.prepared else estimated_bytes(text)
+        except UserError:  # files are missing, which the plan lists
+            size = None
+        estimates[name] = size and max(size // BYTES_PER_TOKEN, 1)
+    return estimates
 
 
 def _shares(phases: Sequence[Phase]) -> dict[str, float]:
@@ -222,9 +249,10 @@ def _memory(
     yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
     away = OFFLOADED if config.strategy.cpu_offload else ()
     for name, size in parts.items():
-        yield name, f"{gib(size)}{' of the CPU' if name in away else ''}"
+        if size:  # at the peak in the loss there may be no gradients yet
+            yield name, f"{gib(size)}{' of the CPU' if name in away else ''}"
     room = USABLE * gpu.memory
-    yield "in all", f"{gib(total)} of {gpu.memory / GIB:.0f} GiB, uncompiled"
+    yield "in all", f"{gib(total)} of {gpu.memory / GIB:.0f} GiB at the peak, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
 
@@ -333,11 +361,16 @@ def _disk(
         )
         yield "those of controls", f"{sum(numbers.values())}: {_gb(size)}"
     width = 2 if vocab <= 1 << 16 else 4
+    estimates = estimated_tokens(config).values() if isinstance(corpus, UserError) else ()
+    known = [tokens for tokens in estimates if tokens]
     if isinstance(corpus, Corpus):
         label, tokens = "text, prepared", sum(len(part.text.train) for part in corpus.parts)
+    elif len(known) == len(estimates):
+        label, tokens = "text, prepared", sum(known)
     else:
         label, tokens = "text, read once", tokens_at(config, config.trainer.max_steps)
-    yield label, f"{_gb(tokens * width)} of {width} bytes a token"
+    about = "about " if known and label == "text, prepared" else ""
+    yield label, f"{about}{_gb(tokens * width)} of {width} bytes a token"
 
 
 def _checkpoints(config: RunConfig) -> int:
@@ -357,7 +390,17 @@ def _gb(size: float) -> str:
 def _hours(hours: float) -> str:
     if hours < 1 / 60:
         return "under a minute"
+    if hours >= 1000 * 24:
+        return f"{_rounded(hours / (365 * 24))} years"
+    if hours >= 100:
+        return f"{_rounded(hours / 24)} days"
     return f"{hours:,.1f} hours" if hours >= 0.1 else f"{60 * hours:,.1f} minutes"
+
+
+def _rounded(number: float) -> str:
+    """Format a number with three significant digits: ``1,710``."""
+    digits = float(f"{number:.3g}")
+    return f"{digits:,.0f}" if digits >= 100 else f"{digits:g}"
 
 
 def _gpu_hours(hours: float) -> str:
