@@ -87,11 +87,11 @@ def test_the_table_as_markdown():
         | run | 64 tokens, 1× (trained) | 256 tokens, 4× | tokens | training loss | skipped updates | state |
         | --- | ---: | ---: | ---: | ---: | ---: | --- |
         | optimizer.lr=1e-4 | · | · | · | · | · | not started |
-        | optimizer.lr=1e-3 | **100.0** (75.8–100.0) / 3.125 | 16.7 (4.7–44.8) / 3.750 | 26.2M | 3.062 | 0 | finished |
-        | optimizer.lr=1e-2 | **100.0** (75.8–100.0) / 2.625 | **83.3** (55.2–95.3) ↑ / 3.250 | 999 | 2.500 | 1,200 | step 7 of 9 |
+        | optimizer.lr=1e-3 | 100.0 (75.8–100.0) / 3.125 | 16.7 (4.7–44.8) / 3.750 | 26.2M | 3.062 | 0 | finished |
+        | optimizer.lr=1e-2 | 100.0 (75.8–100.0) / 2.625 | 83.3 (55.2–95.3) ↑ / 3.250 | 999 | 2.500 | 1,200 | step 7 of 9 |
         | optimizer.lr=1 | 9.000 | 75.0 (46.8–91.1) / · | · | · | · | finished |
 
-        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials than the first are not tested, and their losses are not comparable with the first run's. · not measured. Runs are named by the keys that differ.
+        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: better than every other run of its column by this test. A row is one training run: the tests do not cover the choice of its seed. Runs that were measured on other text, tokens or trials than the first are not tested, and their losses are not comparable with the first run's. · not measured. Runs are named by the keys that differ.
 
         - optimizer.lr=1e-4: not started; It did not start.
         - optimizer.lr=1e-2: step 7 of 9
@@ -176,7 +176,7 @@ def test_the_numbers_in_full(tmp_path):
 
 
 def test_losses_alone_are_a_table_too():
-    """Lengths vary where training lengths do; the least loss is the best."""
+    """Lengths vary where training lengths do; losses on other text are not compared."""
     sweep = Sweep(
         "losses",
         (
@@ -191,19 +191,39 @@ def test_losses_alone_are_a_table_too():
 
         | run | tokens vary, 1× (trained) | 256 tokens, 4× | tokens | training loss | skipped updates | state |
         | --- | ---: | ---: | ---: | ---: | ---: | --- |
-        | k=1 | 20.09 | **54.60** | · | · | · | finished |
-        | k=2 | **12.18** | · | · | · | · | finished |
+        | k=1 | 20.09 | 54.60 | · | · | · | finished |
+        | k=2 | 12.18 | · | · | · | · | finished |
 
-        Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column. · not measured. Runs are named by the keys that differ.
+        Held-out perplexity, exp of the loss in nats per token. Bold: lower than every other run of its column on the same windows (95% interval of a paired bootstrap). A row is one training run: the tests do not cover the choice of its seed. · not measured. Runs are named by the keys that differ.
         """,  # noqa: E501
     )
     assert sweep.loss_change(sweep.runs[1], 1) is None  # not of the same text
     assert unfinished(sweep) == []
     alone = Sweep("losses", sweep.runs[:1])
     assert legend(alone) == (
-        "Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column. · "
-        "not measured."
+        "Held-out perplexity, exp of the loss in nats per token. Bold: lower than every other run "
+        "of its column on the same windows (95% interval of a paired bootstrap). A row is one "
+        "training run: the tests do not cover the choice of its seed. · not measured."
     )
+
+
+@pytest.mark.parametrize(
+    ("points", "bold"),
+    [
+        ([point(1, 2), point(1, 12), point(1, 3)], ["1"]),
+        ([point(1, 2), point(1, 12), point(1, 10)], []),  # 2 of 12 trials apart
+        ([point(1, 12), point(1, 12)], []),
+        ([point(1, 12)], []),  # nothing to lead
+        ([point(1, None, 2.0, 3.0), point(1, None, 2.1, 3.2), point(1, None, 2.3, 3.1)], ["0"]),
+        ([point(1, None, 2.0, 3.1), point(1, None, 2.1, 3.05)], []),  # one window each
+        ([point(1, None, 2.0), point(1, None, 2.1, 3.1)], []),  # other windows
+        ([point(1, 12, 3.0), point(1, 2, 2.0), point(1, None, 1.0)], ["0"]),
+    ],
+)
+def test_a_lead_is_bold_only_where_a_paired_test_shows_it(points, bold):
+    runs = tuple(run(str(n), {"k": str(n)}, at) for n, at in enumerate(points))
+    column = entries(Sweep("s", runs), 1)
+    assert [place for place, entry in column.items() if entry.best] == bold
 
 
 def test_zero_retrieval_and_unmeasured_cells_are_never_best():
@@ -323,7 +343,7 @@ def test_the_effective_length_is_the_last_column():
         ),
     )
     rows = [row.split(" | ") for row in markdown_sweep(sweep).splitlines() if row[:3] == "| k"]
-    assert [row[5] for row in rows] == ["128", "**≥512**"]
+    assert [row[5] for row in rows] == ["128", "≥512"]
     assert "effective, ≥85% of 1×" in markdown_sweep(sweep)
     assert "Effective: the longest length" in legend(sweep)
     assert "effective" in text_of(terminal_sweep(sweep, 120), 120)
@@ -388,6 +408,23 @@ def test_one_key_of_numbers_is_a_curve(tmp_path):
 def test_positive_values_that_span_more_than_a_factor_of_eight_are_logarithmic(values, scale):
     runs = (run(value, {"k": value}, point(1, None, 3.0)) for value in values.split())
     assert figure(Sweep("s", tuple(runs)))[1].axes[0].get_xscale() == scale
+
+
+@pytest.mark.parametrize("key", ["numbers", "words"])
+def test_an_axis_does_not_make_a_trend_of_small_differences(key):
+    """Losses of 0.006 nats apart, and a trial of twelve."""
+    names = {"numbers": ("1", "2", "3"), "words": ("x", "y", "z")}[key]
+    points = (point(1, 11, 3.0), point(1, 10, 3.006), point(1, 11, 3.003))
+    sweep = Sweep("s", tuple(run(n, {"k": n}, at) for n, at in zip(names, points, strict=True)))
+    loss, retrieval = figure(sweep)[1].axes
+    limits = "get_ylim" if key == "numbers" else "get_xlim"
+    assert getattr(loss, limits)() == pytest.approx((2.903, 3.103))
+    assert getattr(retrieval, limits)() == (-4, 106)
+
+
+def test_an_axis_holds_wide_differences():
+    sweep = Sweep("s", tuple(run(n, {"k": n}, point(1, None, float(n))) for n in ("3", "4", "5")))
+    assert figure(sweep)[1].axes[0].get_ylim() == pytest.approx((2.88, 5.12))
 
 
 def grid(*values):

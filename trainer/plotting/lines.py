@@ -116,6 +116,15 @@ def log_if_wide(axes: Axes) -> None:
         log_axis(axes, low, high)
 
 
+def padded(low: float, high: float, least_span: float) -> tuple[float, float]:
+    """Return limits of a linear axis around values.
+
+    ``least_span``: smallest distance of the limits; a narrower axis makes a trend of noise.
+    """
+    room = max(0.06 * (high - low), (least_span - (high - low)) / 2)
+    return low - room, high + room
+
+
 def whole_x(prepare: Callable[[Axes], None] = unscaled) -> Callable[[Axes], None]:
     """Return ``prepare`` followed by ticks at whole numbers of x."""
 

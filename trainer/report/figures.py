@@ -26,6 +26,7 @@ from trainer.plotting.lines import (
     Series,
     draw,
     log_axis,
+    padded,
     side_by_side,
     small_multiples,
     training_length_mark,
@@ -41,7 +42,7 @@ CONTRASTED = (AS_IS, "crop", "yarn")
 
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
 _LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
-_LEAST_SPAN = 0.2  # of the largest perplexity; a narrower axis makes a trend of noise
+_LEAST_SPAN = 0.2  # of the largest perplexity
 _DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
@@ -324,8 +325,7 @@ def perplexity_axis(values: Iterable[float]) -> AxisScale:
 
     def prepare(axes: Axes) -> None:
         if high < _LINEAR * low:
-            room = max(0.06 * (high - low), (_LEAST_SPAN * high - (high - low)) / 2)
-            axes.set_ylim(low - room, high + room)
+            axes.set_ylim(padded(low, high, _LEAST_SPAN * high))
             return
         log_axis(axes, low, high)
         axes.set_ylim(low / 1.2, high * 1.2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from textwrap import wrap
 
 from rich.console import Group, RenderableType
@@ -32,7 +33,6 @@ from trainer.report.tables import (
     perplexity,
     terminal_cell,
     terminal_table,
-    tied,
 )
 from trainer.runs.config import RunConfig
 
@@ -128,19 +128,49 @@ class Sweep:
         """Return the results of a run at a length, or None if it was not measured there."""
         return next((point for point in run.reached if point.factor == factor), None)
 
-    def comparison(self, run: SweptRun, factor: float) -> Comparison | None:
-        """Return the sign test of a run's retrieval against the reference's, on the same trials."""
-        scores = [point.scores for point in self._pair(run, factor)]
+    def comparison(
+        self, run: SweptRun, factor: float, other: SweptRun | None = None
+    ) -> Comparison | None:
+        """Return the sign test of a run's retrieval against another's, on the same trials.
+
+        ``other``: the reference by default.
+        """
+        scores = [point.scores for point in self._pair(run, factor, other)]
         return sign_test(*scores) if scores and len(scores[0]) == len(scores[1]) > 0 else None
 
-    def loss_change(self, run: SweptRun, factor: float) -> Estimate | None:
-        """Return a run's relative change in loss from the reference, on the same windows."""
-        losses = [point.by_window for point in self._pair(run, factor)]
+    def loss_change(
+        self, run: SweptRun, factor: float, other: SweptRun | None = None
+    ) -> Estimate | None:
+        """Return a run's relative change in loss from another's, on the same windows.
+
+        ``other``: the reference by default.
+        """
+        losses = [point.by_window for point in self._pair(run, factor, other)]
         return change(*losses) if losses and len(losses[0]) == len(losses[1]) > 0 else None
 
-    def _pair(self, run: SweptRun, factor: float) -> list[Reached]:
-        """Return the results of a run and of the reference, or nothing if they do not compare."""
-        first = self.reference
+    def leader(self, factor: float) -> SweptRun | None:
+        """Return the run that is better than every other measured one at a length, if any.
+
+        Each lead has to hold in a test on the same trials or, without retrieval, windows.
+        """
+        points = [(run, point) for run in self.runs if (point := self.point(run, factor))]
+        rates = [(point.retrieval.mean, run) for run, point in points if point.retrieval]
+        ranked = rates or [(-point.loss, run) for run, point in points if point.loss is not None]
+        if len(ranked) < 2:
+            return None
+        _, best = max(ranked, key=itemgetter(0))
+        others = [run for _, run in ranked if run is not best]
+        if rates:
+            tests = [self.comparison(best, factor, other) for other in others]
+            leads = all(test is not None and test.mark == "↑" for test in tests)
+        else:
+            changes = [self.loss_change(best, factor, other) for other in others]
+            leads = all(lower is not None and lower.high < 0 for lower in changes)
+        return best if leads else None
+
+    def _pair(self, run: SweptRun, factor: float, other: SweptRun | None) -> list[Reached]:
+        """Return the results of two runs, or nothing if they do not compare."""
+        first = other or self.reference
         if first is None or run is first or run.measured_on != first.measured_on:
             return []
         pair = [point for r in (run, first) if (point := self.point(r, factor)) is not None]
@@ -213,24 +243,18 @@ def entries(sweep: Sweep, factor: float) -> dict[str, Entry]:
     """Return a column by directory: retrieval with the loss, or perplexity if no run has retrieval,
     as in a run's own table."""
     points = [(run, point) for run in sweep.runs if (point := sweep.point(run, factor))]
-    rates = [point.retrieval.mean for _, point in points if point.retrieval]
-    losses = [point.loss for _, point in points if point.loss is not None]
-    most = max(rates, default=None)
-    least = None if tied(losses) else min(losses, default=None)
-    shows_perplexity = not has_retrieval(sweep)
+    leader, shows_perplexity = sweep.leader(factor), not has_retrieval(sweep)
     column = {}
     for run, point in points:
         loss = MISSING if point.loss is None else f"{point.loss:.3f}"
         if (rate := point.retrieval) is None:
-            is_lowest = not rates and point.loss is not None and point.loss == least
             if shows_perplexity and point.loss is not None:
                 loss = number(perplexity(point.loss))
-            column[run.place] = Entry(loss, best=is_lowest)
+            column[run.place] = Entry(loss, best=run is leader)
             continue
         comparison = sweep.comparison(run, factor)
         mark = comparison.mark if comparison else ""
-        best = 0 < rate.mean == most
-        column[run.place] = Entry(percent(rate.mean), interval(rate), mark, best, loss)
+        column[run.place] = Entry(percent(rate.mean), interval(rate), mark, run is leader, loss)
     return column
 
 
@@ -269,7 +293,8 @@ def sweep_columns(sweep: Sweep) -> list[tuple[str, dict[str, Entry]]]:
         head = f"{tokens}\n{factor_label(factor)}{trained}"
         columns.append((head, entries(sweep, factor)))
     if effective_lengths := effective_entries({run.place: run.effective for run in sweep.runs}):
-        columns.append(("\n".join(EFFECTIVE_HEAD), effective_lengths))
+        untested = {place: replace(e, best=False) for place, e in effective_lengths.items()}
+        columns.append(("\n".join(EFFECTIVE_HEAD), untested))
     return columns
 
 
@@ -282,10 +307,12 @@ def legend(sweep: Sweep) -> str:
     text = (
         "Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better "
         f"or worse than {first} on the same trials (exact sign test, p < 0.05, not corrected for "
-        "the number of tests). Bold: the highest of a column."
+        "the number of tests). Bold: better than every other run of its column by this test."
         if retrieval
-        else "Held-out perplexity, exp of the loss in nats per token. Bold: the lowest of a column."
+        else "Held-out perplexity, exp of the loss in nats per token. Bold: lower than every other "
+        "run of its column on the same windows (95% interval of a paired bootstrap)."
     )
+    text += " A row is one training run: the tests do not cover the choice of its seed."
     measured = [run for run in sweep.runs if run.reached]
     if any(run.measured_on != measured[0].measured_on for run in measured):
         text += (

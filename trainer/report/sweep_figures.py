@@ -13,13 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from trainer.common.words import factor_label
-from trainer.plotting.lines import Series, draw_line, legend_above, line_handle
+from trainer.plotting.lines import Series, draw_line, legend_above, line_handle, padded
 from trainer.plotting.maps import numbered_maps
 from trainer.plotting.style import BLUE, blank
 from trainer.report.files import Plan
 from trainer.report.sweep import Sweep, SweptRun, numeric
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
+_LEAST_SPAN = 0.2  # nats of an axis of losses: a fifth of the perplexity, as in a run's figures
 _CROWDED = 12  # characters of tick names in a row; longer rows are turned
 _BARS = "Bars: 95% intervals over trials."
 _DESCRIPTIONS = {
@@ -40,6 +41,14 @@ class Measure:
         """Title of the panel."""
         unit = " (%)" if self.quantity == "retrieval" else ""
         return f"{self.quantity} at {factor_label(self.factor)}{unit}"
+
+    def limits(self, sweep: Sweep) -> tuple[float, float]:
+        """Return the limits of the panel's axis."""
+        if self.quantity == "retrieval":
+            return -4, 106
+        losses = [self.values(sweep, run)[0] for run in sweep.runs]
+        finite = [loss for loss in losses if math.isfinite(loss)] or [0.0]
+        return padded(min(finite), max(finite), _LEAST_SPAN)
 
     def values(self, sweep: Sweep, run: SweptRun) -> tuple[float, float, float]:
         """Return value, lower and upper limit; all three are NaN if they were not measured.
@@ -195,6 +204,7 @@ def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) 
             panel.set_xticks(ticks, names, fontsize=6, rotation=40 if crowded else 0)
             panel.set_xlabel(sweep.titles[axis.key])
             panel.set_title(measure.title)
+            panel.set_ylim(measure.limits(sweep))
     if named := [line for line in lines if line.label]:
         legend_above(figure, [line_handle(line) for line in named])
     return figure
@@ -233,6 +243,7 @@ def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
                 value, y, xerr=[[value - low], [high - value]], fmt="o", color=BLUE, capsize=1.5
             )
         panel.set_title(measure.title)
+        panel.set_xlim(measure.limits(sweep))
         panel.grid(visible=True, axis="both")
     panels[0].set_yticks(places, [name[:40] for name in sweep.names], fontsize=6.5)
     panels[0].set_ylim(len(sweep.runs) - 0.5, -0.5)
