@@ -49,6 +49,15 @@ def test_long_work_speaks_early_and_is_never_silent_for_more_than_ten_minutes(sp
     assert len(times) < 200
 
 
+def test_the_time_left_is_renewed_before_a_quarter_of_it_has_passed(spoken):
+    """Tenths of 900 seconds are too far apart for "417 s left"; the end is silent for 30 s."""
+    times, text = spoken(900, 1.0)
+    left = [float(line.split()[-3]) for line in text.splitlines()]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert all(gap <= max(seconds / 4, 30) + 1 for gap, seconds in zip(gaps, left, strict=False))
+    assert len(times) < 25
+
+
 def test_other_processes_than_the_first_say_nothing(spoken):
     assert spoken(100, 0.1, silent=True) == ([], "")
 

@@ -1,7 +1,8 @@
 """Progress of long work: a live bar on a terminal, lines of text elsewhere.
 
 A line is printed at every tenth of the work. Between tenths, one is printed after half a minute
-and then less and less often, but at least every ten minutes.
+and then less and less often, but at least every ten minutes, and before a quarter of the time that
+the last one announced has passed.
 """
 
 from __future__ import annotations
@@ -97,19 +98,23 @@ class Progress:
         self._start_bar()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
-        elif done and not self.silent and self._is_time(step, elapsed):
-            remaining = elapsed / done * (self.total - step)
+        elif (
+            done
+            and not self.silent
+            and self._is_time(step, elapsed, remaining := elapsed / done * (self.total - step))
+        ):
             line = (
                 f"{self.title}  {int(100 * step / self.total)}%  {details}  {remaining:.0f} s left"
             )
             with suppress(OSError):  # a full disk must not stop the work
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _is_time(self, step: float, elapsed: float) -> bool:
-        """Whether a line is due after ``elapsed`` seconds."""
+    def _is_time(self, step: float, elapsed: float, remaining: float) -> bool:
+        """Whether a line is due after ``elapsed`` seconds, with ``remaining`` seconds to go."""
         tenth = int(10 * step / self.total)
         if tenth == self.last_tenth and elapsed < self.next_line:
             return False
         self.last_tenth = tenth
-        self.next_line = elapsed + min(max(elapsed, FIRST_LINE), LONGEST_SILENCE)
+        silence = min(max(elapsed, FIRST_LINE), max(remaining / 4, FIRST_LINE), LONGEST_SILENCE)
+        self.next_line = elapsed + silence
         return True
