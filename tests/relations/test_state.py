@@ -129,7 +129,8 @@ OF_THIS_PROCESS = {
     "_gradient_norm": "logged with the next update",
     "timer": "clocks",
     "progress": "shows this process's steps",
-    "_notice": "signals of this process",
+    "notice": "signals of this process",
+    "peak": "of this process's GPUs and the other ranks'",
 }
 """Attributes in which a resumed run may differ from the whole one, with the reason."""
 

@@ -11,7 +11,6 @@ from trainer.model.flops import training_flops
 from trainer.positional.config import PositionalConfig
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.phases import phases_of
-from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import metrics
 from trainer.training.callbacks.metrics import Metrics, flops_per_token
 
@@ -39,35 +38,43 @@ A100 = "NVIDIA A100-SXM4-80GB"
 
 
 @pytest.mark.parametrize(
-    ("device", "name", "precision", "peak"),
+    ("device", "name", "precision", "other", "peak"),
     [
-        ("cuda", A100, "bf16", 312e12),
-        ("cuda", A100, "fp32", 19.5e12),
-        ("cuda", "another", "bf16", None),
-        ("cpu", "", "fp32", None),
+        ("cuda", A100, "bf16", 312e12, 624e12),
+        ("cuda", A100, "fp32", 19.5e12, 39e12),
+        ("cuda", A100, "bf16", 125e12, 437e12),  # another GPU
+        ("cuda", A100, "bf16", None, None),
+        ("cuda", "another", "bf16", 312e12, None),
+        ("cpu", "", "fp32", None, None),
     ],
 )
-def test_speed_is_tokens_and_operations_a_second(gpu, monkeypatch, device, name, precision, peak):
+def test_speed_is_tokens_and_operations_a_second(
+    gpu, monkeypatch, device, name, precision, other, peak
+):
     """Four steps in ten seconds, two of them of measuring, on two GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(metrics, "all_gather", lambda value: [value, other])
     config = RunConfig(trainer=TrainerConfig(precision=precision))
-    callback = Metrics(config, Ranks(0, 2, 0, 2), None, None)
-    callback.last_time, callback.last_step = 6.0, 10
-    timer = SimpleNamespace(read=lambda: {"compute": 8.0, "monitor": 2.0})
+    callback = Metrics(config, Recorder(), None)
+    timer = SimpleNamespace(read=lambda: {"compute": 8.0, "monitor": 2.0}, enter=lambda part: None)
     module = SimpleNamespace(timer=timer, device=torch.device(device), model=None)
+    callback.on_train_start(SimpleNamespace(global_step=10), module)
+    callback.last_time = 6.0
     speed = callback._speed(module, 14, None)
     rate = 4 * config.tokens_per_step / 8
     expected = {"tokens_per_second": round(rate, 1), "time/compute": 2.0, "time/monitor": 0.5}
     if device == "cuda":
         expected["memory"] = 3.0
     if peak:
-        expected["mfu"] = pytest.approx(rate * 6e6 / (2 * peak))
+        expected["mfu"] = pytest.approx(rate * 6e6 / peak)
     assert speed == expected
     assert (callback.last_time, callback.last_step) == (16.0, 14)
 
 
 class Recorder:
     """Logger, progress bar and timer that remember their calls."""
+
+    title = "Training"
 
     def __init__(self):
         self.rows, self.shown, self.entered = [], [], []
@@ -89,7 +96,7 @@ def test_a_row_is_written_every_so_many_steps_and_at_the_end(gpu):
     """Steps of two micro-batches, from the third on; the run ends with its seventh."""
     recorder = Recorder()
     config = RunConfig(trainer=TrainerConfig(max_steps=7, log_every=3))
-    callback = Metrics(config, Ranks(), recorder, lambda step: {"book": step / 3})
+    callback = Metrics(config, recorder, lambda step: {"book": step / 3})
     group = {"lr": 0.25}
     trainer = SimpleNamespace(
         global_step=2,
@@ -136,3 +143,19 @@ def test_a_row_is_written_every_so_many_steps_and_at_the_end(gpu):
     module.phase_ended, trainer.global_step = True, 8
     callback.on_train_batch_end(trainer, module, None, None, 1)
     assert recorder.rows[-1][0] == 8
+
+
+def test_steps_that_take_long_are_shown_before_the_next_row(gpu, caplog):
+    """The first one before it ends; the bar advances from ten seconds after a row."""
+    recorder = Recorder()
+    config = RunConfig(trainer=TrainerConfig(max_steps=1000, log_every=10))
+    callback = Metrics(config, recorder, None)
+    trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=1)
+    module = SimpleNamespace(timer=recorder, phase_ended=False, device=torch.device("cpu"))
+    callback.on_train_start(trainer, module)
+    assert caplog.messages == ["Training: step 1 of 1,000"]
+    for step, since in ((1, 5.0), (2, 10.0), (3, 11.0)):
+        callback.last_time, trainer.global_step = 16.0 - since, step
+        callback.on_train_batch_end(trainer, module, None, None, step - 1)
+    assert recorder.shown == [(0, None), (3, None)]
+    assert recorder.rows == []

@@ -22,6 +22,7 @@ from trainer.training.callbacks.stopping import (
     MARGIN,
     Notice,
     Stopping,
+    acknowledging,
     deadline,
     heeding_signals,
     stopping_between_files,
@@ -166,6 +167,60 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
         assert process.finish(timeout=10).returncode == -signal.SIGTERM
 
 
+def test_ctrl_c_is_acknowledged_at_once_and_a_second_one_ends_at_once(tmp_path):
+    """While the main thread is in C, as in a backward pass, where no handler in Python runs."""
+    script = tmp_path / "busy.py"
+    script.write_text(
+        "import hashlib, signal\n"
+        "from trainer.training.callbacks.stopping import Notice, acknowledging\n"
+        "notice = Notice()\n"
+        "signal.signal(signal.SIGINT, notice.on_signal)\n"
+        "with acknowledging(notice):\n"
+        "    print('ready', flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    with Started(script, cwd=tmp_path) as process:
+
+        def wait_for(stream, words):
+            deadline = time.monotonic() + 60
+            while words not in process.said(stream):
+                assert process.running()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        wait_for("stdout", "ready")
+        process.signal(signal.SIGINT)
+        wait_for("stderr", "SIGINT: stopping after the current step, with a checkpoint")
+        time.sleep(stopping.SAME_KEY + 0.1)
+        assert process.running()
+        process.signal(signal.SIGINT)
+        assert process.finish(timeout=10).returncode in (128 + signal.SIGINT, -signal.SIGINT)
+
+
+def test_a_signal_is_acknowledged_once_and_only_where_training_heeds_it(capfd):
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    wakeup, notice = signal.set_wakeup_fd(-1), Notice()
+    signal.set_wakeup_fd(wakeup)
+    try:
+        signal.signal(signal.SIGUSR2, lambda *_: None)
+        signal.signal(signal.SIGUSR1, notice.on_signal)
+        with acknowledging(notice):
+            for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGUSR1):
+                signal.raise_signal(number)
+        with acknowledging(Notice(), speaks=False):
+            signal.raise_signal(signal.SIGUSR1)
+        with acknowledging(notice, speaks=False):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)
+    assert capfd.readouterr().err.split("\n")[1:] == [
+        "SIGUSR1: stopping after the current step, with a checkpoint; Ctrl-C again ends it at once",
+        "",
+    ]
+    assert signal.set_wakeup_fd(wakeup) == wakeup
+
+
 def test_a_signal_while_evaluating_stops_at_once_and_asks_for_a_requeue(monkeypatch, tmp_path):
     asked = tmp_path / "requeue"
     monkeypatch.setenv("UNROPE_REQUEUE_FILE", str(asked))
@@ -240,7 +295,7 @@ def stopped(monkeypatch):
             now[0] += seconds / 2
             trainer.global_step += index % 2
             if trainer.global_step in asks and index % 2:
-                callback._notice.on_signal(signal.SIGTERM, None)
+                callback.notice.on_signal(signal.SIGTERM, None)
             callback.on_train_batch_end(trainer, None, None, None, index)
             if trainer.should_stop:
                 break

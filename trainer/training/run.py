@@ -40,6 +40,7 @@ from trainer.runs.starting_point import (
     starting_weights,
 )
 from trainer.training.callbacks.guards import freeze_modules
+from trainer.training.callbacks.stopping import acknowledging
 from trainer.training.devices import numerics
 from trainer.training.lightning_trainer import TrainingData, make_trainer, releasing
 from trainer.training.loggers import MetricsFile, close, other_loggers
@@ -200,7 +201,11 @@ def _train_stretch(
         if start.step < end:
             samples = samples_of(stretch.corpus, stretch.phase)
             data = TrainingData(samples, stretch.config, ranks, start.step, stretch.first_sample)
-            with releasing(module, trainer.strategy), cudnn_attention(backend.cudnn):
+            with (
+                releasing(module, trainer.strategy),
+                cudnn_attention(backend.cudnn),
+                acknowledging(step.stopping.notice, ranks.is_rank_zero),
+            ):
                 trainer.fit(module, datamodule=data)
             certificate = module.certificate.state().samples
             log.info("%s: what was read has the certificate %s", title, certificate)

@@ -97,7 +97,7 @@ class Step:
         config, corpus, phases = stretch.config, stretch.corpus, stretch.phases
         self.stretch, self.module, self.ranks = stretch, module, ranks
         self.user_callbacks = user_callbacks
-        self.metrics = Metrics(config, ranks, progress, epochs_read(corpus, phases, stretch.skips))
+        self.metrics = Metrics(config, progress, epochs_read(corpus, phases, stretch.skips))
         self.saving = Saving(config, ranks, self.collect_state, kept_steps(stretch.run))
         self.transitions = Transitions(
             phases, partial(effect_batch, corpus), self.saving.before_drop, self.metrics.add

@@ -180,14 +180,14 @@ def _training(
     else:
         shares, estimates = _shares(phases), estimated_tokens(config)
         for name, (text, _) in config.data.texts.items():
-            share, tokens = shares.get(name, 0), estimates[name]
+            share, estimate = shares.get(name, 0), estimates[name]
             facts = [f"{100 * share:.3g}% of the samples"] if config.data.mixture else []
             if text.about:
                 facts.append(text.about)
-            if tokens:
-                times = share * tokens_at(config, steps) / tokens
-                facts.append(f"about {_rounded(tokens)} tokens by its size in bytes")
-                facts.append(f"read about {_rounded(times)} times")
+            if estimate:
+                epochs = share * tokens_at(config, steps) / estimate
+                facts.append(f"about {_rounded(estimate)} tokens by its size in bytes")
+                facts.append(f"read about {_rounded(epochs)} times")
             if facts:
                 yield f"text {name}" if config.data.mixture else "text", ", ".join(facts)
     for name, number in operations.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,16 @@ from trainer.model.flops import training_flops
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import COLUMNS
 from trainer.runs.phases import phase_before
-from trainer.runs.ranks import Ranks
+from trainer.runs.ranks import all_gather
 from trainer.runs.saved_state import RunState
 from trainer.training.devices import dense_peak
 from trainer.training.module import LanguageModule, ends_step
 from trainer.training.optimizers import global_norm
+
+log = logging.getLogger(__name__)
+
+SLOW = 10.0
+"""Seconds after a row of metrics from which every step advances the progress bar."""
 
 Epochs = Callable[[int], dict[str, float]]
 """Maps a number of steps to the number of times that each text has been read."""
@@ -33,8 +39,10 @@ class Metrics(L.Callback):
     on the device, in the module's tally; ``pending`` holds other values for the next row.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress, epochs: Epochs) -> None:
-        self.config, self.ranks, self.progress, self.epochs = config, ranks, progress, epochs
+    def __init__(self, config: RunConfig, progress: Progress, epochs: Epochs) -> None:
+        self.config, self.progress, self.epochs = config, progress, epochs
+        self.peak: float | None = None
+        """Operations per second of all ranks' GPUs, or None if one is unknown."""
         self.pending: dict[str, float] = {}
         self.last_loss: float | None = None
         self.last_time, self.last_step = 0.0, 0
@@ -42,10 +50,16 @@ class Metrics(L.Callback):
     def on_train_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Start the clocks."""
+        """Start the clocks, and add up the peaks of all ranks' GPUs."""
+        if module.device.type == "cuda":
+            precision = self.config.trainer.precision
+            peaks = all_gather(dense_peak(torch.cuda.get_device_name(), precision))
+            self.peak = None if None in peaks else sum(filter(None, peaks))
         self.last_time, self.last_step = time.perf_counter(), trainer.global_step
         module.timer.enter("data")
         self.progress.advance_to(trainer.global_step)
+        steps = f"{trainer.global_step + 1:,} of {self.config.trainer.max_steps:,}"
+        log.info("%s: step %s", self.progress.title, steps)
 
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
@@ -55,7 +69,11 @@ class Metrics(L.Callback):
         step = trainer.global_step
         last = step == self.config.trainer.max_steps or module.phase_ended
         due = step % self.config.trainer.log_every == 0 or last
-        if not ends_step(trainer, index) or not due:
+        if not ends_step(trainer, index):
+            return
+        if not due:
+            if time.perf_counter() - self.last_time > SLOW:
+                self.progress.advance_to(step, loss=self.last_loss)
             return
         phase = phase_before(module.phases, step)
         norm = global_norm(p.detach() for p in module.model.parameters())
@@ -85,11 +103,8 @@ class Metrics(L.Callback):
         speed |= {f"time/{k}": round(v / steps, 6) for k, v in times.items()}
         if module.device.type == "cuda":
             speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
-            peak = dense_peak(torch.cuda.get_device_name(), self.config.trainer.precision)
-            if peak is not None:
-                speed["mfu"] = (
-                    rate * flops_per_token(module.model, batch) / (peak * self.ranks.world_size)
-                )
+            if self.peak is not None:
+                speed["mfu"] = rate * flops_per_token(module.model, batch) / self.peak
         return speed
 
     def add(self, metrics: dict[str, float]) -> None:

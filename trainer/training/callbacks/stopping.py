@@ -3,7 +3,7 @@
 SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``. Both,
 like Ctrl-C, only set a flag here. All ranks agree on it without a host sync and act after the same
 step. A second signal ends the process immediately, unless it follows within :data:`ECHO` seconds:
-schedulers and launchers deliver the same notice in several ways.
+schedulers and launchers deliver the same notice in several ways. A second Ctrl-C always does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -56,6 +57,52 @@ class Notice:
         self.signal_name, self._at = signal.Signals(number).name, now
 
 
+@contextmanager
+def acknowledging(notice: Notice, speaks: bool = True) -> Iterator[None]:
+    """Print at once that a signal came, and let a second Ctrl-C end the process at once.
+
+    Handlers in Python wait until the main thread leaves C++, such as a backward pass of many
+    seconds. A thread does not: the C handler writes the signal's number to its pipe.
+
+    ``speaks``: whether this process prints, which one of several ranks does.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = Thread(target=_acknowledge, args=(reader, notice, speaks), daemon=True)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, b"\0")  # closing would not wake the thread: forked workers share the pipe
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+SAME_KEY = 0.5
+"""Seconds within which Ctrl-C arrives several times: a terminal signals forked workers, too."""
+
+
+def _acknowledge(reader: int, notice: Notice, speaks: bool) -> None:
+    """Read numbers of signals from a pipe until a zero comes."""
+    first: float | None = None
+    while number := os.read(reader, 1)[0]:
+        if signal.getsignal(number) != notice.on_signal:  # training has not begun
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+            text = (
+                f"{signal.Signals(number).name}: stopping after the current step, with a checkpoint"
+            )
+            with suppress(OSError):  # not print: the main thread may hold its lock
+                os.write(2, f"\n{text}; Ctrl-C again ends it at once\n".encode() if speaks else b"")
+        elif number == signal.SIGINT and now - first > SAME_KEY:
+            os._exit(128 + number)
+
+
 _process_notice: Notice | None = None
 """Notice of the whole process, within :func:`heeding_signals`."""
 
@@ -90,14 +137,14 @@ class Stopping(L.Callback):
         self.config, self.saving, self.start_time = config, saving, start_time
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
-        self._notice = _process_notice or Notice()
+        self.notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
         self._vote = Vote()
 
     @property
     def request(self) -> str | None:
         """The signal, or the name of the limit."""
-        return self._notice.signal_name or self._limit
+        return self.notice.signal_name or self._limit
 
     def on_train_start(self, *_: Any) -> None:
         """Install the signal handlers; Lightning's own would act in the middle of a step.
@@ -105,7 +152,7 @@ class Stopping(L.Callback):
         Lightning restores the previous handlers after training or a failure.
         """
         for number in SIGNALS:
-            signal.signal(number, self._notice.on_signal)
+            signal.signal(number, self.notice.on_signal)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
