@@ -74,6 +74,35 @@ def test_a_run_after_its_drop(trained, tmp_path, capsys):
     assert not list(to.parent.glob(".*"))
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_with(
+    base, tmp_path, monkeypatch, drops
+):
+    """Engines refuse longer prompts. With RoPE the recalibration's length counts, as ever."""
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to = tmp_path / "published", tmp_path / "to"
+    values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
+    short = {"trainer": {"max_steps": 2}, "drop": {"at": None}}
+    trained_in(tmp_path / "long", values, **short)
+    run_command(COMMAND, [f"checkpoint={tmp_path / 'long'}", f"to={published}", "threads=1"])
+    assert json.loads((published / "config.json").read_text())["max_position_embeddings"] == 32
+    (published / "README.md").write_text("---\nlicense: apache-2.0\ntags: [a]\n---\n# A model\n")
+    start = {"from_pretrained": str(published)}
+    again = {"data": {"sequence_length": 24, "needles": {"share": 0.0}}, "model": start}
+    drop = {"at": 0 if drops else None}
+    trained_in(tmp_path / "short", values, **short | again | {"drop": drop})
+    run_command(COMMAND, [f"checkpoint={tmp_path / 'short'}", f"to={to}", "threads=1"])
+    length = 32 if drops else 24
+    assert json.loads((to / "config.json").read_text())["max_position_embeddings"] == length
+    settings = json.loads((to / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == length
+    card = (to / "README.md").read_text()
+    assert "| training length | 24 tokens |" in card
+    assert "\nlicense: apache-2.0\n---\n" in card
+    said = "apache-2.0: the licence of published, with whose weights the training began."
+    assert card.endswith(f"## Licence\n\n{said}\n")
+
+
 def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
     """In the form that engines read, with the weights and the card that it has."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
@@ -136,6 +165,7 @@ def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
     assert "they differ by 5.0e-01" in asked.pop("card")
     assert asked == {
         "to": tmp_path / "out", "end": END_OF_TEXT, "tolerance": 0.25, "dtype": "bfloat16",
+        "longest": 32,
     }  # fmt: skip
 
 

@@ -265,6 +265,13 @@ def test_help_and_requests_need_neither_torch_nor_lightning():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_commands_start_without_numpy():
+    """A quarter of a second of every --help."""
+    modules = ", ".join(f"trainer.commands.{name}" for name in COMMANDS)
+    code = f"import sys, {modules}; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("tokens", "gpu", "told"),
     [(10**9 + 1, False, True), (10**9, False, False), (10**10, True, False)],

@@ -11,6 +11,7 @@ import pytest
 from trainer.commands.plan import PlanKeys
 from trainer.commands.sbatch import SlurmConfig
 from trainer.common.fields import validated
+from trainer.data.prepare_config import PrepareConfig
 from trainer.runs.config import RunConfig
 from trainer.workflows.requests import (
     AnalysisRequest,
@@ -21,7 +22,6 @@ from trainer.workflows.requests import (
     HarnessRequest,
     InspectionRequest,
     MultipleChoiceRequest,
-    PrepareConfig,
 )
 
 COUNT, NATURAL, POSITIVE, SHARE = "1 62", "0 62", "> 0", "0 .. 1"

@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer.common.errors import UserError
 from trainer.interchange import hub
-from trainer.interchange.hub import find_pretrained
+from trainer.interchange.hub import find_pretrained, published_licence
 
 
 @pytest.fixture
@@ -144,3 +144,41 @@ def test_a_hub_id_without_a_network(tmp_path, monkeypatch):
     assert "are not on this machine (there is no 'model.safetensors' in" in refused()
     (snapshot / "model.safetensors").touch()
     assert find_pretrained("somebody/some-model") == snapshot
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\nlanguage: [en]\n---\n# A\n", {"license": "mit"}),
+        (
+            "---\nlicense: other\nlicense_name: ours\nlicense_link: LICENSE\n---\n",
+            {"license": "other", "license_name": "ours", "license_link": "LICENSE"},
+        ),
+        ("---\nlicense:\n- mit\n---\n", {}),
+        ("---\nlicense: [\n---\n", {}),
+        ("---\n- a\n---\n", {}),
+        ("# A model\n\nlicense: mit\n", {}),
+        (None, {}),
+    ],
+)
+def test_a_licence_is_what_the_card_says(tmp_path, card, licence):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert published_licence(str(tmp_path)) == licence
+
+
+def test_a_licence_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: llama2\n---\n")
+    asked = []
+
+    def cached(*arguments):
+        asked.append(arguments)
+        return str(card)
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert published_licence("some/model") == {"license": "llama2"}
+    assert asked == [("some/model", "README.md")]
+    monkeypatch.undo()
+    for gone in ("some/model-of-nobody", str(tmp_path / "gone"), str(card)):
+        assert published_licence(gone) == {}

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.data.config import DataConfig
+from trainer.data.prepare_config import PrepareConfig
 from trainer.data.units import Advance
 from trainer.workflows import prepare
-from trainer.workflows.requests import PrepareConfig
 
 FILES = [
     SimpleNamespace(path=f"{i}.jsonl", size=size, text_bytes=10 * size)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from trainer.data.config import DataConfig
+from trainer.data.prepare_config import PrepareConfig
 from trainer.workflows.requests import (
     AnalysisConfig,
     AnalysisRequest,
     ExportRequest,
-    PrepareConfig,
     request_problems,
 )
 

@@ -103,13 +103,48 @@ def find_pretrained(name: str) -> Path:
     return _from_hub(name)
 
 
+LICENCE_KEYS = "license", "license_name", "license_link"
+"""Keys of a model card that the hub reads a licence from."""
+
+
+def published_licence(name: str) -> dict[str, str]:
+    """Return what the card of published weights says about their licence, by :data:`LICENCE_KEYS`.
+
+    Reads this machine's files only. Returns nothing if there is no card, or it names no licence.
+
+    ``name``: directory or hub id of the weights.
+    """
+    directory = Path(name).expanduser()
+    card: object = directory / "README.md"
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            card = try_to_load_from_cache(name, "README.md")
+        except HFValidationError:  # the path of a file, or of a directory that is gone
+            return {}
+    if not isinstance(card, str | Path) or not Path(card).is_file():
+        return {}
+    import yaml
+
+    text = Path(card).read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        return {}
+    known = values if isinstance(values, dict) else {}
+    return {key: known[key] for key in LICENCE_KEYS if isinstance(known.get(key), str)}
+
+
 def _from_hub(model_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     from trainer.interchange.tensor_files import INDEX, weights_problem  # with torch
 
-    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
+    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX, "README.md"]
     reason = ""
     for local in (True, False):
         if not local and (why := no_hub()):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
@@ -25,6 +26,7 @@ from trainer.interchange.export.directory import (
 )
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
+from trainer.interchange.hub import published_licence
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
@@ -65,6 +67,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     if state["step"]:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
+    longest = max(stored, model.layout.training_length)
     if (factor := request.temperature_at) is not None:
         model = _tempered(model, path, factor, stored)
     return export_model(
@@ -77,7 +80,13 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         ),
         tolerance=request.tolerance,
         dtype=request.dtype,
+        longest=None if _has_positions(model.layout) else longest,
     )
+
+
+def _has_positions(layout: Layout) -> bool:
+    """Whether anything in the layout depends on positions, or on the length of the text."""
+    return layout.rotates or layout.follows_length or any(s.alibi for s in layout.spectra)
 
 
 def _logit_factor(temperature: Temperature, length: float, training_length: int) -> float:
@@ -179,8 +188,11 @@ def model_card(
         else f"Its logits were compared with those of the run: they differ by {difference:.1e} of "
         "the largest at most, in float32."
     )
+    began_with = config.model.from_pretrained
+    licence = {} if began_with is None else published_licence(began_with)
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {config.name}",
         "| | |\n| --- | --- |\n"
         + "\n".join(f"| {key} | {value} |" for key, value in facts.items()),
@@ -195,9 +207,17 @@ def model_card(
         "## Engines",
         _engines(plan),
         "## Licence",
-        "To be chosen by whoever publishes the weights.",
+        _licence(licence, Path(began_with or "").name),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _licence(licence: dict[str, str], name: str) -> str:
+    """Return a sentence about the licence that the card of the weights ``name`` states."""
+    words = ", ".join(dict.fromkeys(licence.values()))
+    if not words:
+        return "To be chosen by whoever publishes the weights."
+    return f"{words}: the licence of {name}, with whose weights the training began."
 
 
 def _facts(
@@ -349,8 +369,9 @@ def _engines(plan: Plan) -> str:
         + "\n".join(rows)
         + "\n\ntransformers was run where logits were compared; the other rows follow from the "
         "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. "
-        "`max_position_embeddings` is the training length, from which vLLM takes its longest "
-        "prompt; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond."
+        "`max_position_embeddings` is the training length, or for a model without positions the "
+        "longest one that it was ever trained with. vLLM takes its longest prompt from it; "
+        "`--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond."
     )
 
 

@@ -16,13 +16,13 @@ from trainer.common.words import counted
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
+from trainer.data.prepare_config import PrepareConfig
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import without_home
-from trainer.workflows.requests import PrepareConfig
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def export_model(
     tolerance: float = 1e-4,
     dtype: str = "float32",
     like: Path | None = None,
+    longest: int | None = None,
 ) -> Exported:
     """Write a decoder so that transformers loads it, and compare the loaded model's logits.
 
@@ -87,6 +88,8 @@ def export_model(
         dtype: dtype of the weights, a key of :data:`DTYPES`.
         like: a published model's directory, whose tokens, chat template and generation settings are
             kept.
+        longest: ``max_position_embeddings`` of a model on which it has no influence, beyond which
+            engines refuse prompts; the training length by default.
 
     Raises:
         UserError: the directory cannot be written, or the loaded model differs; nothing is left
@@ -95,6 +98,8 @@ def export_model(
     check_destination(to)
     tokenizer = prompting(tokenizer, end) if like is None else tokenizer
     plan = make_plan(model.config, model.layout)
+    if longest is not None:
+        plan = replace(plan, values=plan.values | {"max_position_embeddings": longest})
     _log_plan(plan)
     made = [parent for parent in to.absolute().parents if not parent.exists()]
     try:
