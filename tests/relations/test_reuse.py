@@ -69,7 +69,15 @@ def process_state():
         "filled": torch.utils.deterministic.fill_uninitialized_memory,
         "kernels": [cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()],
         "notice": stopping._process_notice,
+        "wakeup": wakeup_pipe(),
     }
+
+
+def wakeup_pipe():
+    """Return the file to which the C handler writes the numbers of signals."""
+    file = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(file)
+    return file
 
 
 CONTEXTS = {
@@ -88,6 +96,7 @@ CONTEXTS = {
     ),
     "subjects.multiplying": lambda model: multiplying("cuda", True),
     "stopping.heeding_signals": lambda model: stopping.heeding_signals(),
+    "stopping.acknowledging": lambda model: stopping.acknowledging(stopping.Notice()),
     "processes.stopping_at_once": lambda model: stopping_at_once("Stopped", signal.SIGTERM),
     "loggers.kept_dashboards": lambda model: kept_dashboards(),
     "sources._without_collections": lambda model: sources._without_collections(),
