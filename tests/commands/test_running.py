@@ -407,6 +407,34 @@ def test_an_encoding_of_a_plugin_is_an_option_also_of_a_sweep(done, plugin):
     assert problem == "plugins: there is no file 'no.py'."
 
 
+@pytest.mark.parametrize("name", ["train", "plan", "slurm"])
+def test_help_lists_what_plugins_add(plugin, name, capsys):
+    run_command(MODULES[name].COMMAND, ["--help", plugin])
+    text = capsys.readouterr().out
+    assert "llama4, my_turns" in " ".join(text.split())
+    assert "Values that plugins add:\n  positional: my_turns\n" in text
+    run_command(MODULES[name].COMMAND, ["--help", plugin, "positional=my_turns"])
+    assert "  positional.encodings.my_turns.turns=8.0\n" in capsys.readouterr().out
+    run_command(MODULES[name].COMMAND, ["--help"])
+    assert "my_turns" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("plugins=[no.py]", "plugins: there is no file 'no.py'."),
+        (
+            "plugins=no.py",
+            "plugins: expected a list in brackets, got 'no.py'. To give this one alone: "
+            "'plugins=[no.py]'.",
+        ),
+    ],
+)
+def test_help_refuses_a_plugin_that_cannot_be_loaded(word, message):
+    assert refused("plan", "--help", word) == (message,)
+    assert refused("evaluate", "help", word) == (message,)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

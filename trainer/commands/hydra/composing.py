@@ -37,7 +37,7 @@ from trainer.commands.hydra.files import (
     read_file,
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
-from trainer.common.fields import validated
+from trainer.common.fields import configuration, validated
 from trainer.common.plugins import load_plugins
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
@@ -140,6 +140,27 @@ def compose_words(
     return Composed(values, choices, tuple(problems), tuple(words), files)
 
 
+@configuration
+class Plugins:
+    """The key whose files are run before the other words are read."""
+
+    plugins: list[str] = field(default_factory=list)
+    """Python files of the user."""
+
+
+def run_plugins(words: Sequence[str]) -> list[Problem]:
+    """Run the plugins among the words; return their problems."""
+    overrides, _ = parse_words([word.lstrip("+") for word in words])
+    problems: list[Problem] = []
+    for override in overrides:
+        if override.key_or_group == "plugins":
+            named, wrong = validated(Plugins, {"plugins": override.value()})
+            problems += wrong
+            with collecting(problems):
+                load_plugins(named.plugins)
+    return problems
+
+
 def plugin_encodings(
     words: Sequence[str], files: ConfigFiles, problems: list[Problem]
 ) -> tuple[str, ...]:
@@ -150,11 +171,7 @@ def plugin_encodings(
     """
     if not any(word.lstrip("+").startswith("positional=") for word in words):
         return ()
-    overrides, _ = parse_words([word.lstrip("+") for word in words])
-    paths = [o.value() for o in overrides if o.key_or_group == "plugins"]
-    with collecting(problems):
-        for listed in paths:
-            load_plugins([str(path) for path in listed] if isinstance(listed, list) else ())
+    problems += run_plugins(words)
     registered = tuple(sorted({*ENCODINGS} - {*files.options("positional")}))
     for name in registered:
         values = PositionalConfig(layers=[name], encodings={name: parameters(name)})

@@ -13,7 +13,8 @@ from typing import Any
 from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.help import help_text
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, raise_all
+from trainer.common.plugins import added_by_plugins
 from trainer.common.words import override_value
 
 
@@ -35,9 +36,16 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         overrides, stray = with_subject(command.subject, overrides)
         problems += [_stray(word, command, overrides) for word in stray]
     if flags.help:
+        added: dict[str, list[str]] = {}
+        if any(word.lstrip("+").startswith("plugins=") for word in overrides):
+            from trainer.commands.hydra.composing import run_plugins
+
+            raise_all(run_plugins(overrides))
+            added = added_by_plugins()
+            files = replace(files, encodings=tuple(added.get("positional", ())))
         several = not command.single
         about = command.root, command.help, overrides, files, command.described, command.flags
-        print(help_text(*about, several=several))
+        print(help_text(*about, several=several, added=added))
         return
     # Here, so that help needs none of Hydra.
     from trainer.commands.hydra import jobs as hydra_main
