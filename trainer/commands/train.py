@@ -231,7 +231,7 @@ python -m trainer compare runs/A runs/B ...           the runs of a sweep beside
 python -m trainer analyze runs/NAME +analysis=all     show its attention geometry
 python -m trainer generate runs/NAME prompt="..."     continue a text
 python -m trainer export runs/NAME to=DIR             write it for transformers
-python -m trainer plan +experiment=NAME ...       what it will need: memory, hours, disk
+python -m trainer plan +experiment=NAME ...           what it will need: memory, hours, disk
 python -m trainer drill +experiment=NAME ...          break a small copy, see if it survives
 python -m trainer slurm +experiment=NAME ...          write and submit a SLURM job
 python -m trainer COMMAND --help                      more about one of them

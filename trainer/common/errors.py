@@ -159,8 +159,21 @@ class PreemptedError(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is spelt most like ``word``, or None if none is close."""
-    return next(iter(get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.6)), None)
+    """Return the choice with the fewest edits from ``word``, or None if none is close."""
+    names = sorted(set(choices))
+    close = get_close_matches(word, names, n=len(names) or 1, cutoff=0.6)
+    return min(close, key=lambda name: edits(word, name), default=None)
+
+
+def edits(word: str, other: str) -> int:
+    """Return the number of letters to insert, delete or replace to get from one to the other."""
+    row = list(range(len(other) + 1))
+    for number, letter in enumerate(word, 1):
+        above, row = row, [number]
+        for index, counterpart in enumerate(other):
+            replaced = above[index] + (letter != counterpart)
+            row.append(min(replaced, above[index + 1] + 1, row[index] + 1))
+    return row[-1]
 
 
 def near_path(path: Path, pattern: str = "*") -> str:
@@ -168,11 +181,25 @@ def near_path(path: Path, pattern: str = "*") -> str:
 
     For a name alone, runs of that name count too. ``pattern``: glob of the names beside it.
     """
-    places = [path.parent, *([Path("runs")] if len(path.parts) == 1 else [])]
-    others = [other for place in places if place.is_dir() for other in place.glob(pattern)]
+    others = [other for place in _places(path) if place.is_dir() for other in place.glob(pattern)]
     by_name = {other.name: other for other in reversed(others)}
     near = nearest(path.name, by_name)
     return "" if near is None else f"Did you mean {str(by_name[near])!r}?"
+
+
+def looked_for(path: Path, pattern: str = "*") -> str:
+    """Return a hint with the directories that lack a missing run, and the nearest path in them."""
+    directories = [
+        f"{str(place.absolute())!r}{'' if place.is_dir() else ', which does not exist'}"
+        for place in _places(path)
+    ]
+    return f"Looked in {' and '.join(directories)}. {near_path(path, pattern)}".rstrip()
+
+
+def _places(path: Path) -> list[Path]:
+    """Return the directories in which a path is looked for."""
+    runs = Path("runs")
+    return [path.parent, *([runs] if len(path.parts) == 1 and runs.is_dir() else [])]
 
 
 def first_line(error: BaseException) -> str:

@@ -106,10 +106,12 @@ def compose_words(
     root: str = "config",
     files: ConfigFiles | None = None,
     known: Sequence[Problem] = (),
+    verbatim: str = "",
 ) -> Composed:
     """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
 
     ``root``: the file of ``conf/`` that the command starts from. ``known``: problems to report too.
+    ``verbatim``: the command's key that is not among the words, but may be meant by one.
 
     Raises:
         UserError: they cannot be composed at all; with every problem found so far.
@@ -123,7 +125,8 @@ def compose_words(
     lines = [*chosen.values()]
     config = compose_with_hydra(root, lines, files, problems)
     keys: list[Override] = []
-    base = OmegaConf.to_container(config)
+    base: Any = OmegaConf.to_container(config)
+    base |= {verbatim: None} if verbatim else {}
     for override in others:
         if problem := key_problem(override, base):
             problems.append(problem)
@@ -413,8 +416,8 @@ def parse_words(
 
 
 def _no_override(word: str, experiments: Collection[str]) -> Problem:
-    if word in experiments:
-        return Problem(repr(word), f"an experiment is named by +experiment={word}.")
+    if (experiment := nearest(word, experiments)) is not None:
+        return Problem(repr(word), f"an experiment is named by +experiment={experiment}.")
     quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
     return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
 

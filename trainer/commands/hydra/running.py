@@ -66,11 +66,11 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif flags.hydra:
         if command.completed is not None and COMPLETION not in flags.hydra:
-            composed = compose_words(overrides, command.root, files, problems)
+            composed = compose_words(overrides, command.root, files, problems, command.verbatim)
             overrides = [*command.completed(replace(composed, verbatim=values))]
         hydra_main.show(command, overrides, files, problems, flags.hydra)
     else:
-        composed = compose_words(overrides, command.root, files, problems)
+        composed = compose_words(overrides, command.root, files, problems, command.verbatim)
         request = command.read(replace(composed, flags=flags.of_command, verbatim=values))
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))
