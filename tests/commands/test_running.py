@@ -634,3 +634,27 @@ def test_a_key_that_a_command_takes_by_itself_is_suggested():
     assert "promt: unknown key. Did you mean 'prompt'?" in refused("generate", "x", "promt=a")
     assert "promps: unknown key. Did you mean 'prompts'?" in refused("generate", "x", "promps=a")
     assert "promt: unknown key. Choose" in " ".join(refused("inspect", "x", "promt=a"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--max-steps=3", "unknown flag '--max-steps=3'. A key has no dashes: max_steps=3."),
+        ("--prompt", "unknown flag '--prompt'. A key has no dashes: prompt=VALUE."),
+        ("--config-di=x", "unknown flag '--config-di=x'. Did you mean '--config-dir'?"),
+    ],
+)
+def test_a_key_that_is_written_as_a_flag_gets_its_spelling(word, message):
+    assert message in refused("generate", "runs/x", "prompt=a", word)
+
+
+def test_files_that_the_source_does_not_read_are_refused(done, place):
+    (place / "a.txt").write_text("text")
+    files = "data.files=[a.txt]"
+    message = "data.files: data.source=stdlib_docs reads no files; write data=files as well."
+    assert refused("train", files, "name=a") == (message,)
+    assert refused("plan", files) == (message,)
+    assert refused("prepare", files) == (message,)
+    run_command(train.COMMAND, [files, "data=files", "name=a"])
+    run_command(train.COMMAND, ["data.files=[]", "name=a"])
+    assert len(done) == 2

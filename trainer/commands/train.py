@@ -101,7 +101,8 @@ def read_run(
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
     problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed)]
-    problems += [*_two_budgets(composed), *_unheard(composed), *known, *both_lengths(composed)]
+    problems += [*_two_budgets(composed), *_unheard(composed), *_unread_files(composed)]
+    problems += [*known, *both_lengths(composed)]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -159,6 +160,19 @@ def _two_budgets(composed: Composed) -> list[Problem]:
             f"the experiment sets trainer.max_tokens={tokens}, which stands above it; write "
             "trainer.max_tokens=null as well.",
         )
+    ]
+
+
+def _unread_files(composed: Composed) -> list[Problem]:
+    """Return the problem of ``data.files`` beside a source that reads no files."""
+    data = composed.values.get("data")
+    if "data.files" not in composed.named_keys or not isinstance(data, dict):
+        return []
+    source = data.get("source")
+    if source == "files" or not data.get("files"):
+        return []
+    return [
+        Problem("data.files", f"data.source={source} reads no files; write data=files as well.")
     ]
 
 

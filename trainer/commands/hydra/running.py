@@ -13,7 +13,7 @@ from typing import Any
 from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.help import help_text
-from trainer.common.errors import Problem, UserError, did_you_mean, raise_all
+from trainer.common.errors import Problem, UserError, did_you_mean, nearest, raise_all
 from trainer.common.plugins import added_by_plugins
 from trainer.common.words import override_value
 
@@ -119,6 +119,17 @@ def _is_setting(word: str) -> bool:
 
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Flags that Hydra answers by itself."""
+
+
+def _instead_of_flag(word: str, names: Sequence[str]) -> str:
+    """Return the flag that is meant, or how keys are written."""
+    flag, _, value = word.partition("=")
+    if not flag.startswith("--") or nearest(flag, names) is not None:
+        return did_you_mean(flag, names)
+    key = flag.removeprefix("--")
+    return f"A key has no dashes: {key.replace('-', '_')}={value or 'VALUE'}."
+
+
 DRY_RUN = "--dry-run"
 """A flag of other programs; this program has the command ``plan`` instead."""
 
@@ -174,7 +185,7 @@ def split_flags(words: Sequence[str], of_command: Iterable[str]) -> tuple[Flags,
     problems = [
         Problem(DRY_RUN, f"to see what a run needs without starting it: {plan}")
         if word == DRY_RUN
-        else Problem("", f"unknown flag {word!r}.", did_you_mean(word, names))
+        else Problem("", f"unknown flag {word!r}.", _instead_of_flag(word, names))
         for word in unknown
         if word.startswith("-")
     ]
