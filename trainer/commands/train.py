@@ -168,9 +168,9 @@ def _unread_files(composed: Composed) -> list[Problem]:
     data = composed.values.get("data")
     if "data.files" not in composed.named_keys or not isinstance(data, dict):
         return []
-    source = data.get("source")
-    if source == "files" or not data.get("files"):
-        return []
+    source, files = data.get("source"), data.get("files")
+    if source == "files" or not files or not isinstance(files, list):
+        return []  # a wrong type is reported with the values
     return [
         Problem("data.files", f"data.source={source} reads no files; write data=files as well.")
     ]
