@@ -10,8 +10,9 @@ from pathlib import Path
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
-from trainer.commands.hydra.running import run_command
-from trainer.common.errors import UserError, did_you_mean
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.running import run_command, split_flags
+from trainer.common.errors import UserError, nearest
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,10 +45,18 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         return first, words[1:]
     if not first or "=" in first or first.startswith(("-", "+", "~")):
         return "train", words
-    listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
-    raise UserError.at(
-        "", f"unknown command {first!r}. {did_you_mean(first, COMMANDS)} The commands:\n{listed}"
-    )
+    flags, _ = split_flags(words, ())
+    experiments = ConfigFiles(flags.config_dir).options("experiment")
+    near = nearest(first, [*COMMANDS, *experiments])
+    if near in experiments:
+        word = f"+experiment={near}"
+        meant = "An experiment is named by" if near == first else "Did you mean"
+        end = "." if near == first else "?"
+        raise UserError.at("", f"unknown command {first!r}.", f"{meant} {word}{end}")
+    hint = "" if near is None else f" Did you mean {near!r}?"
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}} {text}" for name, text in COMMANDS.items())
+    raise UserError.at("", f"unknown command {first!r}.{hint} The commands:\n{listed}")
 
 
 DISTRIBUTIONS = "trainer", "coqui_tts_trainer"

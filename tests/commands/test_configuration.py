@@ -309,3 +309,16 @@ def test_a_number_of_steps_is_not_lost_under_the_tokens_of_an_experiment():
     both = "+experiment=rope_id_1b", "trainer.max_steps=5", "trainer.max_tokens=null"
     with suppress(UserError):  # its tokenizer is on the hub
         assert read_config(list(both)).trainer.max_steps == 5
+
+
+def test_all_reasons_against_a_gpus_features_on_a_cpu_are_listed():
+    words = ["trainer.accelerator=cpu", "strategy=fsdp2", "name=a"]
+    assert problems(*words, "trainer.fp8=true", "model.attention_backend=flash") == (
+        "trainer.fp8: needs trainer.precision=bf16, for all other products.",
+        "trainer.fp8: float8 products need a GPU; leave out trainer.accelerator=cpu.",
+        "model.attention_backend: 'flash' computes in 16 bits only; set trainer.precision=bf16, "
+        "or choose 'auto' or 'sdpa'.",
+        "model.attention_backend: 'flash' needs a GPU, but this run is on the CPU; choose 'auto' "
+        "or 'sdpa'.",
+    )
+    assert read_config(words).trainer.accelerator == "cpu"

@@ -36,8 +36,10 @@ def candidate(model, tokenizer, given="runs/x"):
 
 
 @pytest.fixture
-def say(model, monkeypatch, capsys):
+def say(model, monkeypatch, capsys, tmp_path):
     """Runs the command with a checkpoint of ``model``; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x").mkdir(parents=True)
     monkeypatch.setattr(
         workflow, "find_candidate", lambda given: candidate(model, TOKENIZER, given)
     )

@@ -327,7 +327,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_what_the_program_tells_of_its_work_is_shown_while_it_works(name, monkeypatch):
+def test_what_the_program_tells_of_its_work_is_shown_while_it_works(name, monkeypatch, place):
     """But by those that print all they find."""
     logger = logging.getLogger("trainer")
 
@@ -336,6 +336,7 @@ def test_what_the_program_tells_of_its_work_is_shown_while_it_works(name, monkey
         raise BegunError
 
     seen = []
+    (place / "x").mkdir()
     work_of, level = WORK[name]
     monkeypatch.setattr(f"trainer.workflows.{work_of}", work)
     with pytest.raises(BegunError):
@@ -412,6 +413,34 @@ def test_an_encoding_of_a_plugin_is_an_option_also_of_a_sweep(done, plugin):
         "train", "--multirun", "positional=rope,my_turns", "plugins=[no.py]", "name=a"
     )
     assert problem == "plugins: there is no file 'no.py'."
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "slurm"])
+def test_help_lists_what_plugins_add(plugin, name, capsys):
+    run_command(MODULES[name].COMMAND, ["--help", plugin])
+    text = capsys.readouterr().out
+    assert "llama4, my_turns" in " ".join(text.split())
+    assert "Values that plugins add:\n  positional: my_turns\n" in text
+    run_command(MODULES[name].COMMAND, ["--help", plugin, "positional=my_turns"])
+    assert "  positional.encodings.my_turns.turns=8.0\n" in capsys.readouterr().out
+    run_command(MODULES[name].COMMAND, ["--help"])
+    assert "my_turns" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("plugins=[no.py]", "plugins: there is no file 'no.py'."),
+        (
+            "plugins=no.py",
+            "plugins: expected a list in brackets, got 'no.py'. To give this one alone: "
+            "'plugins=[no.py]'.",
+        ),
+    ],
+)
+def test_help_refuses_a_plugin_that_cannot_be_loaded(word, message):
+    assert refused("plan", "--help", word) == (message,)
+    assert refused("evaluate", "help", word) == (message,)
 
 
 @pytest.mark.parametrize(
@@ -542,3 +571,97 @@ def test_files_that_are_not_there_are_missed_before_torch(place):
     ended = subprocess.run(run, capture_output=True, text=True, check=False)
     assert ended.stderr == "error: data.files: there is no file 'a.txt'. Did you mean 'b.txt'?\n"
     assert ended.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "runs/nope"],
+        ["analyze", "runs/nope", "+analysis=all"],
+        ["generate", "runs/nope", "prompt=a"],
+        ["inspect", "runs/nope"],
+        ["export", "runs/nope", "to=x"],
+        ["compare", "runs/nope"],
+        ["watch", "runs/nope"],
+        ["model.from_run=runs/nope", "name=a"],
+    ],
+)
+def test_a_run_that_does_not_exist_is_missed_before_torch(place, words):
+    (place / "runs/nose").mkdir(parents=True)
+    code = (
+        "import sys; from trainer.__main__ import main\n"
+        f"try: main({words})\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    run = [sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ended.stderr.endswith(f" Looked in {str(place / 'runs')!r}. Did you mean 'runs/nose'?\n")
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stdout == "False\n"
+
+
+def test_models_to_compare_with_are_missed_with_the_first():
+    assert [
+        problem.partition(" is")[0]
+        for problem in refused("evaluate", "a", "compare=[b,c.gguf,hf:y]")
+    ] == ["checkpoint: 'a'", "compare: 'b'"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("drope_demo", "unknown command 'drope_demo'. An experiment is named by +experiment="),
+        ("drop_demo", "unknown command 'drop_demo'. Did you mean +experiment=drope_demo?"),
+        ("my_zo", "unknown command 'my_zo'. Did you mean +experiment=my_zoo?"),
+        ("evalute", "unknown command 'evalute'. Did you mean 'evaluate'? The commands:\n  train "),
+    ],
+)
+def test_an_experiment_in_the_place_of_a_command_is_recognised(place, capsys, word, message):
+    (place / "mine/experiment").mkdir(parents=True)
+    (place / "mine/experiment/my_zoo.yaml").write_text("# @package _global_\nname: zoo\n")
+    with pytest.raises(SystemExit) as stop:
+        main([word, "--config-dir", "mine"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_the_commands_in_help_and_messages_stand_in_two_columns(capsys):
+    run_command(train.COMMAND, ["--help"])
+    rows = re.findall(r"^(python -m trainer .*?\S {2,})\S", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == len(COMMANDS) + 1
+    assert len({*map(len, rows)}) == 1
+    with pytest.raises(SystemExit):
+        main(["unknown"])
+    rows = re.findall(r"^  (\w+ +)", capsys.readouterr().err, re.MULTILINE)
+    assert len(rows) == len(COMMANDS)
+    assert len({*map(len, rows)}) == 1
+
+
+def test_a_key_that_a_command_takes_by_itself_is_suggested():
+    assert "promt: unknown key. Did you mean 'prompt'?" in refused("generate", "x", "promt=a")
+    assert "promps: unknown key. Did you mean 'prompts'?" in refused("generate", "x", "promps=a")
+    assert "promt: unknown key. Choose" in " ".join(refused("inspect", "x", "promt=a"))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--max-steps=3", "unknown flag '--max-steps=3'. A key has no dashes: max_steps=3."),
+        ("--prompt", "unknown flag '--prompt'. A key has no dashes: prompt=VALUE."),
+        ("--config-di=x", "unknown flag '--config-di=x'. Did you mean '--config-dir'?"),
+    ],
+)
+def test_a_key_that_is_written_as_a_flag_gets_its_spelling(word, message):
+    assert message in refused("generate", "runs/x", "prompt=a", word)
+
+
+def test_files_that_the_source_does_not_read_are_refused(done, place):
+    (place / "a.txt").write_text("text")
+    files = "data.files=[a.txt]"
+    message = "data.files: data.source=stdlib_docs reads no files; write data=files as well."
+    assert refused("train", files, "name=a") == (message,)
+    assert refused("plan", files) == (message,)
+    assert refused("prepare", files) == (message,)
+    run_command(train.COMMAND, [files, "data=files", "name=a"])
+    run_command(train.COMMAND, ["data.files=[]", "name=a"])
+    assert len(done) == 2

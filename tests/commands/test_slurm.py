@@ -400,3 +400,16 @@ def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
         "Job script: slurm_jobs/mine/job.sbatch",
         "Submit it with: sbatch --parsable slurm_jobs/mine/job.sbatch",
     ]
+
+
+def test_without_published_weights_the_message_says_why_the_job_would_stop(monkeypatch, place):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
+    problem, *others = problems("+experiment=drope_smollm", "optimizer.lr=-1")
+    assert problem.startswith("optimizer.lr: ")
+    (weights,) = others
+    assert "hf download HuggingFaceTB/SmolLM-360M --local-dir DIR" in weights
+    assert weights.endswith(
+        "The job would stop without them, since few nodes reach the hub: DIR has to be on a file "
+        "system that the nodes share with this machine. `python -m trainer plan` needs no weights."
+    )

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -202,6 +203,30 @@ def test_what_cannot_be_read_in_a_directory_is_an_error_not_less_text(tmp_path):
         find_files([str(tmp_path)], "data.files")
     with pytest.raises(UserError, match="an empty address"):
         find_files([""], "data.files")
+
+
+def test_markup_is_plain_text_where_its_ending_is_named(tmp_path):
+    """A directory of data may hold a README.md that belongs to no text."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    names = ("README.md", "a.txt", "b.md.gz", "c.rst")
+    for name in names:
+        (tmp_path / name).write_text("x")
+        memory.pipe(f"/markup/{name}", b"x")
+
+    def named(place, pattern):
+        return [Path(file.path).name for file in find_files([f"{place}/{pattern}"], "data.files")]
+
+    for place in (tmp_path, "memory://markup"):
+        assert named(place, "") == ["a.txt"]
+        assert named(place, "*") == ["a.txt"]
+        assert named(place, "*.md") == ["README.md"]
+        assert named(place, "*.md.gz") == ["b.md.gz"]
+        assert named(place, "c.rst") == ["c.rst"]
+    assert list(read_rows(str(tmp_path / "README.md"), "")) == ["x"]
+    with pytest.raises(UserError, match=r"such as 'texts/\*\.md'"):
+        find_files([str(tmp_path / "*.none")], "data.files")
 
 
 def test_every_file_that_is_none_is_named_at_once(tmp_path):

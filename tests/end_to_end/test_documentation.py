@@ -137,6 +137,10 @@ def place(tmp_path_factory):
         r"```python\n(.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL
     )
     (directory / "my_callbacks.py").write_text(callback[1])
+    encoding = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs/encodings.md").read_text(), re.DOTALL
+    )
+    (directory / "my_encoding.py").write_text(encoding[1])
     for text in yaml_files(ROOT / "docs" / "running.md"):
         path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Each thing that a user can add takes one file outside of the package: an encoding and a callback
-while training, a task and an analysis of what was trained. The files are those CONTRIBUTING.md and
-docs/lightning.md show, used as they say."""
+while training, a task and an analysis of what was trained. The files are those CONTRIBUTING.md,
+docs/encodings.md and docs/lightning.md show, used as they say."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
-GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+GUIDE = "".join((ROOT / page).read_text() for page in ("docs/encodings.md", "CONTRIBUTING.md"))
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
 COMMANDS = {
     words[0]: words

@@ -218,6 +218,84 @@ def test_a_plugin_that_cannot_be_loaded_is_named(tmp_path, content):
         load_plugins([str(plugin)])
 
 
+EXPECTED = "(head_dim, training_length, *, parameters with a number or None as default)"
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "()",
+        "(dim)",
+        "(head_dim, training_length, *, base)",
+        "(head_dim, training_length, base=10000.0)",
+        "(head_dim, training_length, *, kind='linear')",
+        "(head_dim, training_length, *, fast=True)",
+        "(head_dim, training_length, **values)",
+    ],
+)
+def test_a_plugin_whose_encoding_has_another_signature_is_named(tmp_path, signature):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from trainer.positional.encodings import encoding\n"
+        f"@encoding\ndef mine{signature}:\n    pass\n"
+    )
+    with pytest.raises(UserError) as error:
+        load_plugins([str(plugin)])
+    message = f"encoding 'mine': expected mine{EXPECTED}, got mine{signature}."
+    assert str(error.value) == f"plugins: {str(plugin)!r}: {message}"
+    assert "mine" not in ENCODINGS
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("torch.ones(4)", ": expected a Spectrum, got torch.Tensor."),
+        (
+            "Spectrum(torch.ones(4))",
+            ": expected a tuple of floats as inv_freq of its Spectrum, got torch.Tensor.",
+        ),
+        (
+            "Spectrum([1.0])",
+            ": expected a tuple of floats as inv_freq of its Spectrum, got list.",
+        ),
+        (
+            "Spectrum(tuple(torch.ones(4)))",
+            ": expected a float as inv_freq[0] of its Spectrum, got torch.Tensor.",
+        ),
+        (
+            "Spectrum((1.0,), rotary_scale=torch.ones(()))",
+            ": expected a float as rotary_scale of its Spectrum, got torch.Tensor.",
+        ),
+        (
+            "Spectrum((1.0,), 0.1)",
+            ": expected a Temperature as temperature of its Spectrum, got float.",
+        ),
+        (
+            "Spectrum((1.0,), Temperature(torch.ones(())))",
+            ": expected a float as temperature.coefficient of its Spectrum, got torch.Tensor.",
+        ),
+        ("Spectrum((1 / 0,))", " failed: ZeroDivisionError: division by zero (line 6)."),
+    ],
+)
+def test_a_plugin_whose_encoding_returns_something_else_is_named(
+    tmp_path, monkeypatch, result, message
+):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "import torch\n"
+        "from trainer.positional.encodings import encoding\n"
+        "from trainer.positional.spectrum import Spectrum, Temperature\n"
+        "@encoding\n"
+        "def mine(head_dim, training_length):\n"
+        f"    return {result}\n"
+    )
+    monkeypatch.setitem(ENCODINGS, "mine", None)  # forgotten after the test
+    load_plugins([str(plugin)])
+    with pytest.raises(UserError) as error:
+        spectrum("mine", 8)
+    assert str(error.value) == f"plugins: {str(plugin)!r}: encoding 'mine'{message}"
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

@@ -335,8 +335,15 @@ def test_checkpoints_are_found_oldest_first_and_nothing_else_is(some):
     ("name", "message"),
     [
         ("some/checkpoints/step-x/state.json", "is a file; a checkpoint is a directory."),
-        ("somme", "is neither a run directory nor a checkpoint. Did you mean 'some'?"),
-        ("else/where", "is neither a run directory nor a checkpoint."),
+        (
+            "somme",
+            "is neither a run directory nor a checkpoint. Looked in PLACE. Did you mean 'some'?",
+        ),
+        (
+            "else/where",
+            "is neither a run directory nor a checkpoint. Looked in PLACE/else, which does not "
+            "exist.",
+        ),
         ("some/checkpoints/step-x", None),
     ],
 )
@@ -348,6 +355,7 @@ def test_what_is_no_checkpoint_is_said(some, tmp_path, name, message):
     place = repr(str(tmp_path / name))
     expected = f"{place} {message}" if message else f"there is no checkpoint in {place}."
     expected = expected.replace("'some'", repr(str(tmp_path / "some")))
+    expected = re.sub("PLACE(/else)?", lambda match: repr(f"{tmp_path}{match[1] or ''}"), expected)
     assert str(problem) == f"checkpoint: {expected}"
 
 

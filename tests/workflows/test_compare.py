@@ -420,15 +420,15 @@ def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
     assert Page(written.read_text()).links == ["../runs/rate_0.001_never/report.html"]
 
 
-NO_RUN = "runs: 'runs/alon' is no run (it has no config.yaml), nor a sweep (sweep.json)."
+NO_RUN = "runs: 'runs/alons' is no run (it has no config.yaml), nor a sweep (sweep.json)."
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "runs: give run directories"),
-        (["runs/x"], "runs: 'runs/x' is no run"),
-        (["runs/alon"], NO_RUN + " Did you mean 'runs/alone'?"),
+        (["runs/x"], "runs: there is no directory 'runs/x'. Looked in '"),
+        (["runs/alons"], NO_RUN),
         (["multirun/broken"], "runs: 'multirun/broken/sweep.json' is damaged"),
         (["run=x", "runs=[a]"], "run: unknown key. Did you mean 'runs'?"),
     ],
@@ -443,6 +443,17 @@ def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
+
+
+def test_the_nearest_directory_is_suggested_and_where_it_was_looked_for_is_named(place, capsys):
+    (place / "runs/alone").mkdir(parents=True)
+    (place / "runs/alons").touch()  # is as near, and no directory
+    with pytest.raises(SystemExit):
+        main(["compare", "runs/alon"])
+    assert capsys.readouterr().err == (
+        "error: runs: there is no directory 'runs/alon'. "
+        f"Looked in {str(place / 'runs')!r}. Did you mean 'runs/alone'?\n"
+    )
 
 
 OTHER = {

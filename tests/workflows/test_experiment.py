@@ -499,15 +499,26 @@ def test_a_small_vocabulary_under_a_large_model_is_said_once(words, told, caplog
     assert all("1,024 tokens are few for RoPE with 106," in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize(("length", "told"), [(128, True), (129, False)])
-def test_weights_that_go_on_with_much_shorter_sequences_are_named(
-    length, told, caplog, monkeypatch
+@pytest.mark.parametrize(
+    ("before", "length", "told"),
+    [
+        (2048, 128, True),
+        (2048, 129, False),
+        (8192, 256, True),
+        (8192, 511, True),
+        (8192, 512, False),
+        (131072, 512, False),
+    ],
+)
+def test_weights_that_go_on_with_much_shorter_sequences_than_recalibrate_takes_are_named(
+    before, length, told, caplog, monkeypatch
 ):
-    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
+    start = SimpleNamespace(layout=SimpleNamespace(training_length=before))
     monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
     messages = warnings(caplog, [f"data.sequence_length={length}"])
     assert len(messages) == told
-    assert all("data.sequence_length=2048 keeps" in message for message in messages)
+    least = "keeps that length, and 512 is the least that recalibrate takes"
+    assert all(f"data.sequence_length={before} {least}" in message for message in messages)
 
 
 def test_a_length_that_the_caller_chose_is_not_warned_of(caplog, monkeypatch):

@@ -271,7 +271,7 @@ def test_an_unknown_path_gets_the_nearest_run(given, capsys):
         main(["watch", given])
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: runs: '{given}' is no run")
+    assert line.startswith(f"error: runs: there is no directory '{given}'. Looked in '")
     assert line.endswith("Did you mean 'runs/long'?")
 
 

@@ -24,6 +24,9 @@ def read(composed: Composed) -> CompareRequest:
 
 def execute(request: CompareRequest) -> None:
     """Write the comparison, and print its table."""
+    from trainer.runs.directory import check_runs
+
+    check_runs(request.runs)  # before the workflow is imported, which takes a second
     from trainer.workflows.compare import compare_runs
 
     show(*compare_runs(request))

@@ -46,6 +46,9 @@ def read(composed: Composed) -> Named[Any]:
 
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
+    from trainer.runs.directory import check_models
+
+    check_models(named.request.checkpoint, named.request.compare)
     from trainer.commands.console import print_report, set_up_console
     from trainer.workflows.remarks import say_idle_settings
     from trainer.workflows.requests import EvaluationRequest

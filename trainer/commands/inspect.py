@@ -21,6 +21,9 @@ def read(composed: Composed) -> InspectionRequest:
 
 def execute(request: InspectionRequest) -> None:
     """Read the samples again and print them."""
+    from trainer.runs.directory import check_models
+
+    check_models(request.checkpoint)
     from trainer.commands.console import set_up_console, show
 
     set_up_console()

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,11 +73,28 @@ def read_job(composed: Composed, check: Check = lambda keys, run: []) -> Job:
     """
     keys, problems, run = composed.split(Slurm)
     problems += [problem.under("slurm") for problem in keys.slurm.problems()]
-    config = read_run(run, [*problems, *check(keys.slurm, run.values)])
+    try:
+        config = read_run(run, [*problems, *check(keys.slurm, run.values)])
+    except UserError as error:
+        raise UserError(*map(_for_nodes, error.problems)) from error
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # a job without words trains nothing
     settings = keys.slurm.for_run(config)
     return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
+
+
+def _for_nodes(problem: Problem) -> Problem:
+    """Return the problem of published weights with what the nodes of a job need; others as they
+    are."""
+    from trainer.interchange.hub import MissingWeights
+
+    if not isinstance(problem, MissingWeights) or not problem.is_published:
+        return problem
+    hint = (
+        "The job would stop without them, since few nodes reach the hub: DIR has to be on a file "
+        "system that the nodes share with this machine. `python -m trainer plan` needs no weights."
+    )
+    return replace(problem, hint=hint)
 
 
 def execute(job: Job) -> None:

@@ -101,7 +101,8 @@ def read_run(
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
     problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed)]
-    problems += [*_two_budgets(composed), *_unheard(composed), *known, *both_lengths(composed)]
+    problems += [*_two_budgets(composed), *_unheard(composed), *_unread_files(composed)]
+    problems += [*known, *both_lengths(composed)]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -159,6 +160,19 @@ def _two_budgets(composed: Composed) -> list[Problem]:
             f"the experiment sets trainer.max_tokens={tokens}, which stands above it; write "
             "trainer.max_tokens=null as well.",
         )
+    ]
+
+
+def _unread_files(composed: Composed) -> list[Problem]:
+    """Return the problem of ``data.files`` beside a source that reads no files."""
+    data = composed.values.get("data")
+    if "data.files" not in composed.named_keys or not isinstance(data, dict):
+        return []
+    source, files = data.get("source"), data.get("files")
+    if source == "files" or not files or not isinstance(files, list):
+        return []  # a wrong type is reported with the values
+    return [
+        Problem("data.files", f"data.source={source} reads no files; write data=files as well.")
     ]
 
 
@@ -231,7 +245,7 @@ python -m trainer compare runs/A runs/B ...           the runs of a sweep beside
 python -m trainer analyze runs/NAME +analysis=all     show its attention geometry
 python -m trainer generate runs/NAME prompt="..."     continue a text
 python -m trainer export runs/NAME to=DIR             write it for transformers
-python -m trainer plan +experiment=NAME ...       what it will need: memory, hours, disk
+python -m trainer plan +experiment=NAME ...           what it will need: memory, hours, disk
 python -m trainer drill +experiment=NAME ...          break a small copy, see if it survives
 python -m trainer slurm +experiment=NAME ...          write and submit a SLURM job
 python -m trainer COMMAND --help                      more about one of them

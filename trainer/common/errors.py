@@ -175,11 +175,25 @@ def near_path(path: Path, pattern: str = "*") -> str:
 
     For a name alone, runs of that name count too. ``pattern``: glob of the names beside it.
     """
-    places = [path.parent, *([Path("runs")] if len(path.parts) == 1 else [])]
-    others = [other for place in places if place.is_dir() for other in place.glob(pattern)]
+    others = [other for place in _places(path) if place.is_dir() for other in place.glob(pattern)]
     by_name = {other.name: other for other in reversed(others)}
     near = nearest(path.name, by_name)
     return "" if near is None else f"Did you mean {str(by_name[near])!r}?"
+
+
+def looked_for(path: Path, pattern: str = "*") -> str:
+    """Return a hint with the directories that lack a missing run, and the nearest path in them."""
+    directories = [
+        f"{str(place.absolute())!r}{'' if place.is_dir() else ', which does not exist'}"
+        for place in _places(path)
+    ]
+    return f"Looked in {' and '.join(directories)}. {near_path(path, pattern)}".rstrip()
+
+
+def _places(path: Path) -> list[Path]:
+    """Return the directories in which a path is looked for."""
+    runs = Path("runs")
+    return [path.parent, *([runs] if len(path.parts) == 1 and runs.is_dir() else [])]
 
 
 def first_line(error: BaseException) -> str:

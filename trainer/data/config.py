@@ -77,9 +77,9 @@ class SourceConfig:
     """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
     files, hub, or a source that a plugin registers."""
     files: list[str] = field(default_factory=list)
-    """Files of the source files (.txt, .jsonl, .parquet, .arrow, also .gz and .zst): paths,
-    directories or globs, here or at s3://, gs://, https://; @LIST is a file with one address a
-    line."""
+    """Files of the source files (.txt, .md, .rst, .jsonl, .parquet, .arrow, also .gz and .zst):
+    paths, directories or globs, here or at s3://, gs://, https://; @LIST is a file with one
+    address a line."""
     allow_patterns: list[str] = field(default_factory=list)
     """Globs; only addresses of a list that match one of them are read. Empty: all."""
     hub_name: OptionalText = None

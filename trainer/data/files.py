@@ -28,7 +28,11 @@ from trainer.common.errors import Problem, UserError, first_line, raise_all
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+MARKUP = (".md", ".rst")
+"""Plain text like ``.txt``; directories and globs name it by its ending, or they would include each
+README.md beside data."""
 READABLE = f"{', '.join(KINDS)}, .gz or .zst"
+"""What directories and globs match."""
 AT_ONCE = 16
 """Addresses that are looked up concurrently."""
 READ = 1 << 20
@@ -36,7 +40,7 @@ READ = 1 << 20
 LONGEST = 64 << 20
 """Bytes of the longest line or row that is read; a longer one is malformed."""
 PIECE = 8192
-"""Characters of the documents that a ``.txt`` file is cut into, at line ends."""
+"""Characters of the documents that plain text is cut into, at line ends."""
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
@@ -45,16 +49,23 @@ def kind_of(path: str) -> tuple[str, str | None]:
     Raises:
         ValueError: the suffix is unknown.
     """
-    bare, compression = path, None
-    for suffix, name in COMPRESSIONS.items():
-        if path.endswith(suffix):
-            bare, compression = path.removesuffix(suffix), name
+    bare, compression = _uncompressed(path)
     if bare.endswith(".json") and compression:  # naming of C4 and Dolma
         return ".jsonl", compression
+    if bare.endswith(MARKUP):
+        return ".txt", compression
     for kind in KINDS:
         if bare.endswith(kind) and not (compression and kind in (".parquet", ".arrow")):
             return kind, compression
     raise ValueError(path)
+
+
+def _uncompressed(path: str) -> tuple[str, str | None]:
+    """Return a path without the suffix of its compression, and the compression."""
+    for suffix, name in COMPRESSIONS.items():
+        if path.endswith(suffix):
+            return path.removesuffix(suffix), name
+    return path, None
 
 
 def one_line(error: BaseException) -> str:
@@ -96,7 +107,7 @@ def find_files(patterns: list[str], key: str) -> list[File]:
             try:
                 kind_of(path)
             except ValueError:
-                problems.append(Problem(key, f"{path!r} is not in {READABLE}."))
+                problems.append(Problem(key, f"{path!r} is not in {READABLE}, .md or .rst."))
             else:
                 if not size:
                     problems.append(Problem(key, f"{path!r} is empty."))
@@ -124,7 +135,10 @@ def _attempt(pattern: str) -> tuple[dict[str, int], str]:
     if matched:
         return matched, ""
     if any(c in pattern for c in "*?[") or pattern.endswith("/") or Path(pattern).is_dir():
-        return {}, f"{pattern!r} names no file in {READABLE}"
+        return {}, (
+            f"{pattern!r} names no file in {READABLE}; .md and .rst are read where a path or glob "
+            "ends in them, such as 'texts/*.md'"
+        )
     return {}, f"there is no file {pattern!r}"
 
 
@@ -136,7 +150,7 @@ def _local(pattern: Path) -> dict[str, int]:
     else:
         matches = map(Path, glob.glob(str(pattern), recursive=True))  # noqa: PTH207  absolute ones too
         paths = [path for path in matches if not path.is_dir()]
-    return {str(path): _size(path) for path in paths if _is_read(path.name)}
+    return {str(path): _size(path) for path in paths if _is_read(path.name, pattern.name)}
 
 
 def _below(directory: Path) -> Iterator[Path]:
@@ -186,15 +200,17 @@ def _remote(pattern: str) -> dict[str, int]:
         for name, info in entries.items()
         if info["type"] == "file"
     }
-    return {name: size for name, size in files.items() if _is_read(name)}
+    return {name: size for name, size in files.items() if _is_read(name, pattern)}
 
 
-def _is_read(path: str) -> bool:
+def _is_read(path: str, pattern: str) -> bool:
+    """Whether a directory or glob that matches a file includes it."""
     try:
         kind_of(path)
     except ValueError:
         return False
-    return True
+    ends_in_markup = [_uncompressed(name)[0].endswith(MARKUP) for name in (path, pattern)]
+    return ends_in_markup != [True, False]
 
 
 def _common_root(paths: list[str]) -> str:

@@ -21,12 +21,14 @@ from typing import Any
 import fsspec
 
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.plugins import REGISTRIES
 from trainer.data.config import SourceConfig
 from trainer.data.files import BadRow, File, find_files, one_line, read_rows, whole_characters
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 """Sources of the user's own, by name."""
+REGISTRIES["data.source"] = TEXT_SOURCES
 
 
 def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Count, Natural, Share, configuration
+from trainer.common.plugins import REGISTRIES
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.haystack import Excerpt, Haystack
@@ -256,6 +257,7 @@ MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
 M = TypeVar("M", bound=MakeTask)
 NEEDLE_TASKS: dict[str, MakeTask] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
+REGISTRIES["evaluation.tasks"] = NEEDLE_TASKS
 
 
 def needle_task(make: M) -> M:

@@ -18,7 +18,7 @@ from torch.nn import attention as torch_attention
 
 from trainer.common.errors import Problem, UserError, first_line
 from trainer.model.backends import BACKENDS, prepared
-from trainer.model.config import SoftmaxConfig
+from trainer.model.config import SoftmaxConfig, problem_on_cpu
 from trainer.model.masks import Mask
 from trainer.model.softmax import Softmax, eager
 
@@ -82,15 +82,12 @@ def backend_problem(name: str, accelerator: str) -> Problem | None:
 
     A backend that is configured but missing is an error; no other one replaces it silently.
     """
-    if name in ("flash", "varlen", "flex") and accelerator != "cuda":
+    if accelerator != "cuda" and (problem := problem_on_cpu(name)) is not None:
+        return problem
+    if name == "flash" and (reason := flash_problem()) is not None:
         return Problem(
             "model.attention_backend",
-            f"{name!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
-        )
-    if name == "flash" and (problem := flash_problem()) is not None:
-        return Problem(
-            "model.attention_backend",
-            f"'flash' needs the package flash-attn, which {problem}; pip install "
+            f"'flash' needs the package flash-attn, which {reason}; pip install "
             "'unrope[flash]', or choose 'auto' or 'sdpa'.",
         )
     if name == "varlen" and not has_varlen():

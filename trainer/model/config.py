@@ -127,3 +127,13 @@ class ModelConfig:
             message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
             problems.append(Problem("model.num_key_value_heads", message))
         return problems
+
+
+def problem_on_cpu(backend: str) -> Problem | None:
+    """Return the problem of an attention backend that needs a GPU, on a CPU."""
+    if backend not in ("flash", "varlen", "flex"):
+        return None
+    return Problem(
+        "model.attention_backend",
+        f"{backend!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
+    )

@@ -1,19 +1,19 @@
 """Positional encodings for training, each a function that returns a :class:`Spectrum`.
 
-To add one, decorate a function of ``(head_dim, training_length, *, parameters)`` with
-:func:`encoding`; its name becomes the name in configurations and its keyword parameters become the
-keys under ``positional.encodings.<name>``. A file outside the package works too: name it in
-``plugins``.
+To add one, decorate a function of :data:`SIGNATURE` with :func:`encoding`; its name becomes the
+name in configurations and its keyword parameters become the keys under
+``positional.encodings.<name>``. A file outside the package works too: name it in ``plugins``.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.plugins import REGISTRIES, failure, plugin_of
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
     MOST_EXPONENT,
@@ -23,12 +23,37 @@ from trainer.positional.spectrum import (
 )
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
+REGISTRIES["positional"] = ENCODINGS
+SIGNATURE = "(head_dim, training_length, *, parameters with a number or None as default)"
+"""How an encoding is called."""
 
 
 def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
-    """Register ``function`` under its own name."""
-    ENCODINGS[function.__name__] = function
+    """Register ``function`` under its own name.
+
+    Raises:
+        UserError: its signature is not :data:`SIGNATURE`.
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    others = [p for p in signature.parameters.values() if p.kind not in _POSITIONAL]
+    if len(positional) != 2 or not all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY and (p.default is None or _is_number(p.default))
+        for p in others
+    ):
+        shown = signature.replace(return_annotation=inspect.Signature.empty)
+        raise UserError.at(
+            "positional", f"encoding {name!r}: expected {name}{SIGNATURE}, got {name}{shown}."
+        )
+    ENCODINGS[name] = function
     return function
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -59,7 +84,8 @@ def make_spectrum(
         variant: name in the configuration, if it is not the encoding's.
 
     Raises:
-        UserError: the name, a parameter's name or a parameter's value is wrong.
+        UserError: the name, a parameter's name or a parameter's value is wrong, or the encoding
+            of a plugin fails or returns something else than a spectrum of numbers.
     """
     if name not in ENCODINGS:
         raise UserError.at(
@@ -72,16 +98,22 @@ def make_spectrum(
         if key not in known
         else Problem(f"{where}.{key}", f"expected a number, got {value!r}.")
         for key, value in values.items()
-        if key not in known
-        or isinstance(value, bool)
-        or not (isinstance(value, int | float) or (value is None and known[key] is None))
+        if key not in known or not (_is_number(value) or (value is None and known[key] is None))
     ]
     if problems:
         raise UserError(*problems)
+    plugin = plugin_of(ENCODINGS[name])
     try:
         spectrum = ENCODINGS[name](head_dim, training_length, **values)
     except ValueError as error:
         raise UserError.at(where, str(error)) from error
+    except Exception as error:
+        if plugin is None:
+            raise
+        reason = f"encoding {name!r} failed: {failure(error, plugin)}."
+        raise UserError.at("plugins", f"{plugin!r}: {reason}") from error
+    if plugin is not None and (misfit := _misfit(spectrum)):
+        raise UserError.at("plugins", f"{plugin!r}: encoding {name!r}: expected {misfit}.")
     if spectrum.rotary_dim > head_dim:
         raise UserError.at(
             where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
@@ -104,6 +136,38 @@ def make_spectrum(
             f"most {MOST_FREQUENCY:,.0f}.",
         )
     return spectrum
+
+
+def _misfit(spectrum: object) -> str | None:
+    """Return which part of an encoding's result was expected to be what, and what it is; None if
+    all are right."""
+    if not isinstance(spectrum, Spectrum):
+        return f"a Spectrum, got {_kind(spectrum)}"
+    if not isinstance(spectrum.temperature, Temperature):
+        return f"a Temperature as temperature of its Spectrum, got {_kind(spectrum.temperature)}"
+    for name, value in _leaves(spectrum.to_dict()):
+        if not isinstance(value, int | float | str | None):
+            right = "a tuple of floats" if name.endswith("inv_freq") else "a float"
+            return f"{right} as {name} of its Spectrum, got {_kind(value)}"
+    return None
+
+
+def _kind(value: object) -> str:
+    """Return the type of a value with its package, such as ``torch.Tensor``."""
+    package, name = type(value).__module__.partition(".")[0], type(value).__name__
+    return name if package == "builtins" else f"{package}.{name}"
+
+
+def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in groups and tuples, each with its dotted name."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _leaves(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(values, tuple):
+        for index, value in enumerate(values):
+            yield from _leaves(value, f"{name}[{index}]")
+    else:
+        yield name, values
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import trainer
-from trainer.common.errors import Problem, UserError, near_path, os_reason, raise_all
+from trainer.common.errors import Problem, UserError, os_reason, raise_all
 from trainer.common.fields import adapter
 from trainer.common.files import checksum, synchronise, write_durably
 from trainer.common.formats import FIRST, Count, check_format, read_as, read_plain
@@ -36,7 +36,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import check_mark
+from trainer.runs.directory import check_mark, nothing_at
 from trainer.runs.index import read_index
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import all_gather, on_rank_zero
@@ -327,8 +327,7 @@ def find_checkpoint(name: str) -> Path:
         raise UserError.at("checkpoint", f"there is no checkpoint in {name!r}{hint}.")
     if path.is_file():
         raise UserError.at("checkpoint", f"{name!r} is a file; a checkpoint is a directory.")
-    message = f"{name!r} is neither a run directory nor a checkpoint."
-    raise UserError.at("checkpoint", message, near_path(path))
+    raise UserError(nothing_at(name))
 
 
 def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from trainer.common.errors import Problem, UserError, os_reason, raise_all
+from trainer.common.errors import Problem, UserError, looked_for, os_reason, raise_all
 from trainer.common.fields import checked, shown
 from trainer.common.files import write_atomically
 from trainer.common.formats import check_format, read_content, read_plain
@@ -150,6 +150,40 @@ def open_run_directory(config: RunConfig) -> Path:
     write_mark(directory)
     write_atomically(directory / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
     return directory
+
+
+def nothing_at(name: str, key: str = "checkpoint") -> Problem:
+    """Return the problem of a run or checkpoint that does not exist."""
+    message = f"{name!r} is neither a run directory nor a checkpoint."
+    return Problem(key, message, looked_for(Path(name)))
+
+
+def check_runs(names: Sequence[str]) -> None:
+    """Check that directories of runs or sweeps exist.
+
+    Raises:
+        UserError: there is nothing at a path.
+    """
+    raise_all(
+        Problem("runs", f"there is no directory {name!r}.", looked_for(Path(name), "*/"))
+        for name in names
+        if not os.path.lexists(name)
+    )
+
+
+def check_models(checkpoint: str | None, compare: Sequence[str] = ()) -> None:
+    """Check that finished models exist, before torch is imported, which takes seconds.
+
+    Raises:
+        UserError: there is nothing at a path. ``hf:`` and ``.gguf`` are left to their readers.
+    """
+    named = [("checkpoint", checkpoint), *(("compare", name) for name in compare)]
+    raise_all(
+        nothing_at(name, key)
+        for key, name in named
+        if name and not os.path.lexists(name) and not name.startswith("hf:")
+        if not name.endswith(".gguf")
+    )
 
 
 def saved_run(directory: Path) -> RunConfig:

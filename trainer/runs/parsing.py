@@ -6,6 +6,7 @@ has their shape.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainer.common.fields import checked
 from trainer.common.plugins import load_plugins
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.directory import saved_run
+from trainer.runs.directory import nothing_at, saved_run
 from trainer.runs.phases import branch_problems, phase_problems, with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
@@ -241,6 +242,8 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
         return config
     if own_checkpoint(config) is not None:
         return _as_it_began(config)
+    if model.from_run and not os.path.lexists(model.from_run):
+        raise UserError(nothing_at(model.from_run, "model.from_run"))
     # Reading weights needs torch, which a wrong configuration must not wait for.
     from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
 

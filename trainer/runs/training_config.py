@@ -141,6 +141,10 @@ class TrainerConfig:
             )
         if self.fp8 and self.precision != "bf16":
             yield Problem("trainer.fp8", "needs trainer.precision=bf16, for all other products.")
+        if self.fp8 and self.accelerator == "cpu":
+            yield Problem(
+                "trainer.fp8", "float8 products need a GPU; leave out trainer.accelerator=cpu."
+            )
         if self.batch_size % (self.micro_batch_size or self.batch_size):
             yield Problem(
                 "trainer.micro_batch_size",

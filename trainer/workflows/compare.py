@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, near_path, renaming
+from trainer.common.errors import UserError, renaming
 from trainer.evaluation.results import Report, is_known
 from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
@@ -85,11 +85,8 @@ def _runs_of(place: Path) -> list[Swept]:
     if (place / RECORD).is_file():
         return read_sweep(place)
     if not (place / "config.yaml").is_file():
-        near = near_path(place, "*/") if not place.exists() else ""
         raise UserError.at(
-            "runs",
-            f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).",
-            near,
+            "runs", f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD})."
         )
     return [Swept(str(place))]
 

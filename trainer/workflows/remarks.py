@@ -18,6 +18,7 @@ from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import MonitorConfig
+from trainer.workflows.recipe import SHORTEST
 from trainer.workflows.training_text import idle_rescalings
 
 log = logging.getLogger(__name__)
@@ -85,15 +86,20 @@ def _small_vocabulary(arm: RunConfig) -> Iterator[str]:
 
 
 def _short_sequences(arm: RunConfig) -> Iterator[str]:
-    """Warn of trained weights that continue with much shorter sequences."""
+    """Warn of trained weights that continue with much shorter sequences than before, and with
+    shorter ones than ``recalibrate`` chooses."""
     start = starting_weights(arm.model) if own_checkpoint(arm) is None else None
     if start is None:
         return
     before, now = start.layout.training_length, arm.training_length
-    if now * MUCH_SHORTER <= before:
+    if now * MUCH_SHORTER <= before and now < SHORTEST:
+        enough = (
+            "" if before <= SHORTEST else f", and {SHORTEST} is the least that recalibrate takes"
+        )
         yield (
             f"data.sequence_length: {label(arm)} trains on sequences of {now:,} tokens, and its "
             f"weights were trained on {before:,}; data.sequence_length={before} keeps that length"
+            f"{enough}"
         )
 
 

@@ -16,13 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, near_path
+from trainer.common.errors import UserError
 from trainer.common.formats import read_plain
 from trainer.evaluation.results import is_known
 from trainer.report.claims import SAME_LOSS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.directory import saved_run
+from trainer.runs.directory import check_runs, saved_run
 from trainer.runs.metrics_file import (
     DROP_LOSSES,
     PARTS,
@@ -175,6 +175,7 @@ def watch(places: Sequence[str]) -> list[WatchedRun]:
     Raises:
         UserError: a directory is none of these.
     """
+    check_runs(places)
     return [run for place in places for run in _runs_at(Path(place))]
 
 
@@ -190,7 +191,6 @@ def _runs_at(place: Path) -> list[WatchedRun]:
         "runs",
         f"{str(place)!r} is no run (it has no config.yaml), no sweep ({RECORD}), and has "
         "no runs in it.",
-        near_path(place, "*/") if not place.exists() else "",
     )
 
 

@@ -14,6 +14,7 @@ from trainer.analysis.settings import ANALYSES
 from trainer.analysis.sinks import SinksStudy
 from trainer.analysis.studies.study import Study
 from trainer.analysis.synthetic import SyntheticStudy
+from trainer.common.plugins import REGISTRIES
 
 STUDIES: dict[str, type[Study]] = {
     study.key: study
@@ -27,6 +28,7 @@ STUDIES: dict[str, type[Study]] = {
         PositionalBiasStudy,
     )
 }
+REGISTRIES["analysis.kind"] = STUDIES
 
 
 def analysis(study: type[Study]) -> type[Study]:

@@ -37,7 +37,7 @@ from trainer.commands.hydra.files import (
     read_file,
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
-from trainer.common.fields import validated
+from trainer.common.fields import configuration, validated
 from trainer.common.plugins import load_plugins
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
@@ -106,10 +106,12 @@ def compose_words(
     root: str = "config",
     files: ConfigFiles | None = None,
     known: Sequence[Problem] = (),
+    verbatim: str = "",
 ) -> Composed:
     """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
 
     ``root``: the file of ``conf/`` that the command starts from. ``known``: problems to report too.
+    ``verbatim``: the command's key that is not among the words, but may be meant by one.
 
     Raises:
         UserError: they cannot be composed at all; with every problem found so far.
@@ -123,7 +125,8 @@ def compose_words(
     lines = [*chosen.values()]
     config = compose_with_hydra(root, lines, files, problems)
     keys: list[Override] = []
-    base = OmegaConf.to_container(config)
+    base: Any = OmegaConf.to_container(config)
+    base |= {verbatim: None} if verbatim else {}
     for override in others:
         if problem := key_problem(override, base):
             problems.append(problem)
@@ -140,6 +143,27 @@ def compose_words(
     return Composed(values, choices, tuple(problems), tuple(words), files)
 
 
+@configuration
+class Plugins:
+    """The key whose files are run before the other words are read."""
+
+    plugins: list[str] = field(default_factory=list)
+    """Python files of the user."""
+
+
+def run_plugins(words: Sequence[str]) -> list[Problem]:
+    """Run the plugins among the words; return their problems."""
+    overrides, _ = parse_words([word.lstrip("+") for word in words])
+    problems: list[Problem] = []
+    for override in overrides:
+        if override.key_or_group == "plugins":
+            named, wrong = validated(Plugins, {"plugins": override.value()})
+            problems += wrong
+            with collecting(problems):
+                load_plugins(named.plugins)
+    return problems
+
+
 def plugin_encodings(
     words: Sequence[str], files: ConfigFiles, problems: list[Problem]
 ) -> tuple[str, ...]:
@@ -150,11 +174,7 @@ def plugin_encodings(
     """
     if not any(word.lstrip("+").startswith("positional=") for word in words):
         return ()
-    overrides, _ = parse_words([word.lstrip("+") for word in words])
-    paths = [o.value() for o in overrides if o.key_or_group == "plugins"]
-    with collecting(problems):
-        for listed in paths:
-            load_plugins([str(path) for path in listed] if isinstance(listed, list) else ())
+    problems += run_plugins(words)
     registered = tuple(sorted({*ENCODINGS} - {*files.options("positional")}))
     for name in registered:
         values = PositionalConfig(layers=[name], encodings={name: parameters(name)})
@@ -396,8 +416,8 @@ def parse_words(
 
 
 def _no_override(word: str, experiments: Collection[str]) -> Problem:
-    if word in experiments:
-        return Problem(repr(word), f"an experiment is named by +experiment={word}.")
+    if (experiment := nearest(word, experiments)) is not None:
+        return Problem(repr(word), f"an experiment is named by +experiment={experiment}.")
     quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
     return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global
+from trainer.positional.encodings import parameters
 
 WIDTH, COLUMN = 100, 32
 COMMENT = re.compile(r"(?::[^#]*|[ ,]*)#(.*)")
@@ -53,12 +54,14 @@ def help_text(
     flags: Mapping[str, str],
     *,
     several: bool,
+    added: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return ``about``, then the keys, groups and flags of a command.
 
     ``root``: the file of ``conf/`` that it starts from. ``described``: groups whose options are
     listed one by one. ``flags``: those of this command only, with their meanings. ``several``:
-    whether the command has ``--multirun``. Keys are listed for the described groups and for the
+    whether the command has ``--multirun``. ``added``: names that plugins registered, by the keys
+    that take them. Keys are listed for the described groups and for the
     groups that ``words`` choose.
 
     Raises:
@@ -77,7 +80,13 @@ def help_text(
         option = chosen.get(group, defaults.get(group))
         if option == REQUIRED:
             option = files.options(group)[0]
-        if option is not None:
+        if group == "positional" and option in files.encodings:
+            keys = [
+                Key(f"positional.encodings.{option}.{key}", _written(value), "")
+                for key, value in parameters(option).items()
+            ]
+            parts.append("\n".join([f"Keys of {group}={option}:", *map(str, keys)]))
+        elif option is not None:
             # An option of the whole configuration sets keys of other groups.
             prefix = f"{group}." if group in defaults else ""
             chain = files.defaults_chain((group, option), inherited=True)
@@ -88,6 +97,9 @@ def help_text(
         title = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):"
         lists = [textwrap.fill(text, WIDTH, subsequent_indent=" " * 4) for text in lists]
         parts.append("\n".join([title, *lists]))
+    if added:
+        lists = [f"  {key}: {', '.join(names)}" for key, names in added.items()]
+        parts.append("\n".join(["Values that plugins add:", *lists]))
     flags = FLAGS | (MULTIRUN if several else {}) | {**flags}
     lines = [_two_columns(f"  {flag}", meaning) for flag, meaning in flags.items()]
     parts.append("\n".join(["Flags:", *lines]))

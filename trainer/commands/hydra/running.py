@@ -13,7 +13,8 @@ from typing import Any
 from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.help import help_text
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, nearest, raise_all
+from trainer.common.plugins import added_by_plugins
 from trainer.common.words import override_value
 
 
@@ -35,9 +36,16 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         overrides, stray = with_subject(command.subject, overrides)
         problems += [_stray(word, command, overrides) for word in stray]
     if flags.help:
+        added: dict[str, list[str]] = {}
+        if any(word.lstrip("+").startswith("plugins=") for word in overrides):
+            from trainer.commands.hydra.composing import run_plugins
+
+            raise_all(run_plugins(overrides))
+            added = added_by_plugins()
+            files = replace(files, encodings=tuple(added.get("positional", ())))
         several = not command.single
         about = command.root, command.help, overrides, files, command.described, command.flags
-        print(help_text(*about, several=several))
+        print(help_text(*about, several=several, added=added))
         return
     # Here, so that help needs none of Hydra.
     from trainer.commands.hydra import jobs as hydra_main
@@ -58,11 +66,11 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif flags.hydra:
         if command.completed is not None and COMPLETION not in flags.hydra:
-            composed = compose_words(overrides, command.root, files, problems)
+            composed = compose_words(overrides, command.root, files, problems, command.verbatim)
             overrides = [*command.completed(replace(composed, verbatim=values))]
         hydra_main.show(command, overrides, files, problems, flags.hydra)
     else:
-        composed = compose_words(overrides, command.root, files, problems)
+        composed = compose_words(overrides, command.root, files, problems, command.verbatim)
         request = command.read(replace(composed, flags=flags.of_command, verbatim=values))
         if command.wordless is not None and not words:
             raise UserError.at("", command.wordless(request))
@@ -111,6 +119,17 @@ def _is_setting(word: str) -> bool:
 
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Flags that Hydra answers by itself."""
+
+
+def _instead_of_flag(word: str, names: Sequence[str]) -> str:
+    """Return the flag that is meant, or how keys are written."""
+    flag, _, value = word.partition("=")
+    if not flag.startswith("--") or nearest(flag, names) is not None:
+        return did_you_mean(flag, names)
+    key = flag.removeprefix("--")
+    return f"A key has no dashes: {key.replace('-', '_')}={value or 'VALUE'}."
+
+
 DRY_RUN = "--dry-run"
 """A flag of other programs; this program has the command ``plan`` instead."""
 
@@ -166,7 +185,7 @@ def split_flags(words: Sequence[str], of_command: Iterable[str]) -> tuple[Flags,
     problems = [
         Problem(DRY_RUN, f"to see what a run needs without starting it: {plan}")
         if word == DRY_RUN
-        else Problem("", f"unknown flag {word!r}.", did_you_mean(word, names))
+        else Problem("", f"unknown flag {word!r}.", _instead_of_flag(word, names))
         for word in unknown
         if word.startswith("-")
     ]
