@@ -68,7 +68,7 @@ def test_rooms_and_what_does_not_train_import_without_the_training_stack():
         ]
         for room in rooms
     ]
-    jobs = ("analyze", "evaluate", "benchmarks", "export", "generate")
+    jobs = ("analyze", "evaluate", "benchmarks", "export", "generate", "remarks")
     modules.append([f"trainer.workflows.{job}" for job in jobs])
     command = [sys.executable, "-c", ALONE, *map(" ".join, modules)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -344,7 +344,11 @@ def test_checkpoints_are_found_oldest_first_and_nothing_else_is(some):
             "is neither a run directory nor a checkpoint. Looked in PLACE/else, which does not "
             "exist.",
         ),
-        ("some/checkpoints/step-x", None),
+        (
+            "some/checkpoints/step-x",
+            "is neither a run directory nor a checkpoint: it has no checkpoints/ and no "
+            "manifest.json.",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_is_said(some, tmp_path, name, message):
@@ -353,8 +357,7 @@ def test_what_is_no_checkpoint_is_said(some, tmp_path, name, message):
         find_checkpoint(str(tmp_path / name))
     (problem,) = error.value.problems
     place = repr(str(tmp_path / name))
-    expected = f"{place} {message}" if message else f"there is no checkpoint in {place}."
-    expected = expected.replace("'some'", repr(str(tmp_path / "some")))
+    expected = f"{place} {message}".replace("'some'", repr(str(tmp_path / "some")))
     expected = re.sub("PLACE(/else)?", lambda match: repr(f"{tmp_path}{match[1] or ''}"), expected)
     assert str(problem) == f"checkpoint: {expected}"
 

@@ -331,13 +331,14 @@ def described(finished, tmp_path):
     """A function that gives a checkpoint of the finished run another configuration and step."""
     source = checkpoint_of(finished[0])
 
-    def as_if(step=20, **changes):
+    def as_if(step=20, from_run=None, **changes):
         place = tmp_path / "of" / "checkpoints" / "last"
         shutil.copytree(source, place)
         state = json.loads((place / "state.json").read_text())
         values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
         values["model"] = {"num_hidden_layers": 4, "num_key_value_heads": 9}
         config = parse(RunConfig, values)
+        config = replace(config, model=replace(config.model, from_run=from_run))
         state |= {"step": step, "config": json.loads(json.dumps(config, default=vars))}
         (place / "state.json").write_text(json.dumps(state))
         (place / MANIFEST).write_text(json.dumps(digests(place) | digests(place, ".metadata")))
@@ -367,6 +368,7 @@ TWO = {"layers": ["rope", "alibi"]}
     [
         ({}, ["rope"], None),
         ({"label": "Mine"}, ["rope"], None),
+        ({"label": "DroPE", "from_run": "runs/before"}, ["rope"], "DroPE"),
         ({"positional": TWO}, ["rope", "alibi"], None),
         ({"drop": {"at": 10}}, ["nope"], "DroPE"),
         ({"drop": {"at": 10}, "label": "Mine"}, ["nope"], "Mine"),

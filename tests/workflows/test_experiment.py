@@ -83,6 +83,9 @@ def test_runs_that_tables_could_not_tell_apart_are_refused():
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
     (problem,) = map(str, label_problems(configs))
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
+    config = read_config(["drop.at=0.5", "+controls.again.branch=drop"])
+    (problem,) = map(str, label_problems(arms_of(config)))
+    assert problem.endswith("or controls.again.drop.enabled=false if it is not to drop.")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +117,9 @@ def warnings(caplog, *arms):
     ("words", "message"),
     [
         (
-            ["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"],
+            ["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=9"],
             "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase: its learning rate "
-            "does not reach its peak; schedule.warmup_steps=2 is a tenth of them",
+            "only rises; schedule.warmup_steps=2 is a tenth of them",
         ),
         (
             ["positional=irope"],
@@ -127,7 +130,7 @@ def warnings(caplog, *arms):
 )
 def test_settings_of_any_arm_that_have_no_effect_are_named(caplog, words, message):
     budget = [word for word in words if word.startswith("trainer")]
-    run = [*budget, "schedule.warmup_steps=30"]
+    run = [*budget, "schedule.warmup_steps=29"]
     (warned,) = warnings(caplog, run, words)
     assert warned.startswith(message)
 
@@ -552,10 +555,10 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
     assert told == names
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 1), ("wsd", 3)])
 @pytest.mark.parametrize("drop", [6, None])
 def test_a_finished_run_that_should_be_longer_is_refused_with_the_command_that_trains_on(
-    base, tmp_path, monkeypatch, schedule, drop
+    base, tmp_path, monkeypatch, schedule, warmup, drop
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own" / "experiment").mkdir(parents=True)
@@ -563,7 +566,7 @@ def test_a_finished_run_that_should_be_longer_is_refused_with_the_command_that_t
     changes = {
         "model": {"qk_norm": {"when": when}},
         "drop": {"at": drop},
-        "schedule": {"name": schedule, "warmup_steps": 1},
+        "schedule": {"name": schedule, "warmup_steps": warmup},
         "controls": {"rope": {"label": "Other", "seed": 5}},
         "evaluation": {"enabled": False},
     }
@@ -582,6 +585,7 @@ def test_a_finished_run_that_should_be_longer_is_refused_with_the_command_that_t
     said = str(refused.value.problems[-1])
     begun = said.partition("another order: ")[2].partition(". Its controls")[0].split()
     assert begun[:3] == ["python", "-m", "trainer"]
+    assert ("schedule.warmup_steps=1" in begun) == (warmup == 3)  # or the rate would only rise
     assert said.endswith("from runs/mine/controls/NAME.")
     assert not (tmp_path / "runs" / "tiny_longer").exists()
     report, existed = command([*begun[3:], "run_dir=runs/longer"])

@@ -322,6 +322,12 @@ def find_checkpoint(name: str) -> Path:
         directory = path if path.name == "checkpoints" else path / "checkpoints"
         if checkpoints := regular_checkpoints(directory):
             return checkpoints[-1]
+        if not directory.is_dir():
+            raise UserError.at(
+                "checkpoint",
+                f"{name!r} is neither a run directory nor a checkpoint: it has no checkpoints/ and "
+                f"no {MANIFEST}.",
+            )
         before = directory / BEFORE_DROP
         hint = f" but {str(before)!r}" if before.is_dir() else ""
         raise UserError.at("checkpoint", f"there is no checkpoint in {name!r}{hint}.")

@@ -298,7 +298,8 @@ def normalizes(layout: Layout) -> bool:
 def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
     """Return the encodings of the checkpoint that ``model.from_run`` names, and their label.
 
-    The label is None if it follows from the encodings.
+    The label is None if it follows from the encodings; a run that trained on keeps that of the run
+    before it.
 
     Raises:
         UserError: there is no checkpoint, or it is damaged.
@@ -320,7 +321,9 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
         if len(chosen) == depth:
             layers, positional = [change.to], replace(positional, heads={})
         positional = replace(positional, layers=layers)
-    return positional, label(config, dropped) if dropped else None
+    if dropped:
+        return positional, label(config, dropped)
+    return positional, config.label if config.model.from_run else None
 
 
 def _of_run(reference: str) -> Pretrained:

@@ -26,7 +26,7 @@ from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import arm_problems, arms_of, spread_problems
+from trainer.runs.arms import MAIN, arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     MANIFEST,
@@ -366,7 +366,12 @@ def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> li
     ``config``: the run as it should be, with more steps or tokens than ``saved``. ``argv``: the
     command line that asked for it.
     """
+    more_steps = config.trainer.max_steps - saved.trainer.max_steps
+    warmup = []
+    if config.schedule.warmup_steps >= more_steps:  # the rate would only rise
+        warmup = [f"schedule.warmup_steps={max(more_steps // 10, 1)}"]
     replaced = {"name", "run_dir", "label", "overwrite", "seed", *BUDGETS}
+    replaced |= {word.partition("=")[0] for word in warmup}
     keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in argv]
     words = [
         word
@@ -377,11 +382,12 @@ def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> li
     if more is not None and before is not None:
         budget = f"trainer.max_tokens={more - before}"
     else:
-        budget = f"trainer.max_steps={config.trainer.max_steps - saved.trainer.max_steps}"
+        budget = f"trainer.max_steps={more_steps}"
     left_out = [f"{key}=null" for key in ("controls", "phases") if getattr(config, key)]
     return [
         *("python", "-m", "trainer", *words, f"name={config.name}_longer"),
         *(f"model.from_run={config.run_dir}", budget, f"seed={config.seed + 1}"),
+        *warmup,
         *(["drop.enabled=false"] if config.drop_step is not None else []),
         *left_out,
     ]
@@ -453,13 +459,19 @@ def process_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     return problems
 
 
+def _or_kept(name: str, arm: RunConfig) -> str:
+    """Return how a control is kept from dropping as its run does."""
+    drops = name != MAIN and arm.drop_step is not None
+    return f", or controls.{name}.drop.enabled=false if it is not to drop" if drops else ""
+
+
 def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Check that the runs have distinct labels."""
     seen: dict[str, str] = {}
     return [
         Problem(
             f"controls.{name}.label",
-            f"{text!r} is what {seen[text]} is called too; give it another.",
+            f"{text!r} is what {seen[text]} is called too; give it another{_or_kept(name, arm)}.",
         )
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name

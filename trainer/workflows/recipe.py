@@ -26,6 +26,8 @@ STEPS = 1000
 """Steps that the batch is chosen for."""
 BATCH_TOKENS = 2048, 512 * 2048
 """Fewest and most tokens of a step; DroPE's recipes have the most (App. D)."""
+ROOM = 1.25
+"""Suggested minutes over those needed: a second measurement may be slower."""
 WARMUP = 10, 500
 """Fewest and most steps of warm-up, otherwise a tenth of the steps."""
 LARGE = 2e9
@@ -150,6 +152,7 @@ def choose(facts: Facts, speed: Speed, minutes: float, user_values: Mapping[str,
                 "minutes",
                 f"{minutes:g} is too short: {WARMUP[0]} steps of warm-up and as many after it, of "
                 f"{batch} x {length:,} tokens, need {_rounded_up(needed):g} on {speed.device}.",
+                f"Write minutes={_rounded_up(ROOM * needed):g}, since its speed varies.",
             )
         pick(
             "trainer.max_steps",

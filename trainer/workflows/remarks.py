@@ -19,7 +19,6 @@ from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.recipe import SHORTEST
-from trainer.workflows.training_text import idle_rescalings
 
 log = logging.getLogger(__name__)
 
@@ -115,13 +114,13 @@ def _other_budgets(configs: dict[str, RunConfig]) -> Iterator[str]:
 
 
 def _long_warmups(arm: RunConfig) -> Iterator[str]:
-    """Warn of learning rates that never reach their peak."""
+    """Warn of learning rates that only rise."""
     for key, phase in schedules(arm).items():
         warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
-        if warmup > steps > 0:
+        if warmup >= steps > 0:
             yield (
                 f"{key}.warmup_steps: {warmup} steps, but {label(arm)} has {steps} in this phase: "
-                f"its learning rate does not reach its peak; {key}.warmup_steps="
+                f"its learning rate only rises; {key}.warmup_steps="
                 f"{max(steps // 10, 1)} is a tenth of them"
             )
 
@@ -139,6 +138,10 @@ def _unreached_encodings(arm: RunConfig) -> Iterator[str]:
 
 def _idle_rescalings(arm: RunConfig) -> Iterator[str]:
     """Warn of phases that rescale nothing."""
+    if not any(phase.rescale for phase in phases_of(arm)):
+        return
+    from trainer.workflows.training_text import idle_rescalings  # with Lightning: seconds
+
     for phase, rotates in idle_rescalings(arm).items():
         if rotates:
             yield (

@@ -284,7 +284,7 @@ evaluate | checkpoint: give checkpoint=
 evaluate checkpoint= | checkpoint: give checkpoint=
 evaluate checkpoint=none | neither a run directory nor a checkpoint
 evaluate checkpoint=text.txt | 'text.txt' is a file
-evaluate checkpoint=others | there is no checkpoint in 'others'
+evaluate checkpoint=others | 'others' is neither a run directory
 evaluate checkpoint=RUNS | neither a run directory
 evaluate checkpoint=RUN evaluation=nihh | Did you mean 'niah'
 evaluate checkpoint=RUN evaluation.lengths=[1000] | fewer than the longest window
