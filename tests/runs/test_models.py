@@ -74,7 +74,9 @@ def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
 
 
 def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):
-    with pytest.raises(UserError, match=r"^compare: .* is neither a run directory nor a checkpoint"):
+    with pytest.raises(
+        UserError, match=r"^compare: .* is neither a run directory nor a checkpoint"
+    ):
         find_candidate(str(tmp_path), key="compare")
 
 
