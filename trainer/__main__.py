@@ -49,10 +49,7 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     experiments = ConfigFiles(flags.config_dir).options("experiment")
     near = nearest(first, [*COMMANDS, *experiments])
     if near in experiments:
-        word = f"+experiment={near}"
-        meant = "An experiment is named by" if near == first else "Did you mean"
-        end = "." if near == first else "?"
-        raise UserError.at("", f"unknown command {first!r}.", f"{meant} {word}{end}")
+        raise UserError.at("", f"unknown command {first!r}.", f"Did you mean +experiment={near}?")
     hint = "" if near is None else f" Did you mean {near!r}?"
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:{width}} {text}" for name, text in COMMANDS.items())

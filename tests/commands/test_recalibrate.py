@@ -260,7 +260,7 @@ def test_a_text_a_model_and_enough_minutes_are_needed(place, llama, capsys):
     (said,) = refused(capsys, *words_for(llama, "minutes=0.01"))
     assert said == (
         "minutes: 0.01 is too short: 10 steps of warm-up and as many after it, of 4 x 32 tokens, "
-        "need 0.02 on 1 CPU thread. Write minutes=0.025, since its speed varies."
+        "need 0.02 on 1 CPU thread. Write minutes=0.025: another measurement may be slower."
     )
     assert not list(place.iterdir())
 

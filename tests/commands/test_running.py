@@ -610,7 +610,7 @@ def test_models_to_compare_with_are_missed_with_the_first():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("drope_demo", "unknown command 'drope_demo'. An experiment is named by +experiment="),
+        ("drope_demo", "unknown command 'drope_demo'. Did you mean +experiment="),
         ("drop_demo", "unknown command 'drop_demo'. Did you mean +experiment=drope_demo?"),
         ("my_zo", "unknown command 'my_zo'. Did you mean +experiment=my_zoo?"),
         ("evalute", "unknown command 'evalute'. Did you mean 'evaluate'? The commands:\n  train "),

@@ -84,8 +84,7 @@ def read_job(composed: Composed, check: Check = lambda keys, run: []) -> Job:
 
 
 def _for_nodes(problem: Problem) -> Problem:
-    """Return the problem of published weights with what the nodes of a job need; others as they
-    are."""
+    """Add to the problem of missing published weights what the nodes of a job need."""
     from trainer.interchange.hub import MissingWeights
 
     if not isinstance(problem, MissingWeights) or not problem.is_published:

@@ -98,11 +98,10 @@ class Progress:
         self._start_bar()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
-        elif (
-            done
-            and not self.silent
-            and self._is_time(step, elapsed, remaining := elapsed / done * (self.total - step))
-        ):
+        elif done and not self.silent:
+            remaining = elapsed / done * (self.total - step)
+            if not self._is_time(step, elapsed, remaining):
+                return
             line = (
                 f"{self.title}  {int(100 * step / self.total)}%  {details}  {remaining:.0f} s left"
             )

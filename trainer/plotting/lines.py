@@ -172,7 +172,7 @@ def draw(series: Sequence[Series], frame: Frame) -> Figure:
         _draw_panel(axes, Panel("", series, frame), with_note=True)
         axes.set_xlabel(frame.x_label)
         axes.set_ylabel(frame.y_label)
-        # In the order of the right ends of the lines, as the eye meets them.
+        # The legend lists lines in the order of their right ends, which are beside it.
         ranked = sorted(series, key=_last_value, reverse=True)
         handles = [*map(line_handle, ranked), *reference_handles(frame)]
         figure.legend(handles=handles, loc="outside right center", frameon=False, handlelength=2.6)
@@ -297,7 +297,7 @@ def spans(
         figure = blank(1.7 * math.ceil(len(panels) / 2) + 0.3)
         grid = panel_grid(figure, len(panels), 2, x=x, y=y, share_x=True)
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            # In a long text the range alone is too narrow to be seen.
+            # The dashed line shows a range that is too narrow to be seen in a long text.
             axes.axvspan(*marked, color=ORANGE, alpha=0.35, linewidth=0)
             axes.axvline(sum(marked) / 2, color=ORANGE, linewidth=0.9, linestyle="--", zorder=3)
             axes.plot(starts, values, linewidth=0.8, rasterized=True)

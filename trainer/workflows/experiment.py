@@ -459,7 +459,7 @@ def process_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     return problems
 
 
-def _or_kept(name: str, arm: RunConfig) -> str:
+def _no_drop(name: str, arm: RunConfig) -> str:
     """Return how a control is kept from dropping as its run does."""
     drops = name != MAIN and arm.drop_step is not None
     return f", or controls.{name}.drop.enabled=false if it is not to drop" if drops else ""
@@ -471,7 +471,7 @@ def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     return [
         Problem(
             f"controls.{name}.label",
-            f"{text!r} is what {seen[text]} is called too; give it another{_or_kept(name, arm)}.",
+            f"{text!r} is what {seen[text]} is called too; give it another{_no_drop(name, arm)}.",
         )
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name

@@ -109,10 +109,11 @@ def plan(request: PlanRequest) -> Iterator[Section]:
         begin = changes.get("branch") or 0
         begin = config.drop_step or 0 if begin == "drop" else begin
         operations[name] = flops(controls[name], begin)
-    yield Section("Training", list(_training(config, corpus, operations)))
+    estimates = estimated_tokens(config) if isinstance(corpus, UserError) else {}
+    yield Section("Training", list(_training(config, corpus, estimates, operations)))
     yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
-    yield Section("Disk", list(_disk(config, controls, corpus, counts["in all"], vocab)))
+    yield Section("Disk", list(_disk(config, controls, corpus, estimates, counts["in all"], vocab)))
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
         commands = dict.fromkeys(problem.command for problem in missing if problem.command)
@@ -156,7 +157,10 @@ def flops(config: RunConfig, begin: int = 0) -> float:
 
 
 def _training(
-    config: RunConfig, corpus: Corpus | UserError, operations: dict[str, float]
+    config: RunConfig,
+    corpus: Corpus | UserError,
+    estimates: dict[str, int | None],
+    operations: dict[str, float],
 ) -> Iterator[tuple[str, str]]:
     steps, phases = config.trainer.max_steps, phases_of(config)
     if config.phases:
@@ -178,7 +182,7 @@ def _training(
             label = f"text {part.name}" if config.data.mixture else "text"
             yield label, f"{held}, read {times[part.name]:.3g} times"
     else:
-        shares, estimates = _shares(phases), estimated_tokens(config)
+        shares = _shares(phases)
         for name, (text, _) in config.data.texts.items():
             share, estimate = shares.get(name, 0), estimates[name]
             facts = [f"{100 * share:.3g}% of the samples"] if config.data.mixture else []
@@ -347,6 +351,7 @@ def _disk(
     config: RunConfig,
     controls: dict[str, RunConfig],
     corpus: Corpus | UserError,
+    estimates: dict[str, int | None],
     count: int,
     vocab: int,
 ) -> Iterator[tuple[str, str]]:
@@ -361,8 +366,7 @@ def _disk(
         )
         yield "those of controls", f"{sum(numbers.values())}: {_gb(size)}"
     width = 2 if vocab <= 1 << 16 else 4
-    estimates = estimated_tokens(config).values() if isinstance(corpus, UserError) else ()
-    known = [tokens for tokens in estimates if tokens]
+    known = [tokens for tokens in estimates.values() if tokens]
     if isinstance(corpus, Corpus):
         label, tokens = "text, prepared", sum(len(part.text.train) for part in corpus.parts)
     elif len(known) == len(estimates):

@@ -152,7 +152,7 @@ def choose(facts: Facts, speed: Speed, minutes: float, user_values: Mapping[str,
                 "minutes",
                 f"{minutes:g} is too short: {WARMUP[0]} steps of warm-up and as many after it, of "
                 f"{batch} x {length:,} tokens, need {_rounded_up(needed):g} on {speed.device}.",
-                f"Write minutes={_rounded_up(ROOM * needed):g}, since its speed varies.",
+                f"Write minutes={_rounded_up(ROOM * needed):g}: another measurement may be slower.",
             )
         pick(
             "trainer.max_steps",

@@ -94,11 +94,11 @@ def _acknowledge(reader: int, notice: Notice, speaks: bool) -> None:
         now = time.monotonic()
         if first is None:
             first = now
-            text = (
-                f"{signal.Signals(number).name}: stopping after the current step, with a checkpoint"
-            )
+            name = signal.Signals(number).name
+            more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+            text = f"\n{name}: stopping after the current step, with a checkpoint{more}\n"
             with suppress(OSError):  # not print: the main thread may hold its lock
-                os.write(2, f"\n{text}; Ctrl-C again ends it at once\n".encode() if speaks else b"")
+                os.write(2, text.encode() if speaks else b"")
         elif number == signal.SIGINT and now - first > SAME_KEY:
             os._exit(128 + number)
 
