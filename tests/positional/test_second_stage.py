@@ -37,8 +37,8 @@ from trainer.positional.rescaling import (
 from trainer.recalibration.config import ChangeConfig
 from trainer.runs.config import RescaleConfig, RunConfig
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
+from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import phases_of
-from trainer.training.callbacks.transitions import layout_of_phase
 
 C, LATER, LAST = 4096, 32_768, 131_072
 """RoPE-ID, App. A.9: trained at 4k, tuned at 32k and then at 128k."""

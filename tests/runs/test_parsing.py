@@ -12,10 +12,7 @@ import pytest
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import configuration, validated
 from trainer.evaluation.config import EvaluationConfig
-from trainer.model.config import ModelConfig
-from trainer.positional.config import PositionalConfig, TemperatureConfig
-from trainer.recalibration.config import ChangeConfig
-from trainer.runs.config import RunConfig, layout_problems
+from trainer.runs.config import RunConfig
 from trainer.runs.parsing import control_config, merged, parse, parse_without_weights
 from trainer.workflows.requests import EvaluationRequest
 
@@ -372,21 +369,3 @@ def test_no_name_is_unknown_while_a_plugin_that_may_add_it_is_missing(plugins, k
     with pytest.raises(UserError) as error:
         parse(RunConfig, {"run_dir": "x", "plugins": plugins, **changes})
     assert [problem.key for problem in error.value.problems] == [key]
-
-
-TEMPERED = PositionalConfig(temperature=TemperatureConfig(coefficient=0.1, reference=8))
-
-
-@pytest.mark.parametrize("positional", [PositionalConfig(), TEMPERED])
-@pytest.mark.parametrize("steps", [0, 5])
-def test_an_encoding_is_dropped_in_one_step_or_several_with_any_temperature(positional, steps):
-    change = {"drop": ChangeConfig(anneal_steps=steps)}
-    assert layout_problems(positional, ModelConfig(), 64, change) == []
-
-
-def test_an_encoding_that_does_not_rotate_is_not_dropped_in_steps():
-    positional = PositionalConfig(layers=["alibi"])
-    (problem,) = layout_problems(
-        positional, ModelConfig(), 64, {"drop": ChangeConfig(anneal_steps=5)}
-    )
-    assert problem.key == "drop.anneal_steps"

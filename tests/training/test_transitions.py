@@ -11,14 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
 from trainer.model.backend_choice import Choice
-from trainer.model.config import ModelConfig, QKNormConfig
-from trainer.positional.encodings import make_spectrum
-from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS
+from trainer.model.config import QKNormConfig
 from trainer.recalibration.config import ChangeConfig, DropConfig
 from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig, UntilConfig
 from trainer.runs.phases import phases_of
@@ -29,8 +25,6 @@ from trainer.training.callbacks.transitions import (
     Transitions,
     describe,
     input_sizes,
-    layout_of_phase,
-    rescaled_layout,
 )
 
 
@@ -46,41 +40,6 @@ def phase(**changes):
 def made(*phases, **more):
     options = {"effect_batch": None, "before_drop": None, "add_metrics": None} | more
     return Transitions(phases, **options)
-
-
-@pytest.mark.parametrize(
-    ("factor", "length", "expected"), [(None, 256, 4.0), (3.0, 256, 3.0), (None, 32, 1.0)]
-)
-def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor, length, expected):
-    layout = tiny_decoder(training_length=64).layout
-    longer = phase(rescale=RescaleConfig("pi", factor), length=length)
-    slowed = rescaled_layout(layout, longer).layers[0].spectra[0].inv_freq
-    wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
-    assert slowed == pytest.approx(wanted)
-
-
-def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
-    layout = tiny_decoder(training_length=64, windows=[16, None]).layout
-    longer = phase(name="b", rescale=RescaleConfig("base", base=2e6), length=256)
-    after = layout_of_phase(layout, longer, ModelConfig())
-    windowed, whole = (layer.spectra[0] for layer in after.layers)
-    assert windowed == layout.layers[0].spectra[0]
-    assert whole == make_spectrum("rope", 2 * len(whole.inv_freq), 256, {"base": 2e6})
-    assert after.training_length == 256
-    slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
-    with pytest.raises(
-        UserError, match=r"phases\.b\.rescale\.base: these frequencies have no base"
-    ):
-        layout_of_phase(slowed, longer, ModelConfig())
-
-
-def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
-    """A temperature without reference refers to the training length of the last phase."""
-    values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
-    values["spectra"][0]["temperature"]["reference"] = None
-    longer = phase(length=1024)
-    layout = layout_of_phase(Layout.from_dict(values), longer, ModelConfig())
-    assert layout.at(1024).spectra[0].temperature.scale == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ between them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, UserError, did_you_mean, listed
+from trainer.common.errors import Problem, did_you_mean, listed
 from trainer.common.fields import (
     Count,
     FreeForm,
@@ -26,12 +26,11 @@ from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import LAYERS_KEY, units
 from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig, problem_on_cpu
-from trainer.positional.config import PositionalConfig, build_layout, unknown_encodings
+from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig, DropConfig, ScheduleConfig
-from trainer.recalibration.drop import dropped_layout
 from trainer.runs.training_config import (
     LoggerConfig,
     MonitorConfig,
@@ -244,7 +243,7 @@ class RunConfig:
 
     def problems(self) -> list[Problem]:
         """Check within and between the groups."""
-        model_problems, drop_problems = self.model.problems(), self._drop_problems()
+        model_problems = self.model.problems()
         group_problems = [
             *self._name_problems(),
             *model_problems,
@@ -253,7 +252,7 @@ class RunConfig:
             *self.trainer.problems(),
             *self.strategy.problems(),
             *self.monitor.problems(),
-            *drop_problems,
+            *self.drop_problems(),
             *self.evaluation.problems(
                 self.training_length if 1 < self.training_length < 1 << 31 else None
             ),
@@ -268,12 +267,6 @@ class RunConfig:
             of_model += layer_problems(
                 LAYERS_KEY, self.evaluation.layers, self.model.num_hidden_layers
             )
-        if self.data.sequence_length > 1:
-            # Published weights bring their layout; phases are checked on their own.
-            drops = self.drop.step(1, 1) is not None and self.model.from_pretrained is None
-            drop = {"drop": self.drop} if drops and not drop_problems else {}
-            length = self.data.sequence_length
-            of_model += layout_problems(self.positional, self.model, length, drop)
         return list(dict.fromkeys([*group_problems, *of_model]))
 
     def _name_problems(self) -> Iterator[Problem]:
@@ -289,7 +282,7 @@ class RunConfig:
             )
 
     @listed
-    def _drop_problems(self) -> Iterator[Problem]:
+    def drop_problems(self) -> Iterator[Problem]:
         yield from self.drop.problems(
             self.trainer.max_steps,
             self.tokens_per_step,
@@ -350,48 +343,3 @@ class RunConfig:
         odd = ", ".join(f"model.{key} = {size}" for key, size in sizes.items() if size % 16)
         reason = f"float8 products need sizes that are multiples of 16, got {odd}."
         return [Problem("trainer.fp8", reason)] if odd else []
-
-
-def layout_problems(
-    positional: PositionalConfig,
-    model: ModelConfig,
-    training_length: int,
-    drops: Mapping[str, ChangeConfig],
-) -> list[Problem]:
-    """Check that the layout can be made and that each drop changes it.
-
-    Args:
-        positional: encodings that are registered.
-        model: a valid model configuration.
-        training_length: C, in tokens.
-        drops: valid drops by their configuration keys, applied one after the other.
-    """
-    try:
-        layout = build_layout(
-            positional,
-            num_layers=model.num_hidden_layers,
-            num_key_value_heads=model.num_key_value_heads,
-            head_dim=model.head_size,
-            training_length=training_length,
-        )
-        for key, drop in drops.items():
-            if drop.anneal_steps and not layout.rotates:
-                reason = "nothing rotates, so that no angle could shrink."
-                return [Problem(f"{key}.anneal_steps", reason)]
-            at_once = replace(drop, anneal_steps=0)
-            before, layout = layout, dropped_layout(layout, positional, at_once, model.head_size)
-            if layout == before:
-                return [_without_effect(key, drop)]
-    except UserError as error:
-        return list(error.problems)
-    return []
-
-
-def _without_effect(key: str, drop: ChangeConfig) -> Problem:
-    if drop.of_pairs:
-        return Problem(key, f"nothing{drop.of_what} rotates, so that nothing would be dropped.")
-    return Problem(
-        f"{key}.to",
-        f"{drop.to!r} is what the layers to drop have already, so that nothing would be "
-        "dropped; choose another encoding, or no drop.",
-    )

@@ -18,6 +18,7 @@ from trainer.common.plugins import load_plugins
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.directory import nothing_at, saved_run
+from trainer.runs.layouts import layout_problems
 from trainer.runs.phases import branch_problems, phase_problems, with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
@@ -107,11 +108,22 @@ def _completed(
         config = with_trained_shape(config)
     except UserError as error:
         return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
-    problems = config.problems() + phase_problems(config)
+    problems = _problems(config)
     values = values | {"controls": config.controls}  # without keys that are already reported
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
+
+
+def _problems(config: RunConfig) -> list[Problem]:
+    """Check a run, its phases and the layouts that it passes through."""
+    of_phases = phase_problems(config)
+    problems = [*config.problems(), *of_phases]
+    sizes = *of_phases, *config.model.problems(), *config.drop_problems()
+    has_steps = all(phase.steps is not None for phase in config.phases.values())
+    if not sizes and has_steps and config.data.sequence_length > 1:
+        problems += layout_problems(config)
+    return list(dict.fromkeys(problems))
 
 
 def parse_without_weights(values: dict[str, Any], known: Sequence[Problem] = ()) -> RunConfig:
@@ -119,7 +131,7 @@ def parse_without_weights(values: dict[str, Any], known: Sequence[Problem] = ())
     weights."""
     config, unknown, wrong = checked(RunConfig, _with_empty_groups(values))
     config = with_lengths(config)
-    impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
+    impossible = _apart_from(wrong, _problems(config))
     raise_all([*known, *unknown, *wrong, *impossible])
     return config
 

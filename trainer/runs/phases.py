@@ -24,7 +24,6 @@ from trainer.runs.config import (
     RescaleConfig,
     RunConfig,
     UntilConfig,
-    layout_problems,
 )
 from trainer.runs.saved_state import RECALIBRATION
 
@@ -290,7 +289,7 @@ def phase_problems(config: RunConfig) -> Iterator[Problem]:
         *_schedule_problems(config),
         *(problem for phase in phases for problem in _problems_of(config, phase)),
     ]
-    yield from together or [*_rescale_problems(config, phases), *_drop_problems(config, phases)]
+    yield from together or _rescale_problems(config, phases)
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -345,14 +344,6 @@ def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[Pr
                 "nothing would change; give a sequence_length or rescale.factor.",
             )
         longest = max(longest, length)
-
-
-def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
-    """Check the drops against the layout that the run begins with."""
-    if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
-        return []  # known only once the weights are read
-    drops = {f"phases.{phase.name}.drop": phase.drop for phase in phases if phase.drop is not None}
-    return layout_problems(config.positional, config.model, config.data.sequence_length, drops)
 
 
 CONTINUED = (

@@ -17,9 +17,8 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.backend_choice import Choice
 from trainer.model.backends import cudnn_attention, flex, flex_flash, sdpa
 from trainer.model.decoder import Decoder
-from trainer.positional.config import build_layout
-from trainer.positional.layout import Layout
 from trainer.runs.config import RunConfig
+from trainer.runs.layouts import configured_layout
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.optimizers import (
@@ -47,22 +46,7 @@ def make_decoder(
     """
     shape = replace(config.model, vocab_size=config.model.vocab_size or vocab_size)
     with torch.device("meta"):
-        return Decoder(shape, first_layout(config, pretrained))
-
-
-def first_layout(config: RunConfig, pretrained: Pretrained | None = None) -> Layout:
-    """Return a run's first layout: the configured one, or the pretrained model's."""
-    if pretrained is not None:
-        return pretrained.layout
-    model = config.model
-    return build_layout(
-        config.positional,
-        num_layers=model.num_hidden_layers,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_size,
-        training_length=config.data.sequence_length,
-        qk_norm=model.qk_norm.when == "always",
-    )
+        return Decoder(shape, pretrained.layout if pretrained else configured_layout(config))
 
 
 class LanguageModule(L.LightningModule):

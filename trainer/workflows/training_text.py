@@ -17,16 +17,14 @@ from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.recalibration.drop import shrunk
 from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import differences
+from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import starting_weights, texts_read
-from trainer.training.callbacks.transitions import layout_of_phase
-from trainer.training.module import first_layout
 from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable
 
@@ -165,14 +163,8 @@ def layouts(config: RunConfig) -> list[Layout]:
     """
     is_resumed = own_checkpoint(config) is not None
     start = None if is_resumed else starting_weights(config.model)
-    phase_layouts = [first_layout(config, start)]
-    for phase in phases_of(config):
-        layout = layout_of_phase(phase_layouts[-1], phase, config.model)
-        if phase.drop is not None and (steps := phase.drop.anneal_steps):
-            size = config.model.head_size
-            layout = shrunk(layout, phase.config.positional, phase.drop, size, steps)
-        phase_layouts.append(layout)
-    return phase_layouts
+    first = start.layout if start is not None else configured_layout(config)
+    return list(layouts_of_phases(config, first))
 
 
 def idle_rescalings(config: RunConfig) -> dict[str, bool]:

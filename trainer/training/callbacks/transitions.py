@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.model.attention import RMSNorm
-from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS
-from trainer.recalibration.drop import dropped_layout, shrunk
+from trainer.recalibration.drop import shrunk
 from trainer.runs.config import UntilConfig
+from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
 from trainer.runs.saved_state import Effect, RunState
@@ -283,41 +281,6 @@ def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, floa
     # one transfer from the device for all norms
     means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
     return dict(zip(squares, means.sqrt().tolist(), strict=True))
-
-
-def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
-    """Return the layout that a phase begins with: the previous one, dropped or rescaled, and
-    extended.
-
-    A drop in several steps has made none. A new encoding is written for the length that it is
-    trained on; a rescaling starts from the length before.
-    """
-    longest = max(layout.training_length, phase.config.data.sequence_length)
-    if phase.drop is None and phase.rescale is not None:
-        layout = rescaled_layout(layout, phase)
-    layout = replace(layout, training_length=longest)
-    if phase.drop is not None:
-        norms_on = model.qk_norm.when == "after_drop"
-        positional = phase.config.positional
-        layout = dropped_layout(layout, positional, phase.drop, model.head_size, norms_on)
-    return layout
-
-
-def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
-    """Return the layout of a run whose phase rescales its frequencies.
-
-    Raises:
-        UserError: they are not geometric, so that they have no base to replace.
-    """
-    assert phase.rescale is not None
-    if (base := phase.rescale.base) is not None:
-        try:
-            return layout.rebased(base, phase.rescale.layers)
-        except ValueError as error:
-            raise UserError.at(f"phases.{phase.name}.rescale.base", str(error)) from error
-    reach = phase.config.data.sequence_length / layout.training_length
-    factor = phase.rescale.factor or max(reach, 1.0)
-    return layout.rescaled(RESCALINGS[phase.rescale.method], factor, phase.rescale.layers)
 
 
 def describe(phase: Phase, layout: Layout | None = None) -> str:
