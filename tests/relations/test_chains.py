@@ -25,7 +25,7 @@ CHAIN = {
     "dropped": phase_values(
         3, 40, 6, 3, 1, 0.7, 3.0, drop={"anneal_steps": 2}, optimizer_state="reset"
     ),
-    "last": phase_values(2, 16, 3, 3, 1, 0.2, 2.0, drop={"to": "nope"}),
+    "last": phase_values(2, 16, 3, 3, 1, 0.2, 2.0, drop={"to": "alibi"}),
 }
 NAMES = [*CHAIN]
 OF_TIME = "tokens_per_second", "time/", "memory"
