@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Started
+from tests.program import Started, run, run_ranks
 from trainer.runs.metrics_file import read_metrics
 
 WORDS = [
@@ -152,44 +152,45 @@ def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
         assert "is training in" in refusal(run_dir, long)
 
 
-def evaluation(run_dir: Path, output: Path, *launcher: str) -> subprocess.Popen[str]:
-    """Two cells of six parts each, by a process of its own or several."""
-    words = [
-        f"checkpoint={run_dir}", f"output={output}", "evaluation.tasks=[perplexity]",
-        "evaluation.methods=[none,ntk]", "evaluation.lengths=[8]", "evaluation.windows=192",
-        "threads=1",
+def evaluation(run_dir: Path, output: Path) -> list[str]:
+    """Return the words of an evaluation with two cells of six parts each."""
+    return [
+        "-m", "trainer", "evaluate", f"checkpoint={run_dir}", f"output={output}",
+        "evaluation.tasks=[perplexity]", "evaluation.methods=[none,ntk]", "evaluation.lengths=[8]",
+        "evaluation.windows=192", "threads=1",
     ]  # fmt: skip
-    command = [sys.executable, *launcher, "-m", "trainer", "evaluate", *words]
-    return subprocess.Popen(command, stdout=-1, stderr=-2, text=True, cwd=output.parent)
 
 
-def evaluated(process: subprocess.Popen[str], output: Path) -> tuple[list[dict], str]:
-    """Return the cells without times, and the output."""
-    output_text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output_text
+def cells_of(output: Path) -> list[dict]:
+    """Return the cells without their times."""
     cells = json.loads((output / "report.json").read_text())["cells"]
-    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells], output_text
+    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
 
 
 def test_an_evaluation_on_two_processes_killed_and_resumed_has_the_digits_of_one(
     uninterrupted, tmp_path
 ):
     run_dir = uninterrupted[0] / "controls" / "rope"
-    alone, _ = evaluated(evaluation(run_dir, tmp_path / "one"), tmp_path / "one")
+    ended = run(*evaluation(run_dir, tmp_path / "one"), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    alone = cells_of(tmp_path / "one")
     assert len(alone) == 2
     output = tmp_path / "two"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = evaluation(run_dir, output, *launcher)
+    words = evaluation(run_dir, output)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *words], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
     while process.poll() is None and not list(output.glob("cells/part-*")):
         time.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     for child in children:
         os.kill(int(child), signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.wait(timeout=60) == 1
     assert not (output / "report.json").exists()
-    cells, text = evaluated(evaluation(run_dir, output, *launcher), output)
-    assert cells == alone
-    assert re.search(r"2 processes evaluated for .* s and were idle for \d+% of it", text)
+    first, second = run_ranks(2, *words, cwd=tmp_path)
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert cells_of(output) == alone
+    assert re.search(r"2 processes evaluated for .* s and were idle for \d+% of it", first.stderr)
     assert {path.name[:5] for path in (output / "cells").glob("*.json")} == {"cell-"}
