@@ -255,6 +255,8 @@ def test_a_text_a_model_and_enough_minutes_are_needed(place, llama, capsys):
     assert said.startswith("MODEL: expected one directory")
     (said,) = refused(capsys, *words_for(llama / "none", f"text={llama.parent}/a.txt"))
     assert said.startswith("MODEL: there is no directory")
+    (said, _) = refused(capsys, "recalibrate", "runs/none")
+    assert said.startswith("MODEL: 'runs/none' is neither a run directory nor a checkpoint")
     (said,) = refused(capsys, *words_for(llama, "model.from_pretrained=x"))
     assert said.startswith("model.from_pretrained: MODEL names the weights")
     (said,) = refused(capsys, *words_for(llama, "minutes=0.01"))

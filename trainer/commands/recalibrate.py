@@ -14,6 +14,7 @@ from trainer.commands.train import read as read_train
 from trainer.common.errors import Problem, raise_all
 from trainer.common.fields import OptionalText, Positive, configuration
 from trainer.common.words import override_value
+from trainer.runs.directory import nothing_at
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -45,10 +46,9 @@ def read(composed: Composed) -> Recalibration:
     Raises:
         UserError: with every problem found before the model is measured, or all those after.
     """
-    from trainer.workflows.recalibrate import Recalibration
-
     asked, recipe, words = completed(composed)
     from trainer.commands.hydra.composing import compose_words
+    from trainer.workflows.recalibrate import Recalibration
 
     keys, _, run = compose_words(words, ROOT, composed.files).split(RecalibrateKeys)
     evaluation = run.values["evaluation"]
@@ -113,6 +113,8 @@ def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
                 "trainer recalibrate MODEL text=FILES minutes=20.",
             )
         )
+    elif not (path := Path(composed.verbatim[0])).exists() and path.parent.name == "runs":
+        problems.append(nothing_at(str(path), "MODEL"))
     problems += [
         Problem(key, "MODEL names the weights; leave it out.")
         for key in MODEL_KEYS
