@@ -162,7 +162,7 @@ def compare(schema, given, path):
         (["+controls.x.modell.hidden_size=1"], "controls.x.modell: unknown key"),
         (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),
         (["name=../out"], "name: '../out' names a directory under runs/"),
-        (["seed=[1"], "expected key=value"),
+        (["seed=[1"], "not readable as key=value"),
         (["label=two", "words"], "a value with blanks needs quotes"),
         (["evaluation.trials=4"], "Did you mean evaluation.needles.trials or"),
         (

@@ -270,7 +270,7 @@ seed=1,2 | --multirun
 +seed=3 | seed: it has a value already; write seed=3 without the plus
 +positional.encodings.rope.base=5 | write positional.encodings.rope.base=5 without the plus
 model=null | model: no group is null. Choose from: drope_494m
-seed=[1 | expected key=value
+seed=[1 | not readable as key=value
 a.b.c.d=1 | unknown key
 seed.x=1 | seed is a value, not a group
 ~sed | unknown key

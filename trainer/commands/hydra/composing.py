@@ -418,6 +418,8 @@ def parse_words(
 def _no_override(word: str, experiments: Collection[str]) -> Problem:
     if (experiment := nearest(word, experiments)) is not None:
         return Problem(repr(word), f"an experiment is named by +experiment={experiment}.")
+    if word.find("=") > 0:
+        return Problem(repr(word), "not readable as key=value; check brackets, quotes and blanks.")
     quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
     return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
 
