@@ -137,7 +137,7 @@ def test_a_drop_that_costs_nothing_has_no_share_won_back(end):
     fabricate(config(), 18, {10: {"length/loss_1x": 3.099}, 12: effect, 16: ended})
     (arm,) = watch(["runs/a"])[0].arms
     assert recovery(arm).share is None
-    assert "nats per token, no rise to win back" in shown("runs/a")
+    assert "nats per token, a rise of at most 1%, nothing to win back" in shown("runs/a")
 
 
 def test_before_the_drop_nothing_is_won_back():

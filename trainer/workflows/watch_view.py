@@ -98,7 +98,7 @@ def _drop(arm: WatchedArm) -> str | None:
     losses = [drop.before, drop.after, *([] if drop.end is None else [drop.end])]
     text = f"Drop: held-out loss {' → '.join(f'{loss:.3f}' for loss in losses)} nats per token, "
     if drop.costs_nothing:
-        return f"{text}no rise to win back"
+        return f"{text}a rise of at most 1%, nothing to win back"
     if drop.share is None:
         return f"{text}the share won back shows at the end of recalibration"
     return f"{text}{_share(drop.share, drop.is_final)} of the rise won back"
