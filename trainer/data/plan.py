@@ -24,7 +24,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.files import write_durably
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
-from trainer.data.files import BadRow, File
+from trainer.data.files import PIECE, BadRow, File
 from trainer.data.needles import WORDS
 from trainer.data.shards import read_json
 from trainer.data.sources import Listing, read_source
@@ -253,8 +253,9 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
         Problem(
             "data",
             f"too few different documents ({count}) for text to train on, data.validation and "
-            f"data.test{''.join(f'; {reason}' for reason in why)}; give more (a line of a .jsonl "
-            "is never cut).",
+            f"data.test{''.join(f'; {reason}' for reason in why)}; give more: plain text is "
+            f"cut into documents of {PIECE:,} characters at line ends, a line of a .jsonl is "
+            "one document.",
         ),
     )
 
