@@ -176,7 +176,8 @@ def near_path(path: Path, pattern: str = "*") -> str:
     For a name alone, runs of that name count too. ``pattern``: glob of the names beside it.
     """
     others = [other for place in _places(path) if place.is_dir() for other in place.glob(pattern)]
-    by_name = {other.name: other for other in reversed(others)}
+    # Names without suffixes have to be alike, too: "missing.txt" is not "bin.txt".
+    by_name = {x.name: x for x in reversed(others) if nearest(path.stem, [x.stem])}
     near = nearest(path.name, by_name)
     return "" if near is None else f"Did you mean {str(by_name[near])!r}?"
 
