@@ -27,7 +27,6 @@ def test_the_choice_that_is_spelt_most_alike_is_suggested(word, choices, choice)
         ("text.tx", "text.txt"),
         ("texts.txt", "text.txt"),
         ("missing.txt", None),
-        ("tex", "text.txt"),
     ],
 )
 def test_files_are_suggested_if_their_names_are_alike_without_suffixes_too(
