@@ -101,6 +101,11 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     assert "\nlicense: apache-2.0\n---\n" in card
     said = "apache-2.0: the licence of published, with whose weights the training began."
     assert card.endswith(f"## Licence\n\n{said}\n")
+    last, last_to = tmp_path / "last", tmp_path / "last_to"
+    changes = {**again, "model": {"from_run": str(tmp_path / "short")}}
+    trained_in(last, values, **short | changes | {"drop": {"at": None}})
+    run_command(COMMAND, [f"checkpoint={last}", f"to={last_to}", "threads=1"])
+    assert (last_to / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
 
 
 def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):

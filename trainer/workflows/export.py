@@ -188,7 +188,7 @@ def model_card(
         else f"Its logits were compared with those of the run: they differ by {difference:.1e} of "
         "the largest at most, in float32."
     )
-    began_with = config.model.from_pretrained
+    began_with = _published_beginning(config)
     licence = {} if began_with is None else published_licence(began_with)
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     parts = [
@@ -212,12 +212,26 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
+def _published_beginning(config: RunConfig) -> str | None:
+    """Return the published weights with which the training began, through any number of runs.
+
+    None if there are none, or if a run in between is no longer on this machine.
+    """
+    while (run := config.model.from_run) is not None:
+        if not Path(run).is_dir():
+            return None
+        state = read_state(find_checkpoint(run), hashed=False)
+        config = saved_config(state["config"], "model.from_run", f"the configuration in {run!r}")
+    return config.model.from_pretrained
+
+
 def _licence(licence: dict[str, str], name: str) -> str:
     """Return a sentence about the licence that the card of the weights ``name`` states."""
-    words = ", ".join(dict.fromkeys(licence.values()))
-    if not words:
-        return "To be chosen by whoever publishes the weights."
-    return f"{words}: the licence of {name}, with whose weights the training began."
+    if words := ", ".join(dict.fromkeys(licence.values())):
+        return f"{words}: the licence of {name}, with whose weights the training began."
+    if name:
+        return f"As the licence of {name} allows, with whose weights the training began."
+    return "To be chosen by whoever publishes the weights."
 
 
 def _facts(
