@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 
 from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
@@ -151,7 +153,7 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     and filled up with empty documents."""
     targets = np.array(tokens, dtype=np.int64).reshape(2, 6).repeat(40 if many else 1, axis=0)
     config = DataConfig(document_mask=True)
-    batch = as_batch(targets, 0, np.ones(targets.shape, dtype=np.float32), config)
+    batch = as_batch(targets, 0, 0, np.ones(targets.shape, dtype=np.float32), config)
     expected = bounds_of(batch["documents"]).tolist()
     bounds = batch["bounds"].tolist()
     assert bounds[: len(expected)] == expected
@@ -160,3 +162,34 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     longest = max(np.diff(expected))
     assert longest <= batch["longest"] < 2 * longest
     assert batch["longest"].bit_count() == 1
+
+
+@pytest.fixture(scope="module")
+def llama_corpus(corpus_and_config, tmp_path_factory):
+    """The text with a tokenizer that puts ``<s>`` before every text, as Llama's do."""
+    corpus, config = corpus_and_config
+    tokenizer = Tokenizer.from_str(corpus.tokenizer.to_str())
+    tokenizer.add_special_tokens(["<s>"])
+    first = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", first)]
+    )
+    path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
+    tokenizer.save(str(path))
+    needles = replace(config.needles, share=0.0)
+    config = replace(config, needles=needles, document_mask=True, restart_positions=True)
+    return prepare_corpus(config, TokenizerConfig(path=str(path))), config, first
+
+
+def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_texts(llama_corpus):
+    corpus, config, first = llama_corpus
+    assert corpus.first_token == first != corpus.end_of_text
+    samples = TrainingSamples(corpus, config, seed=3)
+    for batch in batches(samples):
+        inputs, ends = batch["input_ids"], batch["input_ids"] == corpus.end_of_text
+        assert (inputs[:, 0] == first).all()
+        assert torch.equal(inputs[:, 1:], batch["labels"][:, :-1])
+        assert not (inputs[:, 1:] == first).any()
+        assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
+        assert (batch["positions"][:, 0] == 0).all()
+        assert (batch["positions"][ends] == 0).all()

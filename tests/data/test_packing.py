@@ -140,7 +140,7 @@ def test_an_incomplete_or_misnamed_list_of_tables_is_damaged(config):
 def test_positions_restart_behind_every_end_and_first_tokens_need_not_count(config):
     config = replace(config, document_mask=True, restart_positions=True, first_token_loss=False)
     ones = np.ones((1, 6), np.float32)
-    batch = as_batch(np.array([[5, 6, 0, 7, 8, 9]]), 0, ones, config)
+    batch = as_batch(np.array([[5, 6, 0, 7, 8, 9]]), 0, 0, ones, config)
     assert batch["input_ids"].tolist() == [[0, 5, 6, 0, 7, 8]]
     assert batch["documents"].tolist() == [[1, 1, 1, 2, 2, 2]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2]]

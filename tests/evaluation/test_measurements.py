@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.tasks import HeldOut, make_tasks
 
 LENGTHS = [32, 64]
 
@@ -124,3 +130,17 @@ def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, m
     assert len(prompt.tokens) == 30
     assert prompt.tokens[0] == 7
     assert prompt.tokens[-1] == 160
+
+
+def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts(corpus):
+    tokenizer = Tokenizer.from_str(corpus.tokenizer.to_str())
+    tokenizer.add_special_tokens(["<s>"])
+    first = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", first)]
+    )
+    text = HeldOut(replace(corpus, tokenizer=tokenizer), corpus.test, first, 0.5)
+    config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
+    (perplexity, statements), _ = make_tasks(text, config, [32], 32)
+    assert perplexity.end_of_text == first
+    assert (statements.trials[32].prompts[:, 0] == first).all()

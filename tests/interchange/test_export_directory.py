@@ -45,6 +45,18 @@ def test_the_files_say_which_token_is_which(tiny_decoder, tmp_path):
     }  # fmt: skip
 
 
+def test_the_first_token_is_the_one_that_the_tokenizer_puts_before_texts(tiny_decoder, tmp_path):
+    model = tiny_decoder()
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.post_processor = TemplateProcessing(single="t5 $A", special_tokens=[("t5", 5)])
+    write_files(model, make_plan(model.config, model.layout), tokenizer, 7, tmp_path, "bfloat16")
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / name).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (5, 7)
+    names = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (names["bos_token"], names["eos_token"]) == ("t5", "t7")
+
+
 def test_a_model_that_needs_code_has_it_beside_it(tiny_decoder, tmp_path):
     model = tiny_decoder(layers=["alibi"])
     plan = make_plan(model.config, model.layout)

@@ -166,8 +166,8 @@ def test_packed_documents_whose_positions_restart_are_documents_alone(
     config, end = DataConfig(document_mask=True, restart_positions=True), 0
     texts = [np.r_[IDS[0, :n].clamp(min=1).numpy(), end][None] for n in (5, 9, 1, 10)]
     whole = np.concatenate(texts, axis=1)
-    packed = as_batch(whole, end, np.ones(whole.shape, np.float32), config)
-    alone = [as_batch(text, end, np.ones(text.shape, np.float32)) for text in texts]
+    packed = as_batch(whole, end, end, np.ones(whole.shape, np.float32), config)
+    alone = [as_batch(text, end, end, np.ones(text.shape, np.float32)) for text in texts]
 
     def losses(batch):
         each = torch.empty_like(batch["weights"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,7 +17,12 @@ from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
-from trainer.data.tokenizer import is_tokenizer_file, load_tokenizer, same_tokens
+from trainer.data.tokenizer import (
+    is_tokenizer_file,
+    load_tokenizer,
+    own_first_token,
+    same_tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +43,12 @@ class Corpus:
     tokenizer: Tokenizer
     end_of_text: int
     parts: tuple[Part, ...]
+
+    @cached_property
+    def first_token(self) -> int:
+        """Id of the token that begins every sequence: the tokenizer's own, else end-of-text."""
+        first = own_first_token(self.tokenizer)
+        return self.end_of_text if first is None else first
 
     @property
     def fingerprint(self) -> str:

@@ -80,7 +80,8 @@ class TrainingSamples(Dataset[Batch]):
     def __getitems__(self, counters: list[int]) -> Batch:
         """Return these samples as one batch of ``[B, sequence_length]`` tensors."""
         targets, weights = self.targets(np.asarray(counters, dtype=np.int64))
-        return as_batch(targets, self.corpus.end_of_text, weights, self.config)
+        corpus = self.corpus
+        return as_batch(targets, corpus.first_token, corpus.end_of_text, weights, self.config)
 
     def hashes(self, counters: Sequence[int]) -> NDArray[np.uint64]:
         """Return the hashes of these samples, equal to those in their batches."""
@@ -107,18 +108,24 @@ class TrainingSamples(Dataset[Batch]):
 
 
 def as_batch(
-    targets: Integers, end: int, weights: NDArray[np.float32], config: DataConfig | None = None
+    targets: Integers,
+    first_token: int,
+    end: int,
+    weights: NDArray[np.float32],
+    config: DataConfig | None = None,
 ) -> Batch:
     """Build a batch: inputs, targets and weights, all ``[B, T]``, and a hash per sample ``[B]``.
 
-    The inputs are the targets shifted by one, after an end-of-text token. With document masks, the
-    batch also has ``documents`` ``[B, T]``, the number of end-of-text tokens up to each input;
+    The inputs are the targets shifted by one, after ``first_token``. Documents begin there and at
+    every end-of-text token ``end``. With document masks, the batch also has ``documents``
+    ``[B, T]``, the number of documents up to each input;
     ``bounds``, the starts of documents within the B T tokens, padded with B T to a multiple of
     :data:`BOUNDS`; and ``longest``, a power of two of at least the longest document's length. If
     positions restart per document, it has ``positions`` ``[B, T]``.
     """
-    inputs = np.concatenate([np.full_like(targets[:, :1], end), targets[:, :-1]], axis=1)
+    inputs = np.concatenate([np.full_like(targets[:, :1], first_token), targets[:, :-1]], axis=1)
     begins = inputs == end
+    begins[:, 0] = True
     if config is not None and not config.first_token_loss:
         weights = np.where(begins, np.float32(0), weights)
     batch: Batch = {

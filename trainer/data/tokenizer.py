@@ -130,6 +130,12 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def own_first_token(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that the tokenizer puts before every text, such as ``<s>``, or
+    None."""
+    return next(iter(tokenizer.encode("").ids), None)
+
+
 def end_of_text(tokenizer: Tokenizer) -> int:
     """Return the id of the token that separates documents.
 

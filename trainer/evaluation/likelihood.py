@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_of_text, own_first_token
 from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
@@ -70,8 +70,8 @@ class Encoder:
     @cached_property
     def bos_token(self) -> int:
         """The token that stands for an empty context."""
-        added = self.tokenizer.encode("").ids
-        return added[0] if added else self.end_of_text
+        first = own_first_token(self.tokenizer)
+        return self.end_of_text if first is None else first
 
     @cached_property
     def end_of_text(self) -> int:
@@ -80,7 +80,8 @@ class Encoder:
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of texts, with a beginning-of-text token if ``add_bos`` requires one."""
-        before = [self.bos_token] if self.add_bos and not self.tokenizer.encode("").ids else []
+        adds_bos = self.add_bos and own_first_token(self.tokenizer) is None
+        before = [self.bos_token] if adds_bos else []
         return [[*before, *encoding.ids] for encoding in self.tokenizer.encode_batch(list(texts))]
 
     def requests(self, pairs: Sequence[Pair]) -> list[Request]:

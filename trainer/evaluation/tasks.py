@@ -75,13 +75,13 @@ def make_tasks(
     made: list[Measurement] = []
     place = 0  # of the key tokens
     notes: list[str] = []
-    bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
+    bos_token, tokenizer, first = text.bos_token, text.corpus.tokenizer, text.corpus.first_token
     windows: dict[int, Integers] = {}
     if {PERPLEXITY, KEY_TOKENS} & {*config.tasks}:
         windows = windows_with_common_ends(text.stream, config.windows, lengths)
     for name in config.tasks:
         if name == PERPLEXITY:
-            made.append(Perplexity(windows, end, training_length, config.last))
+            made.append(Perplexity(windows, first, training_length, config.last))
         elif name == KEY_TOKENS:
             place = len(made)
         elif name == STATEMENTS and not text.training_share:
@@ -89,7 +89,7 @@ def make_tasks(
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes
-            made.append(Statements.make(text.stream, lengths, vocabulary, end, *counts))
+            made.append(Statements.make(text.stream, lengths, vocabulary, first, *counts))
         elif name in NEEDLE_TASKS:
             made.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
         else:
@@ -108,11 +108,11 @@ def make_tasks(
         raise_all(config.key_tokens.context_problems(C, max(lengths)))
         check_prompts(made, lengths)  # before the chooser reads, which may take minutes
         last = config.last or min(training_length, *lengths)
-        chosen = chooser.choose(windows[max(lengths)], end, last)
+        chosen = chooser.choose(windows[max(lengths)], first, last)
         if chosen.too_few:
             notes.append(chosen.too_few)
         else:
-            made.insert(place, KeyTokens(windows, end, chosen))
+            made.insert(place, KeyTokens(windows, first, chosen))
     if notes and not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return made, notes

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, near_path, renaming
 from trainer.common.files import checksum
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_of_text, own_first_token
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig
@@ -100,10 +100,10 @@ class Candidate:
 
     @property
     def bos_token(self) -> int | None:
-        """Id of the first token of texts, if any: end-of-text as in training, or a published
-        model's own."""
-        if first := self.tokenizer.encode("").ids:
-            return first[0]
+        """Id of the first token of texts, if any: the tokenizer's own, or end-of-text as in
+        training."""
+        if (first := own_first_token(self.tokenizer)) is not None:
+            return first
         return end_of_text(self.tokenizer) if self.run is not None else None
 
     @property

@@ -201,8 +201,8 @@ def model_card(
         f"```python\n{_usage(plan)}```",
         f"{_reason(plan)} {compared}"
         f"{_temperature(path, state, model.layout, temperature_at)} "
-        "Every sequence of the training began with the end-of-text token; the tokenizer puts it "
-        "before a prompt."
+        "Every sequence of the training began with the token that the tokenizer puts before a "
+        "prompt."
         f"{_padding(plan, model.layout)}",
         "## Engines",
         _engines(plan),

@@ -85,7 +85,7 @@ def fit_text(
         windows_with_common_ends(
             corpus.validation, config.fit_windows, sorted(fitted), key=asks, text="validation"
         ),
-        corpus.end_of_text,
+        corpus.first_token,
         corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)

@@ -148,7 +148,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     wanted = wanted.in_multiples(C)
     lengths = wanted.in_tokens(C)
     recipes, _ = applicable(subjects, few)
-    bos = corpus.end_of_text
+    bos = corpus.first_token
     measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
     check_prompts(measured, lengths)
     used = [recipe for applied in recipes.values() for recipe in applied]

@@ -81,7 +81,7 @@ def export_model(
     Args:
         model: float32, on the CPU; its weights are rounded in place if ``dtype`` requires it.
         tokenizer: the model's.
-        end: id of the end-of-text token, with which every training sequence began.
+        end: id of the end-of-text token.
         to: a new or empty directory.
         card: makes the text of ``README.md`` from the plan and the largest difference.
         tolerance: limit of the difference.
@@ -127,7 +127,8 @@ def write_files(
 ) -> None:
     """Write everything but the card."""
     kind = plan.architecture.removesuffix("ForCausalLM").lower()
-    tokens = {"bos_token_id": end, "eos_token_id": end}
+    bos = next(iter(tokenizer.encode("").ids), end)
+    tokens = {"bos_token_id": bos, "eos_token_id": end}
     config = {
         "architectures": [plan.architecture],
         "model_type": kind,
@@ -141,7 +142,7 @@ def write_files(
     token = tokenizer.id_to_token(end)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": token,
+        "bos_token": tokenizer.id_to_token(bos),
         "eos_token": token,
         "pad_token": token,
         "model_max_length": plan.values["max_position_embeddings"],
@@ -234,9 +235,9 @@ def _read_keys(path: Path) -> dict[str, Any]:
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
-    """Return the tokenizer with the end-of-text token before every prompt, as in training.
+    """Return the tokenizer with the token before every prompt that began every training sequence.
 
-    A tokenizer that adds a token of its own is returned unchanged.
+    It is the end-of-text token, unless the tokenizer adds one of its own.
     """
     if tokenizer.num_special_tokens_to_add(is_pair=False):
         return tokenizer

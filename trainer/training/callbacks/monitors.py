@@ -203,18 +203,18 @@ def measurements(
     """
     monitor, needles, C = config.monitor, config.evaluation.needles, config.training_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
-    text, end = corpus.validation, corpus.end_of_text
+    text, first = corpus.validation, corpus.first_token
 
     def whole(count: int) -> int:
         return -(-count // ranks.world_size) * ranks.world_size
 
     windows = windows_with_common_ends(text, whole(monitor.windows), lengths)
-    perplexity = Perplexity(windows, end, C, last=C).part(ranks.rank, ranks.world_size)
+    perplexity = Perplexity(windows, first, C, last=C).part(ranks.rank, ranks.world_size)
     if not (config.data.needles.share and monitor.trials):
         return perplexity, None
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     counts = needles.needles, needles.seed, needles.changes
-    statements = Statements.make(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
+    statements = Statements.make(text, lengths, vocabulary, first, whole(monitor.trials), *counts)
     return perplexity, statements.part(ranks.rank, ranks.world_size)
 
 
@@ -229,7 +229,7 @@ class Probe:
         self.every = config.monitor.probe_every
         count, length = config.monitor.probe_sequences, config.training_length
         text = held_out_windows(corpus.validation, count, length)
-        text[:, 0] = corpus.end_of_text  # as in training
+        text[:, 0] = corpus.first_token  # as in training
         self.ids = torch.from_numpy(text)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
@@ -370,7 +370,7 @@ def _tasks(
     lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
     if not asked.tasks:
         return [], ()
-    text = HeldOut(corpus, corpus.validation, corpus.end_of_text, config.data.needles.share)
+    text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
     with renaming(evaluation=BENCHMARKS):
         made, notes = make_tasks(text, _within(config.evaluation, asked), lengths, C)
         made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]

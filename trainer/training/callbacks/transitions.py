@@ -314,4 +314,5 @@ def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
     """Return the fixed batch of validation text on which the effect of a change is measured."""
     count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
     windows = held_out_windows(corpus.validation, count, length)
-    return as_batch(windows, corpus.end_of_text, np.ones(windows.shape, dtype=np.float32))
+    weights = np.ones(windows.shape, dtype=np.float32)
+    return as_batch(windows, corpus.first_token, corpus.end_of_text, weights)
