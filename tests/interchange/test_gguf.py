@@ -87,6 +87,7 @@ def write(
     architecture="llama",
     rope_factors=None,
     pre="smollm",
+    add_bos=None,
     **metadata,
 ):
     """``model`` as llama.cpp's converter writes it."""
@@ -115,6 +116,8 @@ def write(
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -250,8 +253,26 @@ def test_llama_3_cuts_text_by_the_pattern_of_transformers(tmp_path, tokenizer, s
     )
     for text in (*TEXTS, "1234567 x\r\n  \t y  ", "I'LL'd (see) §3"):
         assert ours.pre_tokenizer.pre_tokenize_str(text) == split.pre_tokenize_str(text)
-        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
+        ids = ours.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids, skip_special_tokens=False) == text
     assert json.loads(ours.to_str())["model"]["ignore_merges"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "first"),
+    [
+        ("smollm", None, []),
+        ("smollm", True, [1]),
+        ("llama-bpe", None, [1]),
+        ("llama-bpe", False, []),
+    ],
+)
+def test_a_file_decides_whether_prompts_begin_with_bos(
+    tmp_path, tokenizer, small, pre, add_bos, first
+):
+    """Without its word llama.cpp adds it for Llama 3."""
+    write(tmp_path / "small.gguf", small(), tokenizer, pre=pre, add_bos=add_bos)
+    assert read_pretrained(str(tmp_path / "small.gguf")).tokenizer.encode("").ids == first
 
 
 @torch.no_grad()

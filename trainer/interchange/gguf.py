@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, first_line, raise_all
@@ -299,6 +300,15 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     ):
         typed = zip(tokens, types, strict=False)
         add([AddedToken(token, normalized=False) for token, kind in typed if kind == matched])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    # As in llama.cpp, which puts it before Llama 3's prompts unless the file says otherwise.
+    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and bos is not None:
+        token = tokenizer.id_to_token(int(bos))
+        if token is None:
+            raise UserError.at("tokenizer.ggml.bos_token_id", f"{bos} is no token of the file.")
+        tokenizer.post_processor = TemplateProcessing(
+            single=[token, "$A"], special_tokens=[(token, int(bos))]
+        )
     return tokenizer
 
 
