@@ -17,7 +17,6 @@ from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import devices
-from trainer.training.callbacks.guards import Guard
 from trainer.training.devices import (
     cpu_seconds,
     dense_peak,
@@ -30,6 +29,7 @@ from trainer.training.devices import (
     set_threads,
 )
 from trainer.training.lightning_trainer import make_trainer
+from trainer.training.module import StepCallback
 
 SHARDED = RunConfig(strategy=StrategyConfig(name="fsdp2"))
 
@@ -162,7 +162,7 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     seen = []
 
-    class Look(Guard):
+    class Look(StepCallback):
         def end_step(self, *_):
             seen.append(torch.are_deterministic_algorithms_enabled())
 

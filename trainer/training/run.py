@@ -216,7 +216,7 @@ def _train_stretch(
             step.transitions.restore(start.run_state)
             on_rank_zero(partial(close, loggers))
             last_step = end
-    diverged, request = step.guards.rewind.diverged, step.stopping.request
+    diverged, request = step.rewind.diverged, step.stopping.request
     return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
 
 
@@ -286,7 +286,7 @@ def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> 
         )
     run, has_ended = step.stretch.run, step.transitions.ended_after is not None
     is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps
-    if not has_ended and not is_complete and not step.guards.rewind.diverged:
+    if not has_ended and not is_complete and not step.rewind.diverged:
         raise UserError.at(
             "callbacks",
             f"one of them stopped the run after step {trainer.global_step} of "

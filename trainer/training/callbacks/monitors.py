@@ -44,7 +44,7 @@ from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
 from trainer.training.callbacks.transitions import Transitions
-from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating
+from trainer.training.module import LanguageModule, StepCallback, evaluating
 from trainer.training.strategy import gathered
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Measure(Protocol):
         ...
 
 
-class Monitors(L.Callback):
+class Monitors(StepCallback):
     """Takes each measure when it is due, and all measures around changes of the model.
 
     These moments are: before the first step, for benchmarks of trained weights; directly after a
@@ -110,20 +110,14 @@ class Monitors(L.Callback):
             self._take(self.first_measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
 
-    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
-    ) -> None:
+    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure directly after the model was changed."""
-        if begins_step(trainer, index) and self.transitions.changed_at(trainer.global_step):
+        if self.transitions.changed_at(trainer.global_step):
             for measure in self.measures:
                 self._take(measure, trainer, module)
 
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Take the measures that are due after a step."""
-        if not ends_step(trainer, index):
-            return
         step = trainer.global_step
         ends_phase = step in self.phase_ends or module.phase_ended
         for measure in self.measures:
