@@ -169,14 +169,10 @@ def plan_cells(
     lengths: Sequence[int],
     text: FitText,
 ) -> list[PlannedCell]:
-    """Return all cells, ordered by model, method, length and task.
+    """Return all cells, ordered by model, method, length (in tokens) and task.
 
-    Args:
-        subjects: the models.
-        recipes: the methods that apply to each, by its name.
-        tasks: the measurements.
-        lengths: in tokens.
-        text: text on which methods are fitted.
+    ``recipes``: the methods that apply to each model, by its name. ``text``: methods are fitted on
+    it.
     """
 
     def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:

@@ -100,10 +100,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
     """Return shape and layout of a published model; C is its ``max_position_embeddings``.
 
-    Args:
-        values: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
-            ``rope_scaling``) or 5 (``rope_parameters``).
-        name: how errors call the file.
+    ``values``: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
+    ``rope_scaling``) or 5 (``rope_parameters``). ``name``: how errors call the file.
 
     Raises:
         UserError: the architecture or a key that changes its computation is not supported, or keys
@@ -327,11 +325,9 @@ def is_own(values: Mapping[str, Any]) -> bool:
 
 
 def code_remark(values: Mapping[str, Any], directory: str) -> str | None:
-    """Return a remark about an export whose code is older than this program's, or None.
+    """Return a remark about an export whose code has another version than here, or None.
 
-    Args:
-        values: contents of its ``config.json``.
-        directory: its directory, as the user named it.
+    ``values``: of its ``config.json``. ``directory``: as the user named it.
     """
     version = values.get("code_version", 1)
     if not is_own(values) or version == CODE_VERSION:
@@ -350,11 +346,8 @@ def code_remark(values: Mapping[str, Any], directory: str) -> str | None:
 
 
 def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
-    """Return shape and layout; the inverse of what an export writes.
-
-    Args:
-        values: contents of ``config.json``.
-        name: how errors call the file.
+    """Return shape and layout; the inverse of what an export writes. ``name``: see
+    :func:`from_hf_config`.
 
     Raises:
         UserError: keys are missing, wrong, or contradict each other.
@@ -446,12 +439,10 @@ SMALLEST, LARGEST = 1e-6, 1e6
 
 
 def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
-    """Return shape and layout; C is ``max_position_embeddings``.
+    """Return shape and layout; C is ``max_position_embeddings``. ``name``: see
+    :func:`from_hf_config`.
 
-    Args:
-        values: contents of ``config.json``. ``softmax_scale``, if set, replaces 1 / sqrt(head size)
-            as the factor on the scores.
-        name: how errors call the file.
+    A ``softmax_scale`` replaces 1 / sqrt(head size) as the factor on the scores.
 
     Raises:
         UserError: a key is missing, wrong or not supported; names every problem.

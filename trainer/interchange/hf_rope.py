@@ -107,12 +107,9 @@ def spectrum_from_rope_parameters(
 ) -> Spectrum:
     """Return the spectrum that transformers computes from these parameters.
 
-    Args:
-        values: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
-            ``original_max_position_embeddings``, the length before the extension, defaults to the
-            training length.
-        head_dim: channels per head, even.
-        training_length: C in tokens, ``max_position_embeddings``.
+    ``values``: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
+    ``original_max_position_embeddings``, the length before the extension, defaults to the training
+    length C, which is ``max_position_embeddings``. ``head_dim`` is even.
 
     Raises:
         UserError: the type is unknown, or keys are unknown, missing or wrong.
@@ -271,16 +268,9 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
 
     Prefers the most specific type that fits: ``default``, ``linear``, ``dynamic``,
     ``proportional``, ``llama3``, ``yarn``; otherwise ``longrope``, which can express any
-    frequencies. ``yarn`` and ``longrope`` also express the scale of rotated channels. The caller
-    handles the rest of that scale and the temperature.
-
-    Args:
-        spectrum: the spectrum to express. Its missing pairs, at the end, do not rotate.
-        head_dim: channels per head, even.
-        training_length: C in tokens.
-
-    Returns:
-        None if no type fits.
+    frequencies; None if no type fits. ``yarn`` and ``longrope`` also express the scale of rotated
+    channels. The caller handles the rest of that scale and the temperature. Pairs that the spectrum
+    lacks, at the end of the head, do not rotate.
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a candidate may be out of bounds

@@ -111,10 +111,9 @@ class Pretrained:
 
 
 def read_pretrained(location: str) -> Pretrained:
-    """Check a published model's files without reading weights.
+    """Check the files of a model without reading weights.
 
-    Args:
-        location: a directory, a hub id or a ``.gguf`` file.
+    ``location``: a directory, a hub id or a ``.gguf`` file.
 
     Raises:
         UserError: the model is not found, not supported, or its files are incomplete or damaged;

@@ -230,10 +230,8 @@ _PEAKS: dict[str, tuple[float | None, float]] = {
 def dense_peak(device_name: str, precision: Literal["bf16", "fp32"]) -> float | None:
     """Return the dense peak in operations per second, or None if it is unknown.
 
-    Args:
-        device_name: name from ``torch.cuda.get_device_name()``. It must match as a whole: a slice
-            of a device, or a sibling with a longer name, is another device.
-        precision: value of ``trainer.precision``; ``fp32`` is true float32, not TF32.
+    ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
+    longer name, is another device. ``fp32`` is true float32, not TF32.
     """
     name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
     for pattern, (bf16, fp32) in _PEAKS.items():

@@ -84,14 +84,9 @@ def train(
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
-    Args:
-        config: the run.
-        corpus: its text.
-        branch: checkpoint of another run, with its metrics, to continue if this run has no
-            checkpoint.
-        callbacks: further Lightning callbacks.
-        user_callbacks: callbacks that ``config.callbacks`` names; None: made here. They are made
-            again for each further stretch and after a rewind.
+    ``branch``: checkpoint of another run, with its metrics, to continue if this run has none.
+    ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
+    for each further stretch and after a rewind.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be

@@ -59,9 +59,7 @@ class AdaptedModel(LanguageModel):
     Its layout is determined from the behaviour of its layers. Channels of queries and keys are
     reordered to the order of spectra, which leaves dot products unchanged. A layout assigned later
     must rotate the same pairs, at any frequency or not at all, and equally in all heads of a layer.
-
-    Args:
-        hf: the model, in float32.
+    ``hf`` is in float32.
 
     Raises:
         UserError: its attention cannot be observed, or rotates in an unknown way.

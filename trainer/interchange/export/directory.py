@@ -85,9 +85,8 @@ def export_model(
         to: a new or empty directory.
         card: makes the text of ``README.md`` from the plan and the largest difference.
         tolerance: limit of the difference.
-        dtype: dtype of the weights, a key of :data:`DTYPES`.
-        like: a published model's directory, whose tokens, chat template and generation settings are
-            kept.
+        dtype: a key of :data:`DTYPES`.
+        like: a published model's directory; its tokens, chat template and generation settings stay.
         longest: ``max_position_embeddings`` of a model on which it has no influence, beyond which
             engines refuse prompts; the training length by default.
 

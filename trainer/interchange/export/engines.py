@@ -60,9 +60,7 @@ class Verdict:
 def verdicts(values: Values, architecture: str) -> list[Verdict]:
     """Return the verdicts on transformers, vLLM, SGLang and llama.cpp for a model.
 
-    Args:
-        values: the keys of its ``config.json``.
-        architecture: the class that the file names.
+    ``values``: the keys of its ``config.json``. ``architecture``: the class that the file names.
     """
     if architecture not in ARCHITECTURES:
         return _of_own_code(values)

@@ -50,13 +50,9 @@ def largest_difference(
     """Return the largest difference between the decoder's logits and those of transformers, in
     float32.
 
-    It is relative to the largest logit if that exceeds 1.
-
-    Args:
-        model: on the CPU, with the weights that were written.
-        directory: the exported model.
-        text_ids: tokens of :data:`TEXT` as a prompt of the model.
-        custom: whether our code in the directory is needed.
+    It is relative to the largest logit if that exceeds 1. ``model`` is on the CPU, with the weights
+    that were written. ``text_ids``: tokens of :data:`TEXT` as a prompt. ``custom``: whether our
+    code in the directory is needed.
 
     Raises:
         UserError: transformers cannot load the model, or tokenizes text differently.

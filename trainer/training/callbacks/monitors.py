@@ -21,7 +21,6 @@ from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
@@ -366,27 +365,14 @@ def _tasks(
         return [], ()
     text = HeldOut(corpus, corpus.validation, corpus.end_of_text, config.data.needles.share)
     with renaming(evaluation=BENCHMARKS):
-        made, notes = make_tasks(text, _within(config.evaluation, asked), lengths, C)
+        evaluation = config.evaluation.limited(asked.limit, asked.limit)
+        evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
+        made, notes = make_tasks(text, evaluation, lengths, C)
         made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
         check_prompts(made, lengths)
     for note in notes:
         log.warning("monitor.benchmarks.tasks: %s", note)
     return [task.part(ranks.rank, ranks.world_size) for task in made], tuple(lengths)
-
-
-def _within(config: EvaluationConfig, asked: BenchmarksConfig) -> EvaluationConfig:
-    """Return the evaluation's settings, limited to the questions asked."""
-    limit = asked.limit
-    return replace(
-        config,
-        tasks=asked.tasks,
-        windows=limit,
-        last=None,
-        needles=replace(config.needles, trials=min(config.needles.trials, limit)),
-        ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
-        longbench=replace(config.longbench, limit=min(config.longbench.limit or limit, limit)),
-        many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
-    )
 
 
 def _choice_config(asked: BenchmarksConfig) -> MultipleChoiceConfig:
