@@ -146,11 +146,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
 
 
 def _check_type(stored: Any) -> None:
-    """Check that a tensor's type can be dequantized, by its first row.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that a tensor's type can be dequantized, by its first row."""
     from gguf import dequantize
 
     if not stored.data.size:
@@ -215,11 +211,7 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Check that the keys ``llama.*`` are known, and hold one number each.
-
-    Raises:
-        UserError: a key has a list or text, or is unknown and may change the computation.
-    """
+    """Check that the keys ``llama.*`` are known, and hold one number each."""
     known = {"rope.dimension_count", *_KEYS.values(), *_ROPE.values(), *_IGNORED}
     problems = []
     for key, value in metadata.items():
@@ -269,11 +261,7 @@ def _hf_name(name: str) -> str:
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata.
-
-    Raises:
-        UserError: the tokenizer is not supported, or damaged.
-    """
+    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
     kind, pre = (str(metadata.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre"))
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UserError.at(

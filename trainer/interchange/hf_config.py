@@ -205,11 +205,7 @@ def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[Model
 def _model_config(
     values: Mapping[str, Any], *, default_eps: float, **properties: Any
 ) -> ModelConfig:
-    """Return the shape that well-formed keys describe; ``properties`` are derived from other keys.
-
-    Raises:
-        UserError: the keys contradict each other.
-    """
+    """Return the shape of well-formed keys; ``properties`` are derived from other keys."""
     heads, eps = values["num_attention_heads"], values.get("rms_norm_eps")
     shape = {
         "hidden_size": values["hidden_size"],

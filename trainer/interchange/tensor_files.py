@@ -130,11 +130,7 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _opened(path: Path) -> Any:
-    """Open the file as a context manager; it is mapped into memory.
-
-    Raises:
-        UserError: the file is missing, damaged or no safetensors file.
-    """
+    """Open the file as a context manager; it is mapped into memory."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

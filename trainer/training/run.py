@@ -135,9 +135,6 @@ def _stop_if_asked(trained: TrainedStretch) -> None:
     """Stop between two stretches if any rank was asked to during the last step.
 
     The checkpoint exists, and the next stretch would take long to start.
-
-    Raises:
-        PreemptedError: a rank was asked to stop.
     """
     if request := next(filter(None, all_gather(trained.stop_request)), None):
         on_all_ranks(ask_for_requeue)
@@ -170,11 +167,6 @@ def _train_stretch(
     """Train from ``start`` to the end of its stretch.
 
     ``callbacks`` follow all others. ``start_time``: of the process, in seconds since the epoch.
-
-    Raises:
-        UserError: the checkpoint does not fit the run, the last one cannot be written, or the
-            backend cannot run here.
-        PreemptedError: the run was asked to stop, and has.
     """
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
@@ -268,12 +260,7 @@ def _decoder(
 
 
 def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:
-    """Close the loggers; check that the stretch ended by itself or diverged.
-
-    Raises:
-        PreemptedError: a signal or a time limit stopped it.
-        UserError: a user's callback stopped it.
-    """
+    """Close the loggers; check that the stretch ended by itself or diverged."""
     on_rank_zero(partial(close, loggers))  # no other rank exits before rank 0
     if (reason := step.stopping.reason) is not None:
         raise PreemptedError(

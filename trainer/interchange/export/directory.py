@@ -49,11 +49,7 @@ class Exported:
 
 
 def check_destination(to: Path) -> None:
-    """Check that a directory is new or empty.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a directory is new or empty."""
     if to.is_dir() and any(to.iterdir()):
         raise UserError.at(
             "to", f"{str(to)!r} is not empty; choose another directory, or remove it."
@@ -218,11 +214,7 @@ def _named(tokens: Mapping[str, Any], directory: Path) -> dict[str, str]:
 
 
 def _read_keys(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds keys and values.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Read a JSON file that holds keys and values."""
     try:
         values = read_plain(path)
     except ValueError as error:

@@ -130,11 +130,7 @@ def _plain(rope: Values) -> Parameters:
 
 
 def _check_yarn(rope: Values) -> None:
-    """Check that YaRN has its own attention factor: not every engine reads another.
-
-    Raises:
-        RefusedError: it has another.
-    """
+    """Check that YaRN has its own attention factor: not every engine reads another."""
     if "attention_factor" in rope:
         raise RefusedError("has only YaRN's own attention factor")
 

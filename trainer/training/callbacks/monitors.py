@@ -171,11 +171,7 @@ class Lengths:
 
 
 def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
-    """Check that the validation text is long enough.
-
-    Raises:
-        UserError: it is too short.
-    """
+    """Check that the validation text is long enough."""
     if config.monitor.lengths_every is None:
         return
     longest, text, C = max(config.monitor.lengths), corpus.validation, config.training_length
@@ -354,11 +350,7 @@ def benchmark_problems(config: RunConfig) -> list[Problem]:
 def _tasks(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[list[Measurement], tuple[int, ...]]:
-    """Return this rank's part of the tasks with lengths, and their lengths.
-
-    Raises:
-        UserError: there is too little validation text, or a task does not fit a length.
-    """
+    """Return this rank's part of the tasks with lengths, and their lengths."""
     asked, C = config.monitor.benchmarks, config.training_length
     lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
     if not asked.tasks:
