@@ -73,7 +73,7 @@ class PlannedCell:
         Changes for longer ones do not count, such as a temperature beyond C.
         """
         method = self.recipe.known_at(self.factor)
-        if method is None or (method.reads is not None and method.reads < self.length):
+        if method is None or method.crops(self.length):
             return False
         changed, trained = method.layout_at(self.factor), self.subject.layout
         return changed.acting_at(self.length) == trained.acting_at(self.length)
@@ -205,6 +205,6 @@ def _changes_nothing(subject: Subject, recipe: Recipe, length: int) -> bool:
     Its cell then shares the key of the unchanged model's cell.
     """
     method = recipe.fixed
-    if method is None or (method.reads is not None and method.reads < length):
+    if method is None or method.crops(length):
         return False
     return method.layout_at(length / subject.layout.training_length) == subject.layout
