@@ -248,8 +248,9 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original
-    kind, share = merged.get("rope_type", merged.get("type", "default")), _share(merged)
-    if share != 1 and kind != "proportional":
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    share = merged.get("partial_rotary_factor")  # reported later if malformed
+    if isinstance(share, int | float) and share != 1 and kind != "proportional":
         raise UserError.at(
             "partial_rotary_factor",
             f"{share:g} with rope_type {kind!r}; transformers rotates whole heads of these "
@@ -257,12 +258,6 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
             "so; a part of a head rotates with rope_type 'proportional' alone.",
         )
     return merged
-
-
-def _share(rope: Mapping[str, Any]) -> float:
-    """Return the share of channels that rotate; 1 if malformed, which is reported later."""
-    share = rope.get("partial_rotary_factor")
-    return float(share) if isinstance(share, int | float) else 1.0
 
 
 def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:

@@ -121,14 +121,8 @@ def spectrum_from_rope_parameters(
         raise UserError.at("rope_parameters.rope_type", f"unknown type {kind!r}.", hint)
     if problems := _problems(stated, kind, head_dim):
         raise UserError(*problems)
-    return _without_standstill(_SPECTRA[kind](_Rope(stated, head_dim, training_length)))
-
-
-def _without_standstill(spectrum: Spectrum) -> Spectrum:
-    """Set frequencies that never complete a turn to 0.
-
-    Files divide frequencies by a huge factor if their type cannot express 0.
-    """
+    spectrum = _SPECTRA[kind](_Rope(stated, head_dim, training_length))
+    # Files divide frequencies by a huge factor if their type cannot express 0.
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 

@@ -180,12 +180,6 @@ def _in_loss(tracker: _Tracker) -> Iterator[None]:
         patched.linear_cross_entropy = original
 
 
-def _call_loss_through_hooks(model: Decoder) -> None:
-    """Route a sharded decoder's loss through its forward hooks, on which the tracker relies."""
-    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]  # of one object
-    model.loss = model.__call__  # type: ignore[method-assign]  # of one object
-
-
 def memory_peaks(
     module: LanguageModule,
     optimizer: torch.optim.Optimizer,
@@ -208,7 +202,9 @@ def memory_peaks(
         optimizer.zero_grad()
     if module.config.strategy.name in strategies.SHARDED:
         tracker: _Tracker = _ShardedTracker(module.model, optimizer)
-        _call_loss_through_hooks(module.model)
+        # The tracker relies on forward hooks: call the loss through them.
+        module.model.forward = MethodType(Decoder.loss, module.model)  # type: ignore[method-assign]
+        module.model.loss = module.model.__call__  # type: ignore[method-assign]
     else:
         tracker = _Tracker()
         tracker.track_external(module.model, optimizer)

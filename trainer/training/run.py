@@ -126,19 +126,14 @@ def train(
                 path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
                 return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
             skips = None
-            _stop_if_asked(trained)
+            # The checkpoint exists, and the next stretch would take long to start.
+            if request := next(filter(None, all_gather(trained.stop_request)), None):
+                on_all_ranks(ask_for_requeue)
+                raise PreemptedError(
+                    f"Stopped after step {trained.step} ({request}), checkpoint saved."
+                )
             torch.compiler.reset()  # compile for the next length, not for dynamic ones
         user_callbacks = make_callbacks(config.callbacks)
-
-
-def _stop_if_asked(trained: TrainedStretch) -> None:
-    """Stop between two stretches if any rank was asked to during the last step.
-
-    The checkpoint exists, and the next stretch would take long to start.
-    """
-    if request := next(filter(None, all_gather(trained.stop_request)), None):
-        on_all_ranks(ask_for_requeue)
-        raise PreemptedError(f"Stopped after step {trained.step} ({request}), checkpoint saved.")
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,10 @@ def _train_stretch(
     torch.manual_seed(config.seed + ranks.rank)
     model, weights = _decoder(config, stretch.corpus, start, ranks)
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
-    title, tokens = _title(stretch), stretch.config.tokens_per_step
+    title, tokens = f"Training {label(config)}", stretch.config.tokens_per_step
+    if config.phases:
+        names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]
+        title += f", {' and '.join(names)}"
     with Progress(title, end, tokens, silent=not ranks.is_rank_zero) as progress:
         step = Step(stretch, module, ranks, progress, user_callbacks, start_time)
         loggers = [MetricsFile(Path(config.run_dir) / "metrics.csv"), *other_loggers(config)]
@@ -222,13 +220,6 @@ def _stretch(
         skips=[(step, samples) for step, samples in skips],
         ends=dict(start.state.get("ends", {})),
     )
-
-
-def _title(stretch: PhaseStretch) -> str:
-    """Return the stretch's title in logs and on the progress bar."""
-    title, end = f"Training {label(stretch.run)}", stretch.config.trainer.max_steps
-    names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]
-    return f"{title}, {' and '.join(names)}" if stretch.run.phases else title
 
 
 def _decoder(
