@@ -53,19 +53,10 @@ def windows_with_common_ends(
 
 
 def losses_by_position(
-    model: LanguageModel,
-    windows: Integers,
-    end_of_text: int,
-    batch_tokens: int,
-    *,
-    reads: int | None = None,
+    model: LanguageModel, windows: Integers, end_of_text: int, batch_tokens: int
 ) -> Tensor:
-    """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``.
-
-    See :func:`losses_of_batches`.
-    """
-    batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads)
-    return mean_losses(batches, 1)[0]
+    """Return the mean loss per position, ``[T]`` float64 nats; see :func:`losses_of_batches`."""
+    return mean_losses(losses_of_batches(model, windows, end_of_text, batch_tokens), 1)[0]
 
 
 def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,7 @@ def _sglang(values: Values, architecture: str) -> Parameters:
 
 
 def _served(rope: Parameters, architecture: str) -> Parameters:
-    """Return what the layers of vLLM do, which SGLang has taken over."""
+    """Return the parameters as vLLM's layers read them, which SGLang has taken over."""
     if architecture == "SmolLM3ForCausalLM":  # through transformers' class
         return rope
     kind = rope["rope_type"]

@@ -23,7 +23,7 @@ from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Reading, Statements
 from trainer.evaluation.multiple_choice import (
     SUFFIX,
     Question,
@@ -149,10 +149,11 @@ class Lengths:
         lengths = tuple(self.perplexity.windows)
         retrieval: list[float] = []
         with evaluating(module) as model:
-            cells = [self.perplexity.measure(model, length, None, tokens) for length in lengths]
+            readings = [Reading(model, length, None, tokens) for length in lengths]
+            cells = [self.perplexity.measure(reading) for reading in readings]
             if self.statements is not None:
-                for length in lengths:
-                    scores = self.statements.measure(model, length, None, tokens)["scores"]
+                for reading in readings:
+                    scores = self.statements.measure(reading)["scores"]
                     retrieval.append(sum(scores) / len(scores))
         edges, losses = cells[-1]["edges"], cells[-1]["losses"]  # of the longest length
         loss = [cell["last_loss"] for cell in cells]
@@ -278,7 +279,7 @@ class Benchmarks:
             for length in self.lengths:
                 self._watch()
                 has = task.sequences(length)
-                cell = task.measure(model, length, None, batch_tokens) if has else {}
+                cell = task.measure(Reading(model, length, None, batch_tokens)) if has else {}
                 losses = _gathered(cell.get("by_window", ()))
                 scores = _gathered(cell.get("scores", ()))
                 value = float(np.exp(_mean(losses))) if losses else _mean(scores)
