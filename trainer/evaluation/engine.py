@@ -86,22 +86,18 @@ def measure_cells(
         return worker.collect(plans)
 
 
+@dataclass
 class _Worker:
     """One process, which runs jobs with one model in memory at a time."""
 
-    def __init__(
-        self,
-        text: FitText,
-        store: Store,
-        batch_tokens: int,
-        claims: Claims,
-        counter: _Counter,
-    ) -> None:
-        self.text, self.store, self.batch_tokens = text, store, batch_tokens
-        self.claims, self.counter = claims, counter
-        self.model: LanguageModel | None = None
-        self.subject: Subject | None = None
-        self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
+    text: FitText
+    store: Store
+    batch_tokens: int
+    claims: Claims
+    counter: _Counter
+    model: LanguageModel | None = None
+    subject: Subject | None = None
+    methods: dict[Recipe, tuple[Method, Fitting]] = field(default_factory=dict)
 
     def work(self, jobs: Sequence[Job], total: float, shorter: str) -> None:
         """Run jobs that no other process has claimed, until none remains.

@@ -60,18 +60,16 @@ class Excerpt:
         return tuple(pieces + self.tokens[done:])
 
 
+@dataclass(eq=False)
 class Haystack:
     """Documents as one token stream, with a blank line before each.
 
     ``bos``: tokens before every prompt.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, documents: Sequence[str], bos: tuple[int, ...]
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.documents = documents
-        self.bos = bos
+    tokenizer: Tokenizer
+    documents: Sequence[str]
+    bos: tuple[int, ...]
 
     @cached_property
     def tokens(self) -> Integers:

@@ -171,8 +171,7 @@ def plan_cells(
 ) -> list[PlannedCell]:
     """Return all cells, ordered by model, method, length (in tokens) and task.
 
-    ``recipes``: the methods that apply to each model, by its name. ``text``: methods are fitted on
-    it.
+    ``recipes``: the methods that apply to each model, by its name; they are fitted on ``text``.
     """
 
     def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, first_line, raise_all
-from trainer.interchange.tensor_files import PIECE
+from trainer.interchange.tensor_files import PIECE, SINGLE, write_tensors
 
 _NAMES = {
     "token_embd": "embed_tokens",
@@ -164,16 +164,12 @@ def convert_gguf(source: Path, directory: Path) -> None:
     Raises:
         UserError: as for :func:`read_gguf`.
     """
-    from safetensors.torch import save_file
-
     values, stored, tokenizer = read_gguf(source)
     weights = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
     for name, tensor in stored.items():
         tensor.read_into(weights[name])
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it readable only by its owner
+    write_tensors(weights, directory / SINGLE)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.dumps(values | {"dtype": "float32"}, indent=2)
     (directory / "config.json").write_text(config + "\n", encoding="utf-8")
@@ -211,7 +207,7 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Check that the keys ``llama.*`` are known, and hold one number each."""
+    """Check that the keys ``llama.*`` are known or ask for nothing, and hold one number each."""
     known = {"rope.dimension_count", *_KEYS.values(), *_ROPE.values(), *_IGNORED}
     problems = []
     for key, value in metadata.items():

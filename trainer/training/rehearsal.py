@@ -203,8 +203,8 @@ def memory_peaks(
     if module.config.strategy.name in strategies.SHARDED:
         tracker: _Tracker = _ShardedTracker(module.model, optimizer)
         # The tracker relies on forward hooks: call the loss through them.
-        module.model.forward = MethodType(Decoder.loss, module.model)  # type: ignore[method-assign]
-        module.model.loss = module.model.__call__  # type: ignore[method-assign]
+        model: Any = module.model
+        model.forward, model.loss = MethodType(Decoder.loss, model), model.__call__
     else:
         tracker = _Tracker()
         tracker.track_external(module.model, optimizer)
