@@ -41,6 +41,15 @@ def test_a_quick_evaluation_measures_less_and_never_more():
     assert EvaluationConfig(lengths=[]).shortened().lengths == []
 
 
+def test_no_task_makes_more_than_its_limit():
+    usual = EvaluationConfig(needles=NeedleTaskSettings(trials=50))
+    limited = replace(usual, ruler=replace(usual.ruler, trials=3)).limited(9, 8)
+    trials = limited.needles.trials, limited.ruler.trials, limited.many_shot.trials
+    assert (*trials, limited.longbench.limit) == (9, 3, 9, 8)
+    fewer = replace(usual, longbench=LongBenchSettings(limit=2)).limited(9, 8)
+    assert fewer.longbench.limit == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -112,7 +112,7 @@ def test_the_result_is_the_mean_over_the_key_tokens(exact, windows, corpus, plai
             at = range(length - LAST, length)
             whole = [loss_of(exact, window, p, 0, end) for p in at]
             losses.append(plain_losses(exact, window, end, reads) if reads else whole)
-        cell = task.measure(exact, length, reads, 100)
+        cell = task.measure(Reading(exact, length, reads, 100))
         terms = [
             loss for row, keys in zip(losses, mask, strict=True) for loss in np.array(row)[keys]
         ]
@@ -129,7 +129,7 @@ def test_parts_combine_to_the_whole(model, windows, corpus):
     mask = np.random.default_rng(0).random((5, LAST)) < 0.3
     task = KeyTokens(windows, corpus.end_of_text, ChosenTokens(mask, Contexts(32, 4, 2, -2), "a"))
     parts = [task.read(Reading(model, 64, None, 64, piece=Piece(index, 3))) for index in range(3)]
-    assert task.cell(64, parts) == task.measure(model, 64, None, 64)
+    assert task.cell(64, parts) == task.measure(Reading(model, 64, None, 64))
     assert task.sequences(64) == 5
     ranks = [task.part(rank, 2) for rank in range(2)]
     assert [part.sequences(64) for part in ranks] == [3, 2]

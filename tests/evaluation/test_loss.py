@@ -21,6 +21,7 @@ from trainer.evaluation.loss import (
     by_bucket,
     losses_by_position,
     losses_of_batches,
+    mean_losses,
     windows_with_common_ends,
 )
 from trainer.evaluation.passes import sequences_at_once
@@ -76,6 +77,10 @@ def as_read(model, window, position, first):
     return F.cross_entropy(logits, torch.tensor(window[position])).item()
 
 
+def by_position(model, windows, batch_tokens, reads):
+    return mean_losses(losses_of_batches(model, windows, 0, batch_tokens, reads=reads), 1)[0]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
 @pytest.mark.parametrize(("length", "reads"), [(16, 8), (19, 8), (21, 6), (9, 8), (23, 5), (7, 2)])
@@ -93,21 +98,21 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
         )
         assert position - first < reads
         expected.append(np.mean([as_read(model, w, position, first) for w in windows]))
-    got = losses_by_position(model, windows, 0, batch_tokens, reads=reads)
+    got = by_position(model, windows, batch_tokens, reads)
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
     model, windows = tiny_decoder(), Stream(100).windows(np.array([0, 17]), 12)
     whole = losses_by_position(model, windows, 0, 100)
-    assert torch.equal(losses_by_position(model, windows, 0, 100, reads=12), whole)
-    assert torch.equal(losses_by_position(model, windows, 0, 100, reads=99), whole)
+    for reads in (12, 99):
+        assert torch.equal(by_position(model, windows, 100, reads), whole)
 
 
 def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder):
     model = tiny_decoder(training_length=8)
     windows = windows_with_common_ends(Stream(500), 4, [16, 24, 61])
-    losses = [losses_by_position(model, w, 0, 100, reads=8)[-4:] for w in windows.values()]
+    losses = [by_position(model, w, 100, 8)[-4:] for w in windows.values()]
     for result in losses[1:]:
         torch.testing.assert_close(result, losses[0], rtol=1e-6, atol=1e-6)
 

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Prompted, Statements
+from trainer.evaluation.measurements import Perplexity, Prompted, Reading, Statements
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.tasks import HeldOut, make_tasks
 
@@ -54,7 +54,7 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
         mean, count = torch.stack(losses).mean(dim=0), last or 24
-        result = task.measure(model, length, None, 4096)
+        result = task.measure(Reading(model, length, None, 4096))
         assert result["last_loss"] == pytest.approx(mean[-count:].mean().item(), rel=1e-5)
         by_window = [window[-count:].mean().item() for window in losses]
         assert result["by_window"] == pytest.approx(by_window, rel=1e-5)
@@ -71,7 +71,7 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
     task = Statements.make(corpus.test, [64], vocabulary, end, 8, 2, 1)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    result = task.measure(model, 64, reads, 130)  # two trials, a batch
+    result = task.measure(Reading(model, 64, reads, 130))  # two trials, a batch
     handle.remove()
     trials = task.trials[64]
     cropped = [[end, *prompt[64 - min(reads or 64, 64) + 1 :]] for prompt in trials.prompts]
@@ -103,7 +103,7 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     assert task.fingerprint(64) == Prompted(Quarter(), corpus.tokenizer).fingerprint(64)
     assert task.fingerprint(64) != task.fingerprint(32)
     read = []
-    result = task.measure(model, 64, 32, 4096, read.append)
+    result = task.measure(Reading(model, 64, 32, 4096, read.append))
     assert result == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
     assert sum(read) == 3
     assert asked == [("0",), ("1",), ("2",)]
@@ -125,7 +125,7 @@ def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, m
         def prompts(self, length):
             return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
 
-    Prompted(One(), corpus.tokenizer).measure(model, 64, 32, 4096, lambda _: None)
+    Prompted(One(), corpus.tokenizer).measure(Reading(model, 64, 32, 4096))
     (prompt,) = asked
     assert len(prompt.tokens) == 30
     assert prompt.tokens[0] == 7

@@ -11,7 +11,7 @@ from tests.interchange.test_export import CUSTOM, native
 from trainer.interchange.export.engines import (
     ENGINES,
     RefusedError,
-    transformers_rotations,
+    rotations,
     verdicts,
 )
 from trainer.interchange.export.plan import make_plan
@@ -79,9 +79,9 @@ def test_rotations_are_compared_with_those_of_transformers(tiny_decoder, kind):
         plan.architecture.removesuffix("ForCausalLM").lower(), **plan.values
     )
     inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    for rotation in transformers_rotations(plan.values, plan.architecture):
+    for rotation in rotations(plan.values, plan.architecture):
         np.testing.assert_allclose(rotation.inv_freq, inv_freq, rtol=1e-6)
-        assert rotation.scale == pytest.approx(scale)
+        assert rotation.rotary_scale == pytest.approx(scale)
 
 
 def test_the_standstill_holds_for_either_original_length(tiny_decoder):
@@ -89,10 +89,10 @@ def test_the_standstill_holds_for_either_original_length(tiny_decoder):
     plan = planned(tiny_decoder, "after a drop without QK-norm")
     for beside in (plan.values["original_max_position_embeddings"], 8192):
         values = plan.values | {"original_max_position_embeddings": beside}
-        for replay in ENGINES.values():
-            for rotation in replay(values, plan.architecture):
+        for engine in ENGINES:
+            for rotation in rotations(values, plan.architecture, engine):
                 assert max(rotation.inv_freq) < 1e-25
-    for frequency in transformers_rotations(plan.values, plan.architecture)[0].inv_freq:
+    for frequency in rotations(plan.values, plan.architecture)[0].inv_freq:
         assert frequency == 0
 
 

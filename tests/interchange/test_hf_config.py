@@ -26,7 +26,7 @@ LLAMA = {
 
 
 def read(**changes):
-    return from_hf_config(LLAMA | changes, "here")
+    return from_hf_config(LLAMA | changes)
 
 
 def windows(layout):
@@ -53,7 +53,7 @@ def test_keys_that_older_files_omit_have_defaults():
     """Llama 1 has no key for key-value heads, head size, tied embeddings or the base."""
     left_out = ("num_key_value_heads", "rms_norm_eps", "rope_theta")
     config, layout = from_hf_config(
-        {key: value for key, value in LLAMA.items() if key not in left_out}, "here"
+        {key: value for key, value in LLAMA.items() if key not in left_out}
     )
     assert (config.num_key_value_heads, config.head_size, config.rms_norm_eps) == (4, 16, 1e-6)
     assert layout.spectra[0].inv_freq[1] == pytest.approx(1e4 ** (-1 / 8))
@@ -66,7 +66,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind):
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes_of_theirs = {key: getattr(theirs, key) for key in (*sizes, "vocab_size")}
     config, layout = from_hf_config(
-        sizes_of_theirs | {"architectures": [kind], "max_position_embeddings": 4096}, "here"
+        sizes_of_theirs | {"architectures": [kind], "max_position_embeddings": 4096}
     )
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.rms_norm_eps == theirs.rms_norm_eps
@@ -138,7 +138,7 @@ def test_a_key_that_stands_in_two_places_counts_where_transformers_takes_it(
         "max_position_embeddings": 2048,
     }  # fmt: skip
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, **copy.deepcopy(values)))
-    _, layout = from_hf_config({"architectures": ["LlamaForCausalLM"], **sizes, **values}, "here")
+    _, layout = from_hf_config({"architectures": ["LlamaForCausalLM"], **sizes, **values})
     spectrum = layout.spectra[0]
     assert spectrum.inv_freq == pytest.approx(theirs.original_inv_freq.tolist(), rel=1e-6)
     assert spectrum.rotary_scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
@@ -169,7 +169,7 @@ def test_a_share_of_the_channels_is_refused_where_transformers_rotates_all_of_th
     assert 2 * len(rotary.inv_freq) == 16
     asked = {"architectures": [f"{name}ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.5}
     for rope in (None, {"rope_type": "linear", "factor": 2.0}):
-        with pytest.raises(UserError, match=r"here: partial_rotary_factor: 0\.5 with rope_type"):
+        with pytest.raises(UserError, match=r"^partial_rotary_factor: 0\.5 with rope_type"):
             read(**asked, rope_parameters=rope)
     assert read(**asked | {"partial_rotary_factor": 1.0})[1].spectra[0].rotary_dim == 16
     _, layout = read(**asked, rope_parameters={"rope_type": "proportional"})
@@ -226,9 +226,9 @@ def test_smollm3_does_not_rotate_in_some_layers():
 
 def test_a_file_may_name_its_type_alone():
     values = {key: value for key, value in LLAMA.items() if key != "architectures"}
-    assert from_hf_config(values | {"model_type": "llama"}, "here") == read()
+    assert from_hf_config(values | {"model_type": "llama"}) == read()
     with pytest.raises(UserError, match="'gpt2' is not supported; supported are LlamaForCausalLM"):
-        from_hf_config(values | {"model_type": "gpt2"}, "here")
+        from_hf_config(values | {"model_type": "gpt2"})
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,8 @@ def test_a_file_may_name_its_type_alone():
     ids=str,
 )
 def test_unsupported_configurations_are_refused_by_name(changes, message):
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(UserError, match=message):
         read(**changes)
-    assert str(error.value).startswith("here: ")
 
 
 def test_a_null_where_a_number_is_needed_stands_for_the_default():
@@ -313,7 +312,7 @@ MALFORMED = [
 def test_each_malformed_key_has_one_sentence(changes, message):
     with pytest.raises(UserError) as error:
         read(**changes)
-    assert tuple(map(str, error.value.problems)) == (f"here: {message}",)
+    assert tuple(map(str, error.value.problems)) == (message,)
 
 
 def test_values_at_the_bounds_are_read():
@@ -333,7 +332,7 @@ def test_values_at_the_bounds_are_read():
 def test_without_a_size_of_the_layers_their_list_is_not_judged():
     with pytest.raises(UserError) as error:
         read(num_hidden_layers=None, layer_types=["full_attention"])
-    assert [problem.split(": ")[1] for problem in map(str, error.value.problems)] == [
+    assert [problem.split(": ")[0] for problem in map(str, error.value.problems)] == [
         "num_hidden_layers", "layer_types",
     ]  # fmt: skip
 

@@ -288,12 +288,7 @@ class Rhythm(L.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, index):
         phase = phase_at(module.phases, trainer.global_step)
-        parts = [
-            part
-            for callback in trainer.callbacks
-            for part in (callback, *getattr(callback, "guards", ()))
-        ]
-        rhythms = {part.log_every for part in parts if hasattr(part, "log_every")}
+        rhythms = {x.log_every for x in trainer.callbacks if hasattr(x, "log_every")}
         assert rhythms == {phase.config.trainer.log_every}
 
 

@@ -172,11 +172,11 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(read, tiny_decoder):
     assert model_state(model) == before
 
 
-@pytest.mark.parametrize("end", ["finish", "fail"])
+@pytest.mark.parametrize("end", ["on_train_end", "on_exception"])
 def test_a_guard_of_garbage_enables_it_again(end):
     guard = GarbageCollection(3)
     try:
-        guard.start()
+        guard.on_train_start()
         assert not gc.isenabled()
     finally:
         getattr(guard, end)()

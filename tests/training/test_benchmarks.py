@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,14 +23,12 @@ from tests.training.test_run import (
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks import monitors
 from trainer.training.callbacks.monitors import benchmark_problems
 
@@ -229,23 +226,6 @@ def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
     assert all(
         milestone.scores.keys() == {"harness/squares/acc"} for milestone in milestones(config)
     )
-
-
-def test_no_task_makes_more_than_is_asked():
-    """The limit is the smaller one of benchmarks and evaluation."""
-    evaluation = EvaluationConfig(
-        last=7,
-        needles=replace(EvaluationConfig().needles, trials=50),
-        ruler=replace(EvaluationConfig().ruler, trials=3),
-        longbench=replace(EvaluationConfig().longbench, limit=None),
-        many_shot=replace(EvaluationConfig().many_shot, trials=50),
-    )
-    limited = monitors._within(evaluation, BenchmarksConfig(tasks=("statements",), limit=9))
-    assert (limited.tasks, limited.windows, limited.last) == (("statements",), 9, None)
-    counts = (limited.needles.trials, limited.ruler.trials, limited.longbench.limit)
-    assert (*counts, limited.many_shot.trials) == (9, 3, 9, 9)
-    fewer = replace(evaluation, longbench=replace(evaluation.longbench, limit=2))
-    assert monitors._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -19,17 +19,16 @@ from trainer.common.errors import UserError
 from trainer.data.dataset import TrainingSamples
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
+from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training import run as training
 from trainer.training.callbacks import guards
 from trainer.training.callbacks.guards import (
     CollectiveTimeouts,
     GarbageCollection,
-    Guard,
-    Guards,
     Rewind,
     Watchdog,
 )
+from trainer.training.module import StepCallback
 
 
 def poison(monkeypatch, bad):
@@ -109,7 +108,7 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
         "config = RunConfig(trainer=TrainerConfig(step_timeout=0.1))\n"
         "def waiting_for_a_rank():\n"
         "    time.sleep(60)\n"
-        "Watchdog(config, Path('.'), True).start()\n"
+        "Watchdog(config, Path('.'), True).on_train_start()\n"
         "waiting_for_a_rank()\n"
     )
     done = run_process(script, cwd=tmp_path)
@@ -118,10 +117,8 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
     assert "waiting_for_a_rank" in done.stderr
 
 
-def steps_of(guard, module=None, steps=6, micro_batches=2):
-    """Go through steps of two micro-batches, as the callback does."""
-    callback = Guards(RunConfig(), Ranks())
-    callback.guards = [guard]
+def steps_of(callback, module=None, steps=6, micro_batches=2):
+    """Go through steps of two micro-batches, as Lightning does."""
     trainer = SimpleNamespace(
         global_step=0, max_steps=steps, accumulate_grad_batches=micro_batches, should_stop=False
     )
@@ -171,14 +168,14 @@ def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
     )
     config = RunConfig(trainer=TrainerConfig(step_timeout=5.0))
     callback = Watchdog(config, tmp_path, False)
-    callback.start()
+    callback.on_train_start()
     for _ in steps_of(callback, steps=3):
         pass
-    callback.finish()
-    callback.fail()
+    callback.on_train_end()
+    callback.on_exception()
     assert armed == [50.0, 5.0, 5.0, "over", "over"]
     armed.clear()
-    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).start()
+    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).on_train_start()
     assert armed == []
 
 
@@ -222,20 +219,21 @@ def test_ranks_wait_longer_before_the_first_step_is_done_and_after_the_last(monk
     guard = CollectiveTimeouts(config)
     for _, index in steps_of(guard, steps=3):
         events.append(index)
-    guard.fail()  # an error may be that of one rank alone, which must not wait for the others
-    guard.finish()
+    # An error may be that of one rank alone, which must not wait for the others.
+    guard.on_exception(None, None, None)
+    guard.on_train_end()
     times = config.strategy.timeouts
     assert times.collective != times.start
     assert events == [0, 1, times.collective, 2, 3, 4, 5, times.start]
 
 
-class Watching(Guard):
+class Watching(StepCallback):
     """Stands in for the watchdog, just before the collection: what a collection would find."""
 
     def __init__(self, *_):
         pass
 
-    def start(self):
+    def on_train_start(self, *_):
         self.collected = []
         gc.callbacks.append(self.note)
 
@@ -247,7 +245,7 @@ class Watching(Guard):
         self.trainer = trainer
         assert not gc.isenabled()
 
-    def finish(self):
+    def on_train_end(self, *_):
         gc.callbacks.remove(self.note)
 
 

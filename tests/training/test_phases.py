@@ -138,7 +138,7 @@ def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path
 
 def test_a_signal_in_the_last_step_of_a_stretch_stops_before_the_next(run, monkeypatch):
     """The stretch ends before ranks could vote."""
-    usual = Stopping.on_train_batch_end
+    usual = Stopping.end_step
 
     def asked(self, trainer, *args):
         if trainer.global_step == 4:
@@ -146,7 +146,7 @@ def test_a_signal_in_the_last_step_of_a_stretch_stops_before_the_next(run, monke
         else:
             usual(self, trainer, *args)
 
-    monkeypatch.setattr(Stopping, "on_train_batch_end", asked)
+    monkeypatch.setattr(Stopping, "end_step", asked)
     with pytest.raises(PreemptedError, match=r"after step 4 \(SIGTERM\), checkpoint saved"):
         run(**CHANGES)
 

@@ -82,14 +82,12 @@ def profiled(monkeypatch, tmp_path):
         guard = Profiling(first, last, tmp_path, 3)
         for index in range(2 * (end - start)):
             now[0] = start + index // 2 + 1
-            if index % 2 == 0:
-                guard.begin_step(trainer, module)
+            guard.on_train_batch_start(trainer, module, None, index)
             trainer.global_step += index % 2
-            if index % 2:
-                guard.end_step(trainer, module)
+            guard.on_train_batch_end(trainer, module, None, None, index)
         now[0] = "end"
-        guard.finish()
-        guard.fail()
+        guard.on_train_end()
+        guard.on_exception()
         return calls
 
     return go

@@ -46,6 +46,7 @@ class Progress:
         self.start_time = 0.0
         self.last_tenth = 0
         self.next_line = FIRST_LINE
+        self.done = 0.0
 
     def __enter__(self) -> Progress:
         if not self.after:
@@ -74,6 +75,11 @@ class Progress:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def advance(self, steps: float) -> None:
+        """Show that ``steps`` more are done than after the last call."""
+        self.done += steps
+        self.advance_to(self.done)
 
     def advance_to(
         self, step: float, loss: float | None = None, tokens: float | None = None

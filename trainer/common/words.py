@@ -45,10 +45,11 @@ def percent(fraction: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: ``42 s``, ``12 min``, ``5.5 hours``, ``3.2 days``."""
-    for size, unit, digits in ((86400, "days", 1), (3600, "hours", 1), (60, "min", 0)):
+    """Format a duration: ``42 s``, ``12 min``, ``5.5 hours``, ``3.2 days``, ``10.8 years``."""
+    units = {"years": 365 * 86400, "days": 86400, "hours": 3600, "min": 60}
+    for unit, size in units.items():
         if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {unit}"
+            return f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit}"
     return f"{seconds:.0f} s"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
-from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Piece, longest_first, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
@@ -59,17 +59,10 @@ def answers(
 ) -> dict[int, str]:
     """Return the model's answers by the indices of their prompts, as if each were computed alone.
 
-    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop`` returns True.
-
-    Args:
-        model: a decoder.
-        tokenizer: its tokenizer.
-        prompts: in any order.
-        batch_tokens: largest number of prompt tokens read and cached together (at least one
-            prompt).
-        done: called with the number of prompts answered since the last call.
-        stop: called with each answer after each of its tokens.
-        piece: the batches to answer.
+    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop``, called after
+    each of its tokens, returns True. ``batch_tokens``: most prompt tokens read and cached together
+    (at least one prompt). ``done`` receives the number of prompts answered since its last call.
+    ``piece``: the batches to answer.
     """
     texts: dict[int, str] = {}
     end = end_of_text(tokenizer)
@@ -156,23 +149,26 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
     alike: dict[tuple[int | None, int, int], list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         alike[prompt.group, len(prompt.tokens), prompt.new_tokens].append(index)
-    single: list[int] = []
+    single: dict[int, list[int]] = defaultdict(list)  # by new tokens
     sharing: dict[tuple[int, int, int], list[tuple[list[int], Integers]]] = defaultdict(list)
     for (group, length, new), members in alike.items():
         fit = batch_tokens // (length + new)
         parts = -(-len(members) // fit) if fit else len(members)
         if group is None or parts == len(members):
-            single += members
+            single[new] += members
             continue
         # Prompts with similar depths share the longest prefixes.
         members.sort(key=lambda index: prompts[index].depth or 0.0)
         for part in np.array_split(members, parts):
             order, cuts = _cuts([prompts[index].tokens for index in part])
             if cuts.sum() < WORTH_SHARING * length * len(part):
-                single += part.tolist()
+                single[new] += part.tolist()
             else:
                 sharing[length, new, len(part)].append((part[order].tolist(), cuts))
-    yield from _plain_batches(single, prompts, batch_tokens)
+    for new, indices in sorted(single.items(), reverse=True):
+        lengths = [len(prompts[index].tokens) + new for index in indices]
+        for batch in longest_first(lengths, batch_tokens):
+            yield _Batch(tuple(indices[place] for place in batch))
     for (length, new, size), groups in sharing.items():
         count = max(1, batch_tokens // (size * (length + new)))
         for first in range(0, len(groups), count):
@@ -193,23 +189,3 @@ def _cuts(tokens: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     cuts = differs.argmax(axis=1)
     order = cuts.argsort(kind="stable")
     return np.append(order, len(ids) - 1), cuts[order]
-
-
-def _plain_batches(
-    indices: Sequence[int], prompts: Sequence[Prompt], batch_tokens: int
-) -> Iterator[_Batch]:
-    """Yield batches of prompts with equally long answers, longest prompts first."""
-    batch: list[int] = []
-    room = new = 0
-    for index in sorted(
-        indices, key=lambda i: (prompts[i].new_tokens, len(prompts[i].tokens)), reverse=True
-    ):
-        prompt = prompts[index]
-        if batch and (prompt.new_tokens != new or (len(batch) + 1) * room > batch_tokens):
-            yield _Batch(tuple(batch))
-            batch = []
-        if not batch:
-            new, room = prompt.new_tokens, len(prompt.tokens) + prompt.new_tokens
-        batch.append(index)
-    if batch:
-        yield _Batch(tuple(batch))

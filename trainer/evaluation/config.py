@@ -137,17 +137,23 @@ class EvaluationConfig(MethodsConfig):
 
     def shortened(self) -> Self:
         """Return the configuration with the limits of ``quick``."""
-        limit = self.longbench.limit
         return replace(
-            self,
+            self.limited(QUICK_TRIALS, QUICK_LIMIT),
             quick=True,
             lengths=[n for n in self.lengths if n <= QUICK_FACTOR] or sorted(self.lengths)[:1],
             windows=min(self.windows, QUICK_WINDOWS),
             fit_windows=min(self.fit_windows, QUICK_FITS),
-            needles=replace(self.needles, trials=min(self.needles.trials, QUICK_TRIALS)),
-            ruler=replace(self.ruler, trials=min(self.ruler.trials, QUICK_TRIALS)),
-            many_shot=replace(self.many_shot, trials=min(self.many_shot.trials, QUICK_TRIALS)),
-            longbench=replace(self.longbench, limit=min(limit or QUICK_LIMIT, QUICK_LIMIT)),
+        )
+
+    def limited(self, trials: int, questions: int) -> Self:
+        """Return the configuration with at most so many trials, and questions of longbench."""
+        limit = min(self.longbench.limit or questions, questions)
+        return replace(
+            self,
+            needles=replace(self.needles, trials=min(self.needles.trials, trials)),
+            ruler=replace(self.ruler, trials=min(self.ruler.trials, trials)),
+            many_shot=replace(self.many_shot, trials=min(self.many_shot.trials, trials)),
+            longbench=replace(self.longbench, limit=limit),
         )
 
     def problems(self, training_length: int | None = None) -> list[Problem]:

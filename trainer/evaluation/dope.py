@@ -74,13 +74,9 @@ class Selection:
 def select(
     model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
 ) -> Selection:
-    """Choose heads on a text.
+    """Choose heads on texts ``[B, T]``; evaluated texts may have another length (Table 3).
 
-    Args:
-        model: a decoder with its layout as trained.
-        ids: ``[B, T]`` texts; evaluated texts may have another length (Table 3).
-        settings: criteria.
-        layout: the rescaled layout; None: as trained.
+    ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
 
     Raises:
         UserError: the model does not rotate, or too few heads rotate.

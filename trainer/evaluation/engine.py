@@ -86,22 +86,18 @@ def measure_cells(
         return worker.collect(plans)
 
 
+@dataclass
 class _Worker:
     """One process, which runs jobs with one model in memory at a time."""
 
-    def __init__(
-        self,
-        text: FitText,
-        store: Store,
-        batch_tokens: int,
-        claims: Claims,
-        counter: _Counter,
-    ) -> None:
-        self.text, self.store, self.batch_tokens = text, store, batch_tokens
-        self.claims, self.counter = claims, counter
-        self.model: LanguageModel | None = None
-        self.subject: Subject | None = None
-        self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
+    text: FitText
+    store: Store
+    batch_tokens: int
+    claims: Claims
+    counter: _Counter
+    model: LanguageModel | None = None
+    subject: Subject | None = None
+    methods: dict[Recipe, tuple[Method, Fitting]] = field(default_factory=dict)
 
     def work(self, jobs: Sequence[Job], total: float, shorter: str) -> None:
         """Run jobs that no other process has claimed, until none remains.
@@ -211,7 +207,7 @@ class _Worker:
             method, fitting = self._method(jobs[0].plans)
             is_unchanged = method.layout_at(plan.factor) == fitting.model.layout
             as_is = {**plan.key, "method": AS_IS_KEY}
-            if is_unchanged and _reads(plan, method) is None and self.store.has("cell", as_is):
+            if is_unchanged and not method.crops(plan.length) and self.store.has("cell", as_is):
                 # The fitted method changes nothing at this length: take the unchanged cell.
                 self.counter.add(plan, plan.length, plan.task.sequences(plan.length))
                 as_is_cell: dict[str, Any] = self.store.get("cell", as_is, dict)
@@ -240,7 +236,7 @@ class _Worker:
         def measure() -> dict[str, Any]:
             method, fitting = self._method(job.plans)
             done = partial(self.counter.add, plan, plan.length)
-            reads = _reads(plan, method)
+            reads = method.reads if method.crops(plan.length) else None
             reading = Reading(fitting.model, plan.length, reads, self.batch_tokens, done, job.piece)
             began = time.perf_counter()
             with reading.model.using(method.layout_at(plan.factor)):
@@ -276,11 +272,6 @@ class _Worker:
             self.methods.clear()
             self.model, self.subject = subject.load().eval(), subject
         return self.model
-
-
-def _reads(plan: PlannedCell, method: Method) -> int | None:
-    """Return the number of last tokens that the model reads (None: all)."""
-    return method.reads if method.reads is not None and method.reads < plan.length else None
 
 
 def _is_done(store: Store, job: Job) -> bool:

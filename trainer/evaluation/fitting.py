@@ -139,12 +139,9 @@ def fit_coefficient(
     The loss is summed over the lengths. The result is the best of the grid, or the minimum of the
     parabola through it and its neighbours if its loss is lower.
 
-    Args:
-        fitting: the model, and where losses are stored.
-        tempered_with: maps a coefficient to a function from extension factor to layout.
-        windows: ``[N, length]`` held-out tokens for every length.
-        grid: coefficients to try.
-        settings: inputs of the loss of a coefficient besides model and text.
+    ``tempered_with``: maps a coefficient to a function from extension factor to layout.
+    ``windows``: ``[N, length]`` held-out tokens for every length. ``settings``: inputs of the loss
+    of a coefficient besides model and text.
     """
     model = fitting.model
     C = model.layout.training_length
@@ -220,14 +217,8 @@ def fit_heads(
     Source: HeadScale (Wang et al. 2024, arXiv 2404.12224). Adam lowers the mean loss of held-out
     text, summed over the lengths, with all weights frozen. It begins with ``start`` for all heads,
     and no c falls below 0 (the paper's focus constraint). The best step counts, which is no worse
-    than ``start``. Each window takes one forward and one backward pass.
-
-    Args:
-        fitting: the model, a decoder, and its text.
-        layout_at: maps an extension factor to a layout without temperature.
-        windows: ``[N, length]`` held-out tokens for every length.
-        layers: indices of the layers.
-        start: coefficient of all heads at the first step.
+    than ``start``. Each window takes one forward and one backward pass. ``layout_at``: maps an
+    extension factor to a layout without temperature. ``windows``: ``[N, length]`` for every length.
     """
     model = cast(Decoder, fitting.model)
     C = model.layout.training_length

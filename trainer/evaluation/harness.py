@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager, get_task_dict
 from trainer.common.errors import Problem, UserError, did_you_mean, first_line
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
+from trainer.evaluation.passes import longest_first
 from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream
@@ -111,7 +112,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         )
         prompts = [tokens[-room:] for tokens in self.encoder.tokens(contexts)]
         texts = [TextStream(self.encoder.tokenizer, stop) for _ in contexts]
-        for batch in self._batches(prompts, new):
+        for batch in longest_first([len(p) + new for p in prompts], self.batch_tokens):
 
             def push(row: int, token: int, batch: list[int] = batch) -> bool:
                 text = texts[batch[row]]
@@ -129,15 +130,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         for text in texts:
             text.finish()
         return [text.text for text in texts]
-
-    def _batches(self, prompts: Sequence[Sequence[int]], new: int) -> Iterator[list[int]]:
-        """Yield indices of prompts, longest first, whose caches hold at most ``batch_tokens``
-        together."""
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        while order:
-            size = max(1, self.batch_tokens // (len(prompts[order[0]]) + new))
-            yield order[:size]
-            order = order[size:]
 
 
 def _manager(config: HarnessConfig) -> TaskManager:

@@ -37,11 +37,10 @@ class Excerpt:
     words: Integers
 
     def place(self, depth: float) -> int:
-        """Return the index of the token to insert before.
+        """Return the index of the token to insert before at a depth from 0 to 1.
 
-        Args:
-            depth: 0 for the beginning, 1 for the end, both exact. Between them a nearby end of a
-                sentence, or else of a word, is preferred to the exact place.
+        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
+        preferred to the exact place.
         """
         wanted = round(depth * len(self.tokens))
         if 0 < wanted < len(self.tokens):
@@ -61,18 +60,16 @@ class Excerpt:
         return tuple(pieces + self.tokens[done:])
 
 
+@dataclass(eq=False)
 class Haystack:
     """Documents as one token stream, with a blank line before each.
 
     ``bos``: tokens before every prompt.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, documents: Sequence[str], bos: tuple[int, ...]
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.documents = documents
-        self.bos = bos
+    tokenizer: Tokenizer
+    documents: Sequence[str]
+    bos: tuple[int, ...]
 
     @cached_property
     def tokens(self) -> Integers:

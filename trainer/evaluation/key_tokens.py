@@ -161,13 +161,7 @@ class Chooser:
             log.info("%s chooses the key tokens", self.subject.name)
             model = self.subject.load().eval()
             with Progress("Choosing key tokens", 2 * len(text), text.shape[1]) as progress:
-                read = 0
-
-                def done(count: int) -> None:
-                    nonlocal read
-                    read += count
-                    progress.advance_to(read)
-
+                done = progress.advance
                 mask = find_key_tokens(
                     model, text, end_of_text, last, contexts, self.batch_tokens, done
                 )

@@ -170,11 +170,7 @@ def with_published(
 
 
 def check_published(layout: Layout, published: PublishedFactors) -> None:
-    """Check that published factors are for this model.
-
-    Raises:
-        UserError: their training length or their number of pairs is another one.
-    """
+    """Check that published factors are for this model."""
     C, original = layout.training_length, published.original_length
     if original not in (None, C):
         raise UserError.at(
@@ -218,11 +214,7 @@ def is_free_of_positions(layout: Layout) -> bool:
 
 
 def require_rotation(layout: Layout, key: str) -> None:
-    """Check that some head rotates.
-
-    Raises:
-        UserError: no head rotates; names ``key``.
-    """
+    """Check that some head rotates."""
     if not layout.rotates:
         raise UserError.at(
             key, "expected a model with a rotary encoding, got one without rotation in any head."

@@ -169,11 +169,8 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """Return the log-likelihood of every continuation, as if each were computed alone.
 
-    Args:
-        model: a decoder.
-        requests: in any order.
-        batch_tokens: tokens per forward pass, including cached ones (at least one row).
-        title: title of the progress bar; None: show none.
+    ``batch_tokens``: tokens per forward pass, including cached ones (at least one row). ``title``:
+    of the progress bar; None: show none.
     """
     if not requests:
         return []

@@ -287,10 +287,7 @@ class LongBenchRow:
 def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
     """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
 
-    Args:
-        file: on disk or in an archive.
-        row: a dataclass, whose fields are the keys of a line.
-        key: configuration key for error messages.
+    ``row``: a dataclass, whose fields are the keys of a line. ``key``: names the file in errors.
 
     Raises:
         UserError: the file cannot be read, is empty, or has a malformed line; names the first.

@@ -208,14 +208,9 @@ def search_longrope(
 ) -> LongRopeFactors:
     """Return the factors of least loss for every distinct spectrum of ``layers``, in order.
 
-    Args:
-        model: a decoder; its layout is restored afterwards.
-        loss: computes the loss of the model with its layout at the time of the call.
-        factor: s, the extension factor, more than 1.
-        search: search space, see :mod:`trainer.evaluation.longrope`.
-        budget: number of candidates. The starting points come first.
-        seed: seed of the search, which determines the result.
-        layers: layers whose frequencies are divided.
+    The model's layout is restored afterwards. ``loss``: computes the loss of the model with its
+    layout at the time of the call. ``factor``: s, more than 1. ``search``: the search space, see
+    :mod:`trainer.evaluation.longrope`. ``budget``: number of candidates, starting points first.
     """
     layout = model.layout
     make_space = FromCriticalPair if search == "needles" else EveryPair

@@ -53,19 +53,10 @@ def windows_with_common_ends(
 
 
 def losses_by_position(
-    model: LanguageModel,
-    windows: Integers,
-    end_of_text: int,
-    batch_tokens: int,
-    *,
-    reads: int | None = None,
+    model: LanguageModel, windows: Integers, end_of_text: int, batch_tokens: int
 ) -> Tensor:
-    """Return the mean loss per position, ``[T]`` float64 nats, over windows ``[N, T]``.
-
-    See :func:`losses_of_batches`.
-    """
-    batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads)
-    return mean_losses(batches, 1)[0]
+    """Return the mean loss per position, ``[T]`` float64 nats; see :func:`losses_of_batches`."""
+    return mean_losses(losses_of_batches(model, windows, end_of_text, batch_tokens), 1)[0]
 
 
 def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
@@ -95,20 +86,16 @@ def losses_of_batches(
 ) -> Iterator[Tensor]:
     """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.
 
-    Every window follows one end-of-text token, as in training. Memory is linear in the length.
+    Every window ``[T]`` follows one end-of-text token, as in training, and all its tokens are
+    predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
+    sequence. ``done`` receives the number of windows after each batch; ``piece``: the batches to
+    read.
 
-    Args:
-        model: a decoder.
-        windows: tokens ``[N, T]``, all of which are predicted.
-        end_of_text: token before each window.
-        batch_tokens: tokens per forward pass (at least one sequence).
-        reads: largest number of tokens read to predict one, including the end-of-text token (None:
-            all before it). The window is then read in pieces of ``reads`` tokens that overlap by
-            half. Only the second half of a piece counts, with at least half of ``reads`` tokens
-            before it, and both halves of the first piece. The pieces end with the window, so that
-            its last tokens are read alike at every length.
-        done: called with the number of windows after each batch.
-        piece: the batches to read.
+    ``reads``: largest number of tokens read to predict one, including the end-of-text token (None:
+    all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
+    the second half of a piece counts, with at least half of ``reads`` tokens before it, and both
+    halves of the first piece. The pieces end with the window, so that its last tokens are read
+    alike at every length.
     """
     T = windows.shape[1]
     size = min(reads or T, T)

@@ -90,16 +90,9 @@ class Measurement(ABC):
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """Combine all parts, in order, into fields of a :class:`Cell`."""
 
-    def measure(
-        self,
-        model: LanguageModel,
-        length: int,
-        reads: int | None,
-        batch_tokens: int,
-        done: Done = no_progress,
-    ) -> dict[str, Any]:
-        """Read all sequences, and return fields of a :class:`Cell`; see :class:`Reading`."""
-        return self.cell(length, [self.read(Reading(model, length, reads, batch_tokens, done))])
+    def measure(self, reading: Reading) -> dict[str, Any]:
+        """Read all sequences, and return fields of a :class:`Cell`."""
+        return self.cell(reading.length, [self.read(reading)])
 
 
 @dataclass

@@ -63,6 +63,10 @@ class Method:
     layout_at: LayoutAt
     reads: int | None = None
 
+    def crops(self, length: int) -> bool:
+        """Whether the model reads fewer than all ``length`` tokens."""
+        return self.reads is not None and self.reads < length
+
 
 Make = Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Annotated, TypeVar
@@ -266,68 +266,49 @@ def needle_task(make: M) -> M:
     return make
 
 
+ONE_NUMBER = exact_number, after_number
+ALL_NUMBERS = string_match_all, after_all
+
+
 @needle_task
-def standard(
-    haystack: Haystack, settings: NeedleTaskSettings, *, noisy: bool = False
-) -> NeedleTask:
-    """Make the task with one needle at every depth (Kamradt 2023; DroPE, App. C.2).
-
-    ``noisy``: repeat a start-of-sequence symbol, which draws attention, directly after the needle
-    (DoPE, noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
-    """
-    behind: tuple[int, ...] = ()
-    if noisy:
-        sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer)
-        behind = (sink,) * settings.sinks
-    return _at_depths(
-        "noisy" if noisy else "standard", haystack, settings, one_of_many, behind=behind
-    )
-
-
-def _at_depths(
-    name: str,
-    haystack: Haystack,
-    settings: NeedleTaskSettings,
-    draw: DrawQuiz,
-    behind: tuple[int, ...] = (),
-) -> NeedleTask:
-    scoring = exact_number, after_number
+def standard(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """Make the task with one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
     return NeedleTask(
-        name, *scoring, settings, haystack, draw, depths=settings.depths, behind=behind
+        "standard", *ONE_NUMBER, settings, haystack, one_of_many, depths=settings.depths
     )
 
 
 @needle_task
 def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make :func:`standard` with attention sinks after the needle, in the same trials."""
-    return standard(haystack, settings, noisy=True)
+    """Make :func:`standard` with attention sinks after the needle, in the same trials.
+
+    They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
+    noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
+    """
+    sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer)
+    behind = (sink,) * settings.sinks
+    return replace(standard(haystack, settings), name="noisy", behind=behind)
 
 
 @needle_task
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Make the task with several keys, one of them queried."""
-    scoring = exact_number, after_number
-    return NeedleTask("multi_key", *scoring, settings, haystack, one_of_many, settings.needles)
+    needles = settings.needles
+    return NeedleTask("multi_key", *ONE_NUMBER, settings, haystack, one_of_many, needles)
 
 
 @needle_task
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Make the task with several keys, all queried; the score is the share found."""
-    return _all_asked("multi_query", haystack, settings, all_keys)
+    needles = settings.needles, TOKENS_PER_VALUE * settings.needles
+    return NeedleTask("multi_query", *ALL_NUMBERS, settings, haystack, all_keys, *needles)
 
 
 @needle_task
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Make the task with several values of one key, all queried; the score is the share found."""
-    return _all_asked("multi_value", haystack, settings, all_values)
-
-
-def _all_asked(
-    name: str, haystack: Haystack, settings: NeedleTaskSettings, draw: DrawQuiz
-) -> NeedleTask:
-    needles, scoring = settings.needles, (string_match_all, after_all)
-    new_tokens = TOKENS_PER_VALUE * needles
-    return NeedleTask(name, *scoring, settings, haystack, draw, needles, new_tokens)
+    task = multi_query(haystack, settings)
+    return replace(task, name="multi_value", draw=all_values)
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -360,7 +341,7 @@ def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     Uses only the tokenizer and ``bos`` of ``haystack``.
     """
     filler = _Filler(haystack.tokenizer, [FILLER], haystack.bos)
-    return _at_depths("passkey", filler, settings, _pass_key)
+    return replace(standard(filler, settings), name="passkey", draw=_pass_key)
 
 
 PLACE = "The best thing to do in San Francisco is"

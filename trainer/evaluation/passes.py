@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -35,6 +35,16 @@ class Piece:
 
 
 WHOLE = Piece()
+
+
+def longest_first(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield indices of sequences to read together: at most ``batch_tokens`` tokens, as if all were
+    as long as the longest, or one sequence."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    while order:
+        size = max(1, batch_tokens // lengths[order[0]])
+        yield order[:size]
+        order = order[size:]
 
 
 def no_progress(sequences: int) -> None:

@@ -73,7 +73,7 @@ class PlannedCell:
         Changes for longer ones do not count, such as a temperature beyond C.
         """
         method = self.recipe.known_at(self.factor)
-        if method is None or (method.reads is not None and method.reads < self.length):
+        if method is None or method.crops(self.length):
             return False
         changed, trained = method.layout_at(self.factor), self.subject.layout
         return changed.acting_at(self.length) == trained.acting_at(self.length)
@@ -169,14 +169,9 @@ def plan_cells(
     lengths: Sequence[int],
     text: FitText,
 ) -> list[PlannedCell]:
-    """Return all cells, ordered by model, method, length and task.
+    """Return all cells, ordered by model, method, length (in tokens) and task.
 
-    Args:
-        subjects: the models.
-        recipes: the methods that apply to each, by its name.
-        tasks: the measurements.
-        lengths: in tokens.
-        text: text on which methods are fitted.
+    ``recipes``: the methods that apply to each model, by its name; they are fitted on ``text``.
     """
 
     def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
@@ -209,6 +204,6 @@ def _changes_nothing(subject: Subject, recipe: Recipe, length: int) -> bool:
     Its cell then shares the key of the unchanged model's cell.
     """
     method = recipe.fixed
-    if method is None or (method.reads is not None and method.reads < length):
+    if method is None or method.crops(length):
         return False
     return method.layout_at(length / subject.layout.training_length) == subject.layout

@@ -270,7 +270,8 @@ class Report(Json):
         ]
         head = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
         # Lists of plain numbers, such as points of a curve, stay on one line.
-        head = re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", _one_line, head)
+        lists = re.compile(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]")
+        head = lists.sub(lambda match: f"[{' '.join(match[1].split())}]", head)
         write_atomically(path, head + ',\n  "cells": [\n' + ",\n".join(cells) + "\n  ]\n}\n")
 
     @classmethod
@@ -294,10 +295,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _one_line(match: re.Match[str]) -> str:
-    return f"[{' '.join(match[1].split())}]"
 
 
 def troubles(arms: Sequence[Arm]) -> list[str]:

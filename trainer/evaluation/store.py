@@ -42,12 +42,9 @@ POLL = 0.2
 
 
 def all_fields(value: Any, without: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return every field of a dataclass, or every item of a mapping, except those in
-    ``without``.
+    """Return every field of a dataclass, or every item of a mapping, except those in ``without``.
 
-    Args:
-        value: the request.
-        without: the reason for excluding each field. A dataclass must have these fields.
+    ``without``: the reason for excluding each field, all of which a dataclass must have.
     """
     left_out = without or {}
     if isinstance(value, Mapping):

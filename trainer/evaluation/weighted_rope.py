@@ -31,13 +31,10 @@ def select(
     rules: Sequence[WeightedRopeSettings],
     layout: Layout | None = None,
 ) -> tuple[Intervention, ...]:
-    """Choose the factors of every layer from the entropies on a text; empty if all are 1.
+    """Choose the factors of every layer from the mean entropies on texts ``[B, T]``.
 
-    Args:
-        model: a decoder with its layout as trained.
-        ids: ``[B, T]`` texts; their entropies are averaged.
-        rules: one or more; a pair that several rules choose gets the smallest factor.
-        layout: the rescaled layout; None: as trained.
+    A side whose factors are all 1 is empty. A pair that several rules choose gets the smallest
+    factor. ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
 
     Raises:
         UserError: the model does not rotate, or the text is too short.

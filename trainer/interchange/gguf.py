@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, first_line, raise_all
-from trainer.interchange.tensor_files import PIECE
+from trainer.interchange.tensor_files import PIECE, SINGLE, write_tensors
 
 _NAMES = {
     "token_embd": "embed_tokens",
@@ -147,11 +147,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
 
 
 def _check_type(stored: Any) -> None:
-    """Check that a tensor's type can be dequantized, by its first row.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that a tensor's type can be dequantized, by its first row."""
     from gguf import dequantize
 
     if not stored.data.size:
@@ -169,16 +165,12 @@ def convert_gguf(source: Path, directory: Path) -> None:
     Raises:
         UserError: as for :func:`read_gguf`.
     """
-    from safetensors.torch import save_file
-
     values, stored, tokenizer = read_gguf(source)
     weights = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
     for name, tensor in stored.items():
         tensor.read_into(weights[name])
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it readable only by its owner
+    write_tensors(weights, directory / SINGLE)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.dumps(values | {"dtype": "float32"}, indent=2)
     (directory / "config.json").write_text(config + "\n", encoding="utf-8")
@@ -216,11 +208,7 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Check that the keys ``llama.*`` are known, and hold one number each.
-
-    Raises:
-        UserError: a key has a list or text, or is unknown and may change the computation.
-    """
+    """Check that the keys ``llama.*`` are known or ask for nothing, and hold one number each."""
     known = {"rope.dimension_count", *_KEYS.values(), *_ROPE.values(), *_IGNORED}
     problems = []
     for key, value in metadata.items():
@@ -270,11 +258,7 @@ def _hf_name(name: str) -> str:
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata.
-
-    Raises:
-        UserError: the tokenizer is not supported, or damaged.
-    """
+    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
     kind, pre = (str(metadata.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre"))
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UserError.at(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.fields import validated
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
@@ -97,37 +97,32 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout of a published model; C is its ``max_position_embeddings``.
 
-    Args:
-        values: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
-            ``rope_scaling``) or 5 (``rope_parameters``).
-        name: how errors call the file.
+    ``values``: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
+    ``rope_scaling``) or 5 (``rope_parameters``).
 
     Raises:
         UserError: the architecture or a key that changes its computation is not supported, or keys
             are missing or wrong; names every problem.
     """
-    architecture = _architecture(values, name)
+    architecture = _architecture(values)
     stated = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
     values = dict(architecture.defaults) | stated
     malformed = _malformed(values)
     problems = [*malformed, *_unsupported(values)]
     if not malformed:
-        try:
+        with collecting(problems):
             model = _model(values, architecture)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*(problem.in_file(name) for problem in problems))
+    raise_all(problems)
     return model
 
 
-def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
+def _architecture(values: Mapping[str, Any]) -> Architecture:
     listed = values.get("architectures") or [None]
     if not isinstance(listed, list) or not isinstance(listed[0], str | None):
-        raise UserError.at(name, f"architectures: expected a list of names, got {listed!r}.")
+        raise UserError.at("architectures", f"expected a list of names, got {listed!r}.")
     architecture = listed[0]
     if architecture is None:  # files of older models give only the type
         kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
@@ -137,12 +132,12 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
         return ARCHITECTURES[architecture]
     if str(architecture).startswith("Olmo2"):
         raise UserError.at(
-            name,
+            "",
             f"{architecture} normalises the outputs of attention and MLP (post-norm), this decoder "
             "their inputs (pre-norm); the same weights would be another model.",
         )
     raise UserError.at(
-        name,
+        "",
         f"the architecture {architecture!r} is not supported; supported are "
         f"{', '.join(ARCHITECTURES)}.",
     )
@@ -207,11 +202,7 @@ def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[Model
 def _model_config(
     values: Mapping[str, Any], *, default_eps: float, **properties: Any
 ) -> ModelConfig:
-    """Return the shape that well-formed keys describe; ``properties`` are derived from other keys.
-
-    Raises:
-        UserError: the keys contradict each other.
-    """
+    """Return the shape of well-formed keys; ``properties`` are derived from other keys."""
     heads, eps = values["num_attention_heads"], values.get("rms_norm_eps")
     shape = {
         "hidden_size": values["hidden_size"],
@@ -254,8 +245,9 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original
-    kind, share = merged.get("rope_type", merged.get("type", "default")), _share(merged)
-    if share != 1 and kind != "proportional":
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    share = merged.get("partial_rotary_factor")  # reported later if malformed
+    if isinstance(share, int | float) and share != 1 and kind != "proportional":
         raise UserError.at(
             "partial_rotary_factor",
             f"{share:g} with rope_type {kind!r}; transformers rotates whole heads of these "
@@ -263,12 +255,6 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
             "so; a part of a head rotates with rope_type 'proportional' alone.",
         )
     return merged
-
-
-def _share(rope: Mapping[str, Any]) -> float:
-    """Return the share of channels that rotate; 1 if malformed, which is reported later."""
-    share = rope.get("partial_rotary_factor")
-    return float(share) if isinstance(share, int | float) else 1.0
 
 
 def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:
@@ -327,11 +313,9 @@ def is_own(values: Mapping[str, Any]) -> bool:
 
 
 def code_remark(values: Mapping[str, Any], directory: str) -> str | None:
-    """Return a remark about an export whose code is older than this program's, or None.
+    """Return a remark about an export whose code has another version than here, or None.
 
-    Args:
-        values: contents of its ``config.json``.
-        directory: its directory, as the user named it.
+    ``values``: of its ``config.json``. ``directory``: as the user named it.
     """
     version = values.get("code_version", 1)
     if not is_own(values) or version == CODE_VERSION:
@@ -349,12 +333,8 @@ def code_remark(values: Mapping[str, Any], directory: str) -> str | None:
     )
 
 
-def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout; the inverse of what an export writes.
-
-    Args:
-        values: contents of ``config.json``.
-        name: how errors call the file.
 
     Raises:
         UserError: keys are missing, wrong, or contradict each other.
@@ -369,24 +349,20 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         )
         if values.get(key) not in allowed
     ]
-    if problems:
-        raise UserError(*(problem.in_file(name) for problem in problems))
-    try:
-        config = _model_config(
-            values,
-            default_eps=1e-5,
-            qkv_bias=values["qkv_bias"],
-            softmax=values.get("softmax") or {},
-            qk_norm={"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]},
-        )
-    except UserError as error:
-        raise UserError(*(problem.in_file(name) for problem in error.problems)) from None
+    raise_all(problems)
+    config = _model_config(
+        values,
+        default_eps=1e-5,
+        qkv_bias=values["qkv_bias"],
+        softmax=values.get("softmax") or {},
+        qk_norm={"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]},
+    )
     sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_size
     try:
         layout = read_layout(values.get("layout"), *sizes)
     except ValueError as error:
-        raise UserError.at(name, f"{error}.") from None
-    _check_slopes(values.get("alibi_slopes"), config, layout, name)
+        raise UserError.at("", f"{error}.") from None
+    _check_slopes(values.get("alibi_slopes"), config, layout)
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
     when: Literal["never", "always", "after_drop"]
@@ -394,7 +370,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 
 
-def _check_slopes(slopes: Any, config: ModelConfig, layout: Layout, name: str) -> None:
+def _check_slopes(slopes: Any, config: ModelConfig, layout: Layout) -> None:
     ours = alibi_slopes(config.num_attention_heads)
     fits = (
         isinstance(slopes, list)
@@ -405,7 +381,7 @@ def _check_slopes(slopes: Any, config: ModelConfig, layout: Layout, name: str) -
     )
     if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
         raise UserError.at(
-            name, f"alibi_slopes: expected ALiBi's for {len(ours)} heads, got {slopes!r}."
+            "alibi_slopes", f"expected ALiBi's for {len(ours)} heads, got {slopes!r}."
         )
 
 
@@ -445,13 +421,10 @@ SMALLEST, LARGEST = 1e-6, 1e6
 """Bounds of a factor on attention scores."""
 
 
-def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout; C is ``max_position_embeddings``.
 
-    Args:
-        values: contents of ``config.json``. ``softmax_scale``, if set, replaces 1 / sqrt(head size)
-            as the factor on the scores.
-        name: how errors call the file.
+    A ``softmax_scale`` replaces 1 / sqrt(head size) as the factor on the scores.
 
     Raises:
         UserError: a key is missing, wrong or not supported; names every problem.
@@ -461,22 +434,18 @@ def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig
     attention, scale = values.get("attention_type", "nope"), values.get("softmax_scale")
     if not isinstance(attention, str) or attention not in TARGETS:
         expected = " or ".join(map(repr, TARGETS))
-        problems.append(Problem(name, f"attention_type: expected {expected}, got {attention!r}."))
+        problems.append(Problem("attention_type", f"expected {expected}, got {attention!r}."))
     if scale is not None and (type(scale) not in (int, float) or not SMALLEST < scale < LARGEST):
         problems.append(
             Problem(
-                name,
-                f"softmax_scale: expected a number from {SMALLEST:g} to {LARGEST:g}, got "
-                f"{str(scale)[:40]}.",
+                "softmax_scale",
+                f"expected a number from {SMALLEST:g} to {LARGEST:g}, got {str(scale)[:40]}.",
             )
         )
-    try:
+    with collecting(problems):
         architecture = BASES[str(_drope_architecture(values))]
-        config, layout = from_hf_config(base | {"architectures": [architecture]}, name)
-    except UserError as error:
-        raise UserError(*problems, *error.problems) from None
-    if problems:
-        raise UserError(*problems)
+        config, layout = from_hf_config(base | {"architectures": [architecture]})
+    raise_all(problems)
     factor = 1.0 if scale is None else scale * math.sqrt(config.head_size)
     spectrum = Spectrum(temperature=Temperature(scale=factor))
     if (targets := TARGETS[attention]) is not None:

@@ -107,12 +107,9 @@ def spectrum_from_rope_parameters(
 ) -> Spectrum:
     """Return the spectrum that transformers computes from these parameters.
 
-    Args:
-        values: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
-            ``original_max_position_embeddings``, the length before the extension, defaults to the
-            training length.
-        head_dim: channels per head, even.
-        training_length: C in tokens, ``max_position_embeddings``.
+    ``values``: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
+    ``original_max_position_embeddings``, the length before the extension, defaults to the training
+    length C, which is ``max_position_embeddings``. ``head_dim`` is even.
 
     Raises:
         UserError: the type is unknown, or keys are unknown, missing or wrong.
@@ -124,14 +121,8 @@ def spectrum_from_rope_parameters(
         raise UserError.at("rope_parameters.rope_type", f"unknown type {kind!r}.", hint)
     if problems := _problems(stated, kind, head_dim):
         raise UserError(*problems)
-    return _without_standstill(_SPECTRA[kind](_Rope(stated, head_dim, training_length)))
-
-
-def _without_standstill(spectrum: Spectrum) -> Spectrum:
-    """Set frequencies that never complete a turn to 0.
-
-    Files divide frequencies by a huge factor if their type cannot express 0.
-    """
+    spectrum = _SPECTRA[kind](_Rope(stated, head_dim, training_length))
+    # Files divide frequencies by a huge factor if their type cannot express 0.
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
@@ -271,16 +262,9 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
 
     Prefers the most specific type that fits: ``default``, ``linear``, ``dynamic``,
     ``proportional``, ``llama3``, ``yarn``; otherwise ``longrope``, which can express any
-    frequencies. ``yarn`` and ``longrope`` also express the scale of rotated channels. The caller
-    handles the rest of that scale and the temperature.
-
-    Args:
-        spectrum: the spectrum to express. Its missing pairs, at the end, do not rotate.
-        head_dim: channels per head, even.
-        training_length: C in tokens.
-
-    Returns:
-        None if no type fits.
+    frequencies; None if no type fits. ``yarn`` and ``longrope`` also express the scale of rotated
+    channels. The caller handles the rest of that scale and the temperature. Pairs that the spectrum
+    lacks, at the end of the head, do not rotate.
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a candidate may be out of bounds

@@ -111,10 +111,9 @@ class Pretrained:
 
 
 def read_pretrained(location: str) -> Pretrained:
-    """Check a published model's files without reading weights.
+    """Check the files of a model without reading weights.
 
-    Args:
-        location: a directory, a hub id or a ``.gguf`` file.
+    ``location``: a directory, a hub id or a ``.gguf`` file.
 
     Raises:
         UserError: the model is not found, not supported, or its files are incomplete or damaged;
@@ -123,11 +122,11 @@ def read_pretrained(location: str) -> Pretrained:
     path = find_pretrained(location)
     problems: list[Problem] = []
 
-    def attempt(function: Callable[..., T], *args: Any) -> T | None:
+    def attempt(function: Callable[..., T], *args: Any, place: str = location) -> T | None:
         try:
             return function(*args)
         except UserError as error:
-            problems.extend(problem.in_file(location) for problem in error.problems)
+            problems.extend(problem.in_file(place) for problem in error.problems)
             return None
 
     values: dict[str, Any] | None
@@ -135,14 +134,14 @@ def read_pretrained(location: str) -> Pretrained:
     if path.suffix == ".gguf":
         from trainer.interchange.gguf import read_gguf
 
-        source = "metadata"
+        place = f"{location}: metadata"
         values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
     else:
-        source = "config.json"
+        place = f"{location}: config.json"
         values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(read_tokenizer, path)
-    model = attempt(_shape, values, source) if values is not None else None
+    model = attempt(_shape, values, place=place) if values is not None else None
     if values is None or model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
@@ -172,13 +171,13 @@ def read_pretrained(location: str) -> Pretrained:
     return Pretrained(location, config, layout, tokenizer, wanted, bos_token)
 
 
-def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]:
+def _shape(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout from any supported kind of configuration."""
     if is_own(values):
-        return from_own_config(values, source)
+        return from_own_config(values)
     if is_drope(values):
-        return from_drope_config(values, source)
-    return from_hf_config(values, source)
+        return from_drope_config(values)
+    return from_hf_config(values)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

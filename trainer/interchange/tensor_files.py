@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
@@ -68,6 +69,14 @@ def read_headers(directory: Path) -> dict[str, FileTensor]:
             headers |= _read_header(path)
     raise_all(problems)
     return headers
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file that others may read: the library restricts it to its owner."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def weights_problem(directory: Path) -> str | None:
@@ -130,11 +139,7 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _opened(path: Path) -> Any:
-    """Open the file as a context manager; it is mapped into memory.
-
-    Raises:
-        UserError: the file is missing, damaged or no safetensors file.
-    """
+    """Open the file as a context manager; it is mapped into memory."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

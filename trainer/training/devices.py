@@ -15,7 +15,7 @@ import torch
 
 from trainer.common.errors import Problem
 from trainer.common.processes import usual_threads
-from trainer.common.words import counted
+from trainer.common.words import duration
 from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
@@ -51,7 +51,7 @@ def device_problems(config: RunConfig) -> list[Problem]:
         refuse(
             "accelerator",
             "torch sees no GPU, and on this machine's CPU the run would take about "
-            f"{in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
+            f"{duration(seconds)}; trainer.accelerator=cpu starts it all the same. "
             "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU.",
         )
     if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
@@ -86,13 +86,6 @@ def cpu_seconds(config: RunConfig) -> float:
     parameters = model.block_weights + vocabulary * model.hidden_size
     tokens = tokens_at(config, config.trainer.max_steps)
     return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or usual_threads()))
-
-
-def in_words(seconds: float) -> str:
-    """Format a duration as ``9 hours``, ``41 days`` or ``11 years``."""
-    units = {"year": 365 * 86400, "day": 86400, "hour": 3600, "minute": 60, "second": 1}
-    unit, size = next((u, n) for u, n in units.items() if seconds >= 2 * n or n == 1)
-    return counted(round(seconds / size), unit)
 
 
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
@@ -142,7 +135,7 @@ def open_gpus(config: RunConfig, ranks: Ranks) -> None:
     """
     if device_type(config) == "cpu":
         if (seconds := cpu_seconds(config)) > 3600:
-            log.info("On this machine's CPU about %s", in_words(seconds))
+            log.info("On this machine's CPU about %s", duration(seconds))
         is_bf16 = config.trainer.precision == "bf16"
         if seconds > 60 and is_bf16 and not multiplies_bf16_fast(torch.get_num_threads()):
             log.warning(
@@ -230,10 +223,8 @@ _PEAKS: dict[str, tuple[float | None, float]] = {
 def dense_peak(device_name: str, precision: Literal["bf16", "fp32"]) -> float | None:
     """Return the dense peak in operations per second, or None if it is unknown.
 
-    Args:
-        device_name: name from ``torch.cuda.get_device_name()``. It must match as a whole: a slice
-            of a device, or a sibling with a longer name, is another device.
-        precision: value of ``trainer.precision``; ``fp32`` is true float32, not TF32.
+    ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
+    longer name, is another device. ``fp32`` is true float32, not TF32.
     """
     name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
     for pattern, (bf16, fp32) in _PEAKS.items():

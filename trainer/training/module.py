@@ -154,14 +154,33 @@ class LanguageModule(L.LightningModule):
         self.tally.end_update(loss, norm, skip)
 
 
-def begins_step(trainer: L.Trainer, index: int) -> bool:
-    """Whether micro-batch ``index`` of the loader is the first of its step."""
-    return index % trainer.accumulate_grad_batches == 0
-
-
 def ends_step(trainer: L.Trainer, index: int) -> bool:
     """Whether micro-batch ``index`` of the loader is the last of its step."""
     return (index + 1) % trainer.accumulate_grad_batches == 0
+
+
+class StepCallback(L.Callback):
+    """Callback of steps, each of one or several micro-batches."""
+
+    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Act before a step's first micro-batch."""
+
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Act after a step's last micro-batch; ``trainer.global_step`` counts the step."""
+
+    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
+    ) -> None:
+        """Begin a step if the micro-batch is its first one."""
+        if index % trainer.accumulate_grad_batches == 0:
+            self.begin_step(trainer, module)
+
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """End a step if the micro-batch is its last one."""
+        if ends_step(trainer, index):
+            self.end_step(trainer, module)
 
 
 @contextmanager

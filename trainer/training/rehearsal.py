@@ -180,12 +180,6 @@ def _in_loss(tracker: _Tracker) -> Iterator[None]:
         patched.linear_cross_entropy = original
 
 
-def _call_loss_through_hooks(model: Decoder) -> None:
-    """Route a sharded decoder's loss through its forward hooks, on which the tracker relies."""
-    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]  # of one object
-    model.loss = model.__call__  # type: ignore[method-assign]  # of one object
-
-
 def memory_peaks(
     module: LanguageModule,
     optimizer: torch.optim.Optimizer,
@@ -194,13 +188,9 @@ def memory_peaks(
 ) -> dict[str, Parts]:
     """Return bytes by part at the peak of each stage of a step, with the optimizer's state.
 
-    The module cannot be used afterwards.
-
-    Args:
-        module: of a rank, with its weights, see :func:`simulated_rank`.
-        optimizer: its optimizer.
-        shape: shape of a micro-batch, ``[B, T]``.
-        has_gradients: whether gradients exist before the first micro-batch, as before later ones.
+    ``module`` comes from :func:`simulated_rank`, with its weights, and cannot be used afterwards.
+    ``shape``: of a micro-batch, ``[B, T]``. ``has_gradients``: whether gradients exist before the
+    first micro-batch, as before later ones.
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -212,7 +202,9 @@ def memory_peaks(
         optimizer.zero_grad()
     if module.config.strategy.name in strategies.SHARDED:
         tracker: _Tracker = _ShardedTracker(module.model, optimizer)
-        _call_loss_through_hooks(module.model)
+        # The tracker relies on forward hooks: call the loss through them.
+        model: Any = module.model
+        model.forward, model.loss = MethodType(Decoder.loss, model), model.__call__
     else:
         tracker = _Tracker()
         tracker.track_external(module.model, optimizer)
@@ -228,11 +220,8 @@ def memory_peaks(
 def step_memory(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     """Return the bytes of each part at the peak of one rank's step; the vocabulary must be known.
 
-    Args:
-        config: the run; its encodings are ignored, since they take next to nothing.
-        ranks: the rank.
-        exact: simulate all layers, which takes longer. Otherwise three and five are simulated,
-            and the peak of each stage is extrapolated.
+    Encodings are ignored, since they take next to nothing. ``exact``: simulate all layers, which
+    takes longer; otherwise three and five, from which the peak of each stage is extrapolated.
     """
     depth = config.model.num_hidden_layers
     if exact or depth <= FEW_LAYERS[1]:

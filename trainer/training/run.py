@@ -84,14 +84,9 @@ def train(
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
-    Args:
-        config: the run.
-        corpus: its text.
-        branch: checkpoint of another run, with its metrics, to continue if this run has no
-            checkpoint.
-        callbacks: further Lightning callbacks.
-        user_callbacks: callbacks that ``config.callbacks`` names; None: made here. They are made
-            again for each further stretch and after a rewind.
+    ``branch``: checkpoint of another run, with its metrics, to continue if this run has none.
+    ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
+    for each further stretch and after a rewind.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
@@ -131,22 +126,14 @@ def train(
                 path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
                 return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
             skips = None
-            _stop_if_asked(trained)
+            # The checkpoint exists, and the next stretch would take long to start.
+            if request := next(filter(None, all_gather(trained.stop_request)), None):
+                on_all_ranks(ask_for_requeue)
+                raise PreemptedError(
+                    f"Stopped after step {trained.step} ({request}), checkpoint saved."
+                )
             torch.compiler.reset()  # compile for the next length, not for dynamic ones
         user_callbacks = make_callbacks(config.callbacks)
-
-
-def _stop_if_asked(trained: TrainedStretch) -> None:
-    """Stop between two stretches if any rank was asked to during the last step.
-
-    The checkpoint exists, and the next stretch would take long to start.
-
-    Raises:
-        PreemptedError: a rank was asked to stop.
-    """
-    if request := next(filter(None, all_gather(trained.stop_request)), None):
-        on_all_ranks(ask_for_requeue)
-        raise PreemptedError(f"Stopped after step {trained.step} ({request}), checkpoint saved.")
 
 
 @dataclass(frozen=True)
@@ -175,17 +162,15 @@ def _train_stretch(
     """Train from ``start`` to the end of its stretch.
 
     ``callbacks`` follow all others. ``start_time``: of the process, in seconds since the epoch.
-
-    Raises:
-        UserError: the checkpoint does not fit the run, the last one cannot be written, or the
-            backend cannot run here.
-        PreemptedError: the run was asked to stop, and has.
     """
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
     model, weights = _decoder(config, stretch.corpus, start, ranks)
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
-    title, tokens = _title(stretch), stretch.config.tokens_per_step
+    title, tokens = f"Training {label(config)}", stretch.config.tokens_per_step
+    if config.phases:
+        names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]
+        title += f", {' and '.join(names)}"
     with Progress(title, end, tokens, silent=not ranks.is_rank_zero) as progress:
         step = Step(stretch, module, ranks, progress, user_callbacks, start_time)
         loggers = [MetricsFile(Path(config.run_dir) / "metrics.csv"), *other_loggers(config)]
@@ -216,7 +201,7 @@ def _train_stretch(
             step.transitions.restore(start.run_state)
             on_rank_zero(partial(close, loggers))
             last_step = end
-    diverged, request = step.guards.rewind.diverged, step.stopping.request
+    diverged, request = step.rewind.diverged, step.stopping.request
     return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
 
 
@@ -235,13 +220,6 @@ def _stretch(
         skips=[(step, samples) for step, samples in skips],
         ends=dict(start.state.get("ends", {})),
     )
-
-
-def _title(stretch: PhaseStretch) -> str:
-    """Return the stretch's title in logs and on the progress bar."""
-    title, end = f"Training {label(stretch.run)}", stretch.config.trainer.max_steps
-    names = [p.name for p in stretch.phases if stretch.phase.start <= p.start < end]
-    return f"{title}, {' and '.join(names)}" if stretch.run.phases else title
 
 
 def _decoder(
@@ -273,12 +251,7 @@ def _decoder(
 
 
 def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:
-    """Close the loggers; check that the stretch ended by itself or diverged.
-
-    Raises:
-        PreemptedError: a signal or a time limit stopped it.
-        UserError: a user's callback stopped it.
-    """
+    """Close the loggers; check that the stretch ended by itself or diverged."""
     on_rank_zero(partial(close, loggers))  # no other rank exits before rank 0
     if (reason := step.stopping.reason) is not None:
         raise PreemptedError(
@@ -286,7 +259,7 @@ def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> 
         )
     run, has_ended = step.stretch.run, step.transitions.ended_after is not None
     is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps
-    if not has_ended and not is_complete and not step.guards.rewind.diverged:
+    if not has_ended and not is_complete and not step.rewind.diverged:
         raise UserError.at(
             "callbacks",
             f"one of them stopped the run after step {trainer.global_step} of "

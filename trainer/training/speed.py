@@ -35,16 +35,10 @@ def measure_step(
     optimizer: OptimizerConfig,
     seconds: float,
 ) -> Times:
-    """Measure training steps of a model with random weights.
+    """Measure training steps of a model with random weights on micro-batches ``[B, T]``.
 
-    Args:
-        config: the model's shape, with its vocabulary.
-        layout: its encoding.
-        shape: of a micro-batch, ``[B, T]``.
-        device: where it trains.
-        precision: ``fp32`` or ``bf16``, as ``trainer.precision``.
-        optimizer: its optimizer, whose state takes memory, too.
-        seconds: how long to measure after a first step, at least one micro-batch.
+    ``config`` has a vocabulary. ``precision``: as ``trainer.precision``. ``seconds``: how long to
+    measure after a first step, at least one micro-batch.
 
     Raises:
         torch.OutOfMemoryError: a step does not fit the GPU.

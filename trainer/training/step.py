@@ -13,7 +13,7 @@ step begins      a phase changes the model: save ``before-drop``; measure the lo
                  later steps of such a drop: its next part                           Transitions
                  hooks of the user's callbacks                                       callbacks
                  take all measures if the model was changed                          Monitors
-                 arm the watchdog; start the profiler                                Guards
+                 arm the watchdog; start the profiler                                guards
                  set the learning rates                                              module.py
 micro-batches    forward, loss, backward; gradients are reduced at the last one      module.py
 update           clip, or skip if loss or gradient is not finite; optimizer step     module.py
@@ -23,7 +23,7 @@ step ends        measure the held-out loss for ``until``; end the phase         
                  write a row to all loggers                                          Metrics
                  save a checkpoint, by steps or by time; wait for the last one       Saving
                  save and stop on a signal or a time limit, all ranks together       Stopping
-                 stop to rewind; heartbeat; timeouts; collect garbage; profile       Guards
+                 stop to rewind; heartbeat; timeouts; collect garbage; profile       guards
 ===============  ==================================================================  ===============
 """
 
@@ -47,7 +47,7 @@ from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import RunState, SavedData
 from trainer.runs.starting_point import NUMERICS, data_fingerprints, epochs_read
 from trainer.runs.state import restore
-from trainer.training.callbacks.guards import Guards
+from trainer.training.callbacks.guards import Rewind, make_guards
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.monitors import Monitors
 from trainer.training.callbacks.saving import Saving
@@ -83,7 +83,7 @@ class PhaseStretch:
 
 
 class Step:
-    """The six callbacks of a stretch, the user's between them, and the state they share."""
+    """The callbacks of a stretch, the user's between them, and the state they share."""
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class Step:
         )
         self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
         self.stopping = Stopping(stretch.run, self.saving, start_time)
-        self.guards = Guards(config, ranks)
+        self.rewind = Rewind(config)
+        self.guards = make_guards(config, ranks)
 
     def callbacks(self) -> list[L.Callback]:
         """Return the callbacks in the order in which Lightning calls their hooks."""
@@ -115,7 +116,8 @@ class Step:
             self.metrics,
             self.saving,
             self.stopping,
-            self.guards,
+            self.rewind,
+            *self.guards,
         ]
 
     @property

@@ -157,10 +157,8 @@ def least_memory(device: torch.device) -> int | None:
 def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool:
     """Whether unsharded float32 gradients stay on every rank until a step ends.
 
-    Args:
-        model: a model with sharded parameters.
-        kind: value of ``strategy.reduce_gradients``.
-        memory: bytes of the smallest device; None for a CPU, which has enough.
+    ``kind``: value of ``strategy.reduce_gradients``. ``memory``: bytes of the smallest device; None
+    for a CPU, which has enough.
     """
     if kind != "auto":
         return kind == "step"
@@ -168,12 +166,10 @@ def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool
 
 
 def synchronize_gradients(model: nn.Module, scatter: bool, last: bool) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients.
+    """Set whether the next backward pass of a sharded model reduces gradients to shards.
 
-    Args:
-        model: unsharded ones are left alone.
-        scatter: whether to reduce gradients to their shards.
-        last: whether it is the last of the step, after which ``hsdp`` adds up shards of all groups.
+    ``last``: whether it is the last one of the step, after which ``hsdp`` adds up shards of all
+    groups.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(scatter)

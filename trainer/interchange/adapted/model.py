@@ -59,9 +59,7 @@ class AdaptedModel(LanguageModel):
     Its layout is determined from the behaviour of its layers. Channels of queries and keys are
     reordered to the order of spectra, which leaves dot products unchanged. A layout assigned later
     must rotate the same pairs, at any frequency or not at all, and equally in all heads of a layer.
-
-    Args:
-        hf: the model, in float32.
+    ``hf`` is in float32.
 
     Raises:
         UserError: its attention cannot be observed, or rotates in an unknown way.
@@ -343,11 +341,7 @@ class AdaptedModel(LanguageModel):
 
 
 def check_scores(call: Call, window: int | None) -> None:
-    """Check that the mask is causal, within the layer's window.
-
-    Raises:
-        UserError: the mask is another one.
-    """
+    """Check that the mask is causal, within the layer's window."""
     if call.mask is None:
         return
     T, mask = call.q.shape[2], call.mask
@@ -363,11 +357,7 @@ def check_scores(call: Call, window: int | None) -> None:
 
 
 def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
-    """Check that one layer's tables are those of its spectrum at the last position.
-
-    Raises:
-        UserError: the rotation depends on the length of the text.
-    """
+    """Check that one layer's tables are those of its spectrum at the last position."""
     if not rotation.spectrum.rotates:
         return
     table = complex_table(tables)[1][0, -1]

@@ -49,11 +49,7 @@ class Exported:
 
 
 def check_destination(to: Path) -> None:
-    """Check that a directory is new or empty.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a directory is new or empty."""
     if to.is_dir() and any(to.iterdir()):
         raise UserError.at(
             "to", f"{str(to)!r} is not empty; choose another directory, or remove it."
@@ -85,9 +81,8 @@ def export_model(
         to: a new or empty directory.
         card: makes the text of ``README.md`` from the plan and the largest difference.
         tolerance: limit of the difference.
-        dtype: dtype of the weights, a key of :data:`DTYPES`.
-        like: a published model's directory, whose tokens, chat template and generation settings are
-            kept.
+        dtype: a key of :data:`DTYPES`.
+        like: a published model's directory; its tokens, chat template and generation settings stay.
         longest: ``max_position_embeddings`` of a model on which it has no influence, beyond which
             engines refuse prompts; the training length by default.
 
@@ -220,11 +215,7 @@ def _named(tokens: Mapping[str, Any], directory: Path) -> dict[str, str]:
 
 
 def _read_keys(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds keys and values.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Read a JSON file that holds keys and values."""
     try:
         values = read_plain(path)
     except ValueError as error:

@@ -1,8 +1,9 @@
 """Inference engines that compute an exported model, derived from its ``config.json``.
 
-Each engine builds its rotation from the same file in its own way, and may ignore unknown keys. The
-relevant lines of each are reimplemented here, as read in the engines' sources in November 2026, and
-compared with the rotation of transformers, whose logits the export gate checks:
+Each engine builds its rotation from the same file in its own way, and may ignore some keys. Its way
+is written here as the rope parameters with which transformers would rotate alike, as read in the
+engines' sources in November 2026. They are compared with the parameters of the file, from which
+transformers computes the logits that the export gate checks:
 
 - vLLM: ``model_executor/layers/rotary_embedding``, ``model_executor/models/transformers``
 - SGLang: ``srt/layers/rotary_embedding/factory.py``, ``srt/models/transformers.py``
@@ -16,12 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from trainer.interchange.export.custom.serving_unrope import serving_problem
 from trainer.interchange.hf_config import ARCHITECTURES
-from trainer.interchange.hf_rope import STILL, spectrum_from_rope_parameters
-from trainer.positional.encodings import geometric
+from trainer.interchange.hf_rope import STILL, Parameters, spectrum_from_rope_parameters
+from trainer.positional.spectrum import Spectrum
 
 CLOSE = 1e-6
 """Relative difference below which two frequencies are one."""
@@ -43,14 +45,6 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """Radians per token of each channel pair of a head, and the scale of the rotated channels."""
-
-    inv_freq: tuple[float, ...]
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Whether an engine computes the model; ``note`` says why not, or what it needs."""
 
@@ -66,22 +60,20 @@ class Verdict:
 def verdicts(values: Values, architecture: str) -> list[Verdict]:
     """Return the verdicts on transformers, vLLM, SGLang and llama.cpp for a model.
 
-    Args:
-        values: the keys of its ``config.json``.
-        architecture: the class that the file names.
+    ``values``: the keys of its ``config.json``. ``architecture``: the class that the file names.
     """
     if architecture not in ARCHITECTURES:
         return _of_own_code(values)
     needs = OLDEST_TRANSFORMERS.get(values["rope_parameters"]["rope_type"], "5.0")
     answers = [Verdict("transformers", True, f"{needs} to {NEWEST_TRANSFORMERS} tried")]
-    for engine, replay in ENGINES.items():
+    intended = rotations(values, architecture)
+    for engine in ENGINES:
         try:
-            rotations = replay(values, architecture)
+            theirs = rotations(values, architecture, engine)
         except RefusedError as refused:
             answers.append(Verdict(engine, False, str(refused)))
         else:
-            intended = transformers_rotations(values, architecture)
-            answers.append(_compared(engine, rotations, intended))
+            answers.append(_compared(engine, theirs, intended))
     return answers
 
 
@@ -97,158 +89,107 @@ def _of_own_code(values: Values) -> list[Verdict]:
     ]
 
 
-def _compared(engine: str, theirs: Sequence[Rotation], intended: Sequence[Rotation]) -> Verdict:
+def _compared(engine: str, theirs: Sequence[Spectrum], intended: Sequence[Spectrum]) -> Verdict:
     if all(_alike(a, b) for a, b in zip(theirs, intended, strict=True)):
         return Verdict(engine, True)
-    if engine == "llama.cpp" and not any(f for layer in intended for f in layer.inv_freq):
+    if engine == "llama.cpp" and not any(spectrum.rotates for spectrum in intended):
         return Verdict(engine, False, "rotates unless run with --rope-freq-scale 1e-30")
     return Verdict(engine, False, "would rotate by other frequencies, without an error")
 
 
-def _alike(a: Rotation, b: Rotation) -> bool:
+def _alike(a: Spectrum, b: Spectrum) -> bool:
     def close(x: float, y: float) -> bool:
         return math.isclose(x, y, rel_tol=CLOSE, abs_tol=STILL)
 
+    pairs = zip_longest(a.inv_freq, b.inv_freq, fillvalue=0.0)
     # Channels that do not rotate still affect the scores through their scale.
-    return close(a.scale, b.scale) and all(map(close, a.inv_freq, b.inv_freq))
+    return close(a.rotary_scale, b.rotary_scale) and all(close(x, y) for x, y in pairs)
 
 
-def transformers_rotations(values: Values, architecture: str) -> list[Rotation]:
-    """Return the rotation of every layer in transformers."""
-    rope, head_dim = values["rope_parameters"], values["head_dim"]
-    length = values["max_position_embeddings"]
-    spectrum = spectrum_from_rope_parameters(rope, head_dim, length)
-    still = (0.0,) * (head_dim // 2 - len(spectrum.inv_freq))
-    rotation = Rotation(spectrum.inv_freq + still, spectrum.rotary_scale)
-    return _by_layer(values, architecture, rotation, values.get("no_rope_layers"))
-
-
-def _by_layer(
-    values: Values, architecture: str, rotation: Rotation, rotates: Sequence[int] | None
-) -> list[Rotation]:
-    """Return the rotation of every layer.
-
-    ``rotates``: 1 for each rotating layer, if the architecture supports layers without rotation.
-    """
-    depth = values["num_hidden_layers"]
-    if not ARCHITECTURES[architecture].nope_layers or rotates is None:
-        return [rotation] * depth
-    still = Rotation((0.0,) * len(rotation.inv_freq))
-    return [rotation if turns else still for turns in rotates]
-
-
-def _plain(values: Values) -> tuple[float, ...]:
-    return geometric(values["rope_parameters"]["rope_theta"], values["head_dim"] // 2)
-
-
-def _llama3(values: Values, original: float) -> Rotation:
-    """Return the frequencies of Llama 3.1's rescaling from a given original length."""
-    rope = values["rope_parameters"]
-    low, high, factor = (rope[k] for k in ("low_freq_factor", "high_freq_factor", "factor"))
-
-    def slowed(f: float) -> float:
-        turns = original * f / (2 * math.pi)
-        share = min(max((turns - low) / (high - low), 0.0), 1.0)
-        return f * (share + (1 - share) / factor)
-
-    return Rotation(tuple(map(slowed, _plain(values))))
-
-
-def _yarn(values: Values, *, truncate: bool, scale: float) -> Rotation:
-    """Return YaRN's frequencies, with a ramp from ``beta_slow`` to ``beta_fast`` turns."""
-    rope, plain = values["rope_parameters"], _plain(values)
-    theta, head_dim = rope["rope_theta"], values["head_dim"]
-    original, factor = rope["original_max_position_embeddings"], rope["factor"]
-
-    def pair(turns: float) -> float:
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair(rope.get("beta_fast", 32)), pair(rope.get("beta_slow", 1))
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    high += 0.001 * (low == high)
-    slowed = [min(max((m - low) / (high - low), 0), 1) for m in range(len(plain))]
-    inv_freq = (f * (1 - s) + f / factor * s for f, s in zip(plain, slowed, strict=True))
-    return Rotation(tuple(inv_freq), scale)
-
-
-def _usual_yarn_scale(rope: Values) -> float:
-    """Return YaRN's own attention factor.
+def rotations(values: Values, architecture: str, engine: str | None = None) -> list[Spectrum]:
+    """Return the rotation of every layer in short sequences; ``engine``: None for transformers.
 
     Raises:
-        RefusedError: another is given, which not every engine reads.
+        RefusedError: the engine does not load the model.
     """
+    rope, depth = values["rope_parameters"], values["num_hidden_layers"]
+    rotates = values.get("no_rope_layers")
+    if engine is not None:
+        rope = ENGINES[engine](values, architecture)
+    if engine == "llama.cpp":
+        rotates = [(index + 1) % LLAMA_CPP_STEP != 0 for index in range(depth)]
+    length = values["max_position_embeddings"]
+    spectrum = spectrum_from_rope_parameters(rope, values["head_dim"], length)
+    if not ARCHITECTURES[architecture].nope_layers or rotates is None:
+        return [spectrum] * depth
+    return [spectrum if turns else Spectrum() for turns in rotates]
+
+
+def _plain(rope: Values) -> Parameters:
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+
+
+def _check_yarn(rope: Values) -> None:
+    """Check that YaRN has its own attention factor: not every engine reads another."""
     if "attention_factor" in rope:
         raise RefusedError("has only YaRN's own attention factor")
-    return 0.1 * math.log(rope["factor"]) + 1
 
 
-def _vllm(values: Values, architecture: str) -> list[Rotation]:
+def _vllm(values: Values, architecture: str) -> Parameters:
     windows = {*values.get("layer_types", ())}
     if architecture.startswith("Qwen") and len(windows) > 1:
         raise RefusedError("has no Qwen with sliding windows in some layers only")
-    if architecture == "SmolLM3ForCausalLM":  # through transformers' class
-        return transformers_rotations(values, architecture)
-    return [_served(values)] * values["num_hidden_layers"]
+    return _served(values["rope_parameters"], architecture)
 
 
-def _sglang(values: Values, architecture: str) -> list[Rotation]:
+def _sglang(values: Values, architecture: str) -> Parameters:
     rope = values["rope_parameters"]
-    if architecture == "SmolLM3ForCausalLM":
-        return transformers_rotations(values, architecture)
-    if values.get("sliding_window"):
+    is_smollm3 = architecture == "SmolLM3ForCausalLM"
+    if values.get("sliding_window") and not is_smollm3:
         raise RefusedError("has no sliding windows in this architecture")
-    if rope["rope_type"] == "proportional":  # the share is not read from there
-        return [Rotation(_plain(values))] * values["num_hidden_layers"]
-    return [_served(values)] * values["num_hidden_layers"]
+    if rope["rope_type"] == "proportional" and not is_smollm3:  # the share is not read from there
+        return _plain(rope)
+    return _served(rope, architecture)
 
 
-def _served(values: Values) -> Rotation:
-    """Return what ``get_rope`` of vLLM and SGLang computes."""
-    rope, head_dim = values["rope_parameters"], values["head_dim"]
-    kind, plain = rope["rope_type"], _plain(values)
-    if kind == "default":
-        return Rotation(plain)
-    if kind == "linear":
-        return Rotation(tuple(f / rope["factor"] for f in plain))
-    if kind == "llama3":
-        return _llama3(values, rope["original_max_position_embeddings"])
+def _served(rope: Parameters, architecture: str) -> Parameters:
+    """Return the parameters as vLLM's layers read them, which SGLang has taken over."""
+    if architecture == "SmolLM3ForCausalLM":  # through transformers' class
+        return rope
+    kind = rope["rope_type"]
     if kind == "yarn":
-        scale = _usual_yarn_scale(rope)
-        return _yarn(values, truncate=rope.get("truncate", True), scale=scale)
+        _check_yarn(rope)
     if kind == "proportional":
-        share = rope.get("partial_rotary_factor", 1.0)
-        if share <= 0:
+        if rope.get("partial_rotary_factor", 1.0) <= 0:
             raise RefusedError("refuses a share of 0 of rotated channels")
-        turning = int(head_dim * share) // 2  # the factor is not read
-        return Rotation(plain[:turning] + (0.0,) * (len(plain) - turning))
+        return rope | {"factor": None}  # it is not read
     if kind == "dynamic":
         raise RefusedError("stretches dynamic frequencies for the longest length at once")
-    raise RefusedError("decides between short and long factors once, by its longest length")
+    if kind == "longrope":
+        raise RefusedError("decides between short and long factors once, by its longest length")
+    return rope
 
 
-def _llama_cpp(values: Values, architecture: str) -> list[Rotation]:
-    rope, depth = values["rope_parameters"], values["num_hidden_layers"]
+def _llama_cpp(values: Values, architecture: str) -> Parameters:
+    rope, original = values["rope_parameters"], "original_max_position_embeddings"
     if values.get("sliding_window"):
         raise RefusedError("has no sliding windows in this architecture")
-    kind, rotation = rope["rope_type"], Rotation(_plain(values))
+    kind = rope["rope_type"]
     if kind == "linear":
-        rotation = Rotation(tuple(f / rope["factor"] for f in rotation.inv_freq))
-    elif kind == "yarn":
-        rotation = _yarn(values, truncate=True, scale=_usual_yarn_scale(rope))
-    elif kind in ("dynamic", "longrope"):
+        return rope
+    if kind == "yarn":
+        _check_yarn(rope)
+        return rope | {"truncate": True}
+    if kind in ("dynamic", "longrope"):
         raise RefusedError("keeps the frequencies of short sequences in long ones")
-    elif kind == "llama3" and architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
-        key = "original_max_position_embeddings"
-        rotation = _llama3(values, values.get(key, LLAMA_CPP_LENGTH))
-    rotates = [int((index + 1) % LLAMA_CPP_STEP != 0) for index in range(depth)]
-    return _by_layer(values, architecture, rotation, rotates)
+    if kind == "llama3" and architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return rope | {original: values.get(original, LLAMA_CPP_LENGTH)}
+    return _plain(rope)
 
 
-ENGINES: dict[str, Callable[[Values, str], list[Rotation]]] = {
+ENGINES: dict[str, Callable[[Values, str], Parameters]] = {
     "vLLM": _vllm,
     "SGLang": _sglang,
     "llama.cpp": _llama_cpp,
 }
-"""How each engine rotates the layers of a model; raises RefusedError where it does not load it."""
+"""The rope parameters of each engine; raises RefusedError where it does not load the model."""

@@ -50,13 +50,9 @@ def largest_difference(
     """Return the largest difference between the decoder's logits and those of transformers, in
     float32.
 
-    It is relative to the largest logit if that exceeds 1.
-
-    Args:
-        model: on the CPU, with the weights that were written.
-        directory: the exported model.
-        text_ids: tokens of :data:`TEXT` as a prompt of the model.
-        custom: whether our code in the directory is needed.
+    It is relative to the largest logit if that exceeds 1. ``model`` is on the CPU, with the weights
+    that were written. ``text_ids``: tokens of :data:`TEXT` as a prompt. ``custom``: whether our
+    code in the directory is needed.
 
     Raises:
         UserError: transformers cannot load the model, or tokenizes text differently.
@@ -85,15 +81,8 @@ def largest_difference(
     padded = len(prompts) * (length * (1 + pads_right) + DECODED - 1)
     continued = sum(len(prompt) + DECODED for prompt in prompts)
     with Progress("Comparing", 2 * sum(read) + padded + continued, after=PATIENCE) as progress:
-        done = 0
-
-        def count(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            progress.advance_to(done)
-
-        count(0)
-        answer = _ask(directory, request, count)
+        progress.advance(0)
+        answer = _ask(directory, request, progress.advance)
         if answer["text_ids"] != text_ids:
             raise UserError.at(
                 "export", "transformers tokenizes text differently than the run did."
@@ -107,10 +96,10 @@ def largest_difference(
             answer["logits"], cases, cached, read, strict=True
         ):
             pairs.append((theirs, _logits(model, case, is_cached)))
-            count(tokens)
+            progress.advance(tokens)
         for row, (ids, new, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
             ours = _continued(model, ids, new.tolist())
-            count(len(ids) + len(new))
+            progress.advance(len(ids) + len(new))
             pairs.append((theirs, ours))
             if answer["before"] is not None:
                 pairs.append((answer["before"][row], ours[0]))

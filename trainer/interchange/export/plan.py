@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.common.progress import Progress
 from trainer.interchange.hf_config import ARCHITECTURES, CODE_VERSION, OWN, Architecture
 from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
 from trainer.interchange.pretrained import published_name, waits
-from trainer.interchange.tensor_files import INDEX, SINGLE
+from trainer.interchange.tensor_files import INDEX, SINGLE, write_tensors
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
@@ -317,8 +316,4 @@ def _write_file(model: Decoder, plan: Plan, names: Sequence[str], path: Path, dt
         published_name(name): exported(model, name, plan).to(DTYPES[dtype]).contiguous()
         for name in names
     }
-    # save_file restricts the file to its owner; restore the usual permissions.
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
+    write_tensors(tensors, path)

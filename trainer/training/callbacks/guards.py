@@ -25,80 +25,25 @@ from trainer.common.errors import os_reason
 from trainer.common.files import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, limit_collectives
-from trainer.training.module import LanguageModule, begins_step, ends_step
+from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
 
 
-class Guard:
-    """Base class of a guard; a subclass overrides the moments it needs."""
-
-    def start(self) -> None:
-        """Act before the first step."""
-
-    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Act before a step's first micro-batch."""
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Act after a step's last micro-batch; ``trainer.global_step`` counts the step."""
-
-    def finish(self) -> None:
-        """Act after the last step."""
-
-    def fail(self) -> None:
-        """Act after an error, which may be raised on this rank alone."""
-        self.finish()
+def make_guards(config: RunConfig, ranks: Ranks) -> list[StepCallback]:
+    """Return the guards but :class:`Rewind`, in the order in which Lightning calls them."""
+    guards: list[StepCallback] = [
+        Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
+        CollectiveTimeouts(config),
+        GarbageCollection(config.trainer.gc_every),
+    ]
+    if config.trainer.profile_steps:
+        first, last = config.trainer.profile_steps
+        guards.append(Profiling(first, last, Path(config.run_dir) / "profile", ranks.rank))
+    return guards
 
 
-class Guards(L.Callback):
-    """Calls the run's guards, in the order of :attr:`guards`."""
-
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        self.rewind = Rewind(config)
-        self.guards: list[Guard] = [
-            self.rewind,
-            Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
-            CollectiveTimeouts(config),
-            GarbageCollection(config.trainer.gc_every),
-        ]
-        if config.trainer.profile_steps:
-            first, last = config.trainer.profile_steps
-            directory = Path(config.run_dir) / "profile"
-            self.guards.append(Profiling(first, last, directory, ranks.rank))
-
-    def on_train_start(self, *_: Any) -> None:
-        """Start the guards."""
-        for guard in self.guards:
-            guard.start()
-
-    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
-    ) -> None:
-        """Begin a step."""
-        if begins_step(trainer, index):
-            for guard in self.guards:
-                guard.begin_step(trainer, module)
-
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
-        """End a step."""
-        if ends_step(trainer, index):
-            for guard in self.guards:
-                guard.end_step(trainer, module)
-
-    def on_train_end(self, *_: Any) -> None:
-        """Finish."""
-        for guard in self.guards:
-            guard.finish()
-
-    def on_exception(self, *_: Any) -> None:
-        """Clean up after an error."""
-        for guard in self.guards:
-            guard.fail()
-
-
-class Rewind(Guard):
+class Rewind(StepCallback):
     """Stops the run if ``trainer.rewind_after`` updates in a row were skipped.
 
     The run then resumes from its last checkpoint before them and skips the samples since.
@@ -139,7 +84,7 @@ def watch(timeout: float | None, times: int = 1) -> None:
         )
 
 
-class Watchdog(Guard):
+class Watchdog(StepCallback):
     """Ends a process that hangs, with the stacks of all its threads, and writes a heartbeat.
 
     A step that takes longer than ``trainer.step_timeout`` seconds has lost a rank, a file system or
@@ -154,7 +99,7 @@ class Watchdog(Guard):
         self._is_first_step = True
         self._write_failed = False
 
-    def start(self) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Watch the first step."""
         watch(self.timeout, 10)
 
@@ -179,12 +124,14 @@ class Watchdog(Guard):
             else:
                 self._write_failed = False
 
-    def finish(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
 
+    on_exception = on_train_end
 
-class CollectiveTimeouts(Guard):
+
+class CollectiveTimeouts(StepCallback):
     """Shortens the timeouts of collectives after the first step, which may compile.
 
     ``strategy.timeouts.start`` applies before it and again after the last step,
@@ -201,12 +148,9 @@ class CollectiveTimeouts(Guard):
             self._is_first_step = False
             limit_collectives(self.timeouts.collective)
 
-    def finish(self) -> None:
-        """Restore the longer timeout."""
+    def on_train_end(self, *_: Any) -> None:
+        """Restore the longer timeout; not after an error, which other ranks may not have."""
         limit_collectives(self.timeouts.start)
-
-    def fail(self) -> None:
-        """Do nothing: other ranks may not take part in the change."""
 
 
 def freeze_modules() -> None:
@@ -219,7 +163,7 @@ def freeze_modules() -> None:
     gc.freeze()
 
 
-class GarbageCollection(Guard):
+class GarbageCollection(StepCallback):
     """Collection every ``every`` steps and at no other time (None: Python's default).
 
     A collection delays its rank, and all others wait for it in the next collective. By default,
@@ -229,7 +173,7 @@ class GarbageCollection(Guard):
     def __init__(self, every: int | None) -> None:
         self.every = every
 
-    def start(self) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Collect, and disable automatic collection."""
         if self.every is not None:
             gc.collect()
@@ -240,17 +184,19 @@ class GarbageCollection(Guard):
         if self.every and trainer.global_step % self.every == 0:
             gc.collect()
 
-    def finish(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Enable automatic collection again."""
         if self.every is not None:
             gc.enable()
+
+    on_exception = on_train_end
 
 
 PROFILED_OPERATORS = 40
 """Number of operators in a profile's table."""
 
 
-class Profiling(Guard):
+class Profiling(StepCallback):
     """Profiles the steps ``first`` to ``last`` of one rank into ``directory``.
 
     Writes a trace (``steps-10-13-rank-0.json.gz``, for Perfetto) and a table of the most expensive
@@ -288,14 +234,16 @@ class Profiling(Guard):
             module.timer.enter("monitor")
         self._profiler.step()
         if trainer.global_step == self.last:
-            self.finish()
+            self.on_train_end()
             module.timer.enter("data")
 
-    def finish(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop; a run that ends earlier writes what there is."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+    on_exception = on_train_end
 
     def _write(self, name: str, profiler: profile) -> None:
         gpu = ProfilerActivity.CUDA in profiler.activities

@@ -85,7 +85,11 @@ class Metrics(L.Callback):
             "parameter_norm": norm.item(),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self._speed(module, step, batch),
-            **_logged_by_users(trainer),
+            # A user's callback may log under a name of the run.
+            **{
+                f"callback/{name}" if name in COLUMNS else name: float(value)
+                for name, value in trainer.logged_metrics.items()
+            },
             **self.pending,
         }
         self.pending, self.last_loss = {}, metrics["loss"]
@@ -124,11 +128,3 @@ def flops_per_token(model: Decoder, batch: Batch) -> float:
     counts = [row.unique_consecutive(return_counts=True)[1].tolist() for row in batch["documents"]]
     total = sum(training_flops(model.config, model.layout, length, each) for each in counts)
     return total / (rows * length)
-
-
-def _logged_by_users(trainer: L.Trainer) -> dict[str, float]:
-    """Return what the user's callbacks logged, renamed if the run uses the same name."""
-    return {
-        f"callback/{name}" if name in COLUMNS else name: float(value)
-        for name, value in trainer.logged_metrics.items()
-    }

@@ -21,10 +21,9 @@ from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Reading, Statements
 from trainer.evaluation.multiple_choice import (
     SUFFIX,
     Question,
@@ -44,7 +43,7 @@ from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
 from trainer.training.callbacks.transitions import Transitions
-from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating
+from trainer.training.module import LanguageModule, StepCallback, evaluating
 from trainer.training.strategy import gathered
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Measure(Protocol):
         ...
 
 
-class Monitors(L.Callback):
+class Monitors(StepCallback):
     """Takes each measure when it is due, and all measures around changes of the model.
 
     These moments are: before the first step, for benchmarks of trained weights; directly after a
@@ -110,20 +109,14 @@ class Monitors(L.Callback):
             self._take(self.first_measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
 
-    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
-    ) -> None:
+    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure directly after the model was changed."""
-        if begins_step(trainer, index) and self.transitions.changed_at(trainer.global_step):
+        if self.transitions.changed_at(trainer.global_step):
             for measure in self.measures:
                 self._take(measure, trainer, module)
 
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Take the measures that are due after a step."""
-        if not ends_step(trainer, index):
-            return
         step = trainer.global_step
         ends_phase = step in self.phase_ends or module.phase_ended
         for measure in self.measures:
@@ -156,10 +149,11 @@ class Lengths:
         lengths = tuple(self.perplexity.windows)
         retrieval: list[float] = []
         with evaluating(module) as model:
-            cells = [self.perplexity.measure(model, length, None, tokens) for length in lengths]
+            readings = [Reading(model, length, None, tokens) for length in lengths]
+            cells = [self.perplexity.measure(reading) for reading in readings]
             if self.statements is not None:
-                for length in lengths:
-                    scores = self.statements.measure(model, length, None, tokens)["scores"]
+                for reading in readings:
+                    scores = self.statements.measure(reading)["scores"]
                     retrieval.append(sum(scores) / len(scores))
         edges, losses = cells[-1]["edges"], cells[-1]["losses"]  # of the longest length
         loss = [cell["last_loss"] for cell in cells]
@@ -178,11 +172,7 @@ class Lengths:
 
 
 def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
-    """Check that the validation text is long enough.
-
-    Raises:
-        UserError: it is too short.
-    """
+    """Check that the validation text is long enough."""
     if config.monitor.lengths_every is None:
         return
     longest, text, C = max(config.monitor.lengths), corpus.validation, config.training_length
@@ -289,7 +279,7 @@ class Benchmarks:
             for length in self.lengths:
                 self._watch()
                 has = task.sequences(length)
-                cell = task.measure(model, length, None, batch_tokens) if has else {}
+                cell = task.measure(Reading(model, length, None, batch_tokens)) if has else {}
                 losses = _gathered(cell.get("by_window", ()))
                 scores = _gathered(cell.get("scores", ()))
                 value = float(np.exp(_mean(losses))) if losses else _mean(scores)
@@ -361,38 +351,21 @@ def benchmark_problems(config: RunConfig) -> list[Problem]:
 def _tasks(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[list[Measurement], tuple[int, ...]]:
-    """Return this rank's part of the tasks with lengths, and their lengths.
-
-    Raises:
-        UserError: there is too little validation text, or a task does not fit a length.
-    """
+    """Return this rank's part of the tasks with lengths, and their lengths."""
     asked, C = config.monitor.benchmarks, config.training_length
     lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
     if not asked.tasks:
         return [], ()
     text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
     with renaming(evaluation=BENCHMARKS):
-        made, notes = make_tasks(text, _within(config.evaluation, asked), lengths, C)
+        evaluation = config.evaluation.limited(asked.limit, asked.limit)
+        evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
+        made, notes = make_tasks(text, evaluation, lengths, C)
         made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
         check_prompts(made, lengths)
     for note in notes:
         log.warning("monitor.benchmarks.tasks: %s", note)
     return [task.part(ranks.rank, ranks.world_size) for task in made], tuple(lengths)
-
-
-def _within(config: EvaluationConfig, asked: BenchmarksConfig) -> EvaluationConfig:
-    """Return the evaluation's settings, limited to the questions asked."""
-    limit = asked.limit
-    return replace(
-        config,
-        tasks=asked.tasks,
-        windows=limit,
-        last=None,
-        needles=replace(config.needles, trials=min(config.needles.trials, limit)),
-        ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
-        longbench=replace(config.longbench, limit=min(config.longbench.limit or limit, limit)),
-        many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
-    )
 
 
 def _choice_config(asked: BenchmarksConfig) -> MultipleChoiceConfig:

@@ -33,12 +33,12 @@ from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import STATE
 from trainer.runs.state import Tensors, save, tensors_of
-from trainer.training.module import LanguageModule, ends_step
+from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
 
 
-class Saving(L.Callback):
+class Saving(StepCallback):
     """Saves a checkpoint every ``checkpoint_every`` steps, by time, and at the end.
 
     Tensors are copied at the step boundary and written by a background thread, one checkpoint at a
@@ -71,12 +71,8 @@ class Saving(L.Callback):
             else None
         )
 
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
-        """Save after the last micro-batch of a step that is due."""
-        if not ends_step(trainer, index):
-            return
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Save a step that is due."""
         if self._in_flight and self._in_flight[1].done():
             self.finish()
         step = trainer.global_step

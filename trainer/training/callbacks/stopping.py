@@ -27,7 +27,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Vote, on_all_ranks
 from trainer.runs.training_config import seconds_of
 from trainer.training.callbacks.saving import Saving
-from trainer.training.module import ends_step
+from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def heeding_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Stopping(L.Callback):
+class Stopping(StepCallback):
     """Stops the run on request; ``reason`` then says why.
 
     ``request`` is the signal or limit seen on this rank, even during the last step, after which
@@ -154,11 +154,9 @@ class Stopping(L.Callback):
         for number in SIGNALS:
             signal.signal(number, self.notice.on_signal)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Save and stop after the step at which all ranks know of the request."""
-        if not ends_step(trainer, index) or trainer.global_step == self.config.trainer.max_steps:
+        if trainer.global_step == self.config.trainer.max_steps:
             return
         self._step_ends.append(time.time())
         limit, name = deadline(self.config, self.start_time, self._margin())

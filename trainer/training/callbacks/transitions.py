@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 import lightning as L
 import numpy as np
@@ -25,12 +24,12 @@ from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
 from trainer.runs.saved_state import Effect, RunState
-from trainer.training.module import LanguageModule, begins_step, ends_step, evaluating
+from trainer.training.module import LanguageModule, StepCallback, evaluating
 
 log = logging.getLogger(__name__)
 
 
-class Transitions(L.Callback):
+class Transitions(StepCallback):
     """Changes the model at the first step of a phase, and ends phases.
 
     A change concerns layout, QK-norm and optimizer state. Its effect is measured on one fixed
@@ -73,12 +72,8 @@ class Transitions(L.Callback):
         """Whether the model was changed after ``step`` steps."""
         return any(effect.step == step for effect in self.effects.values())
 
-    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
-    ) -> None:
+    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Change the model before the first batch of a phase; a gradual drop, before every step."""
-        if not begins_step(trainer, index):
-            return
         phase = phase_at(self.phases, trainer.global_step)
         if phase.start == trainer.global_step:
             self.held_out_losses = []
@@ -87,12 +82,8 @@ class Transitions(L.Callback):
         elif self.layout_before is not None and phase.drop is not None:
             self._shrink(module, phase, trainer.global_step + 1 - phase.start)
 
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure the effect at the last step of a phase, which may come early."""
-        if not ends_step(trainer, index):
-            return
         phase = phase_at(self.phases, trainer.global_step - 1)
         ends_early = self._ends_early(trainer, module, phase)
         if ends_early:
