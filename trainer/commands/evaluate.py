@@ -144,12 +144,9 @@ COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",), su
 
 def both_lengths(composed: Composed) -> list[Problem]:
     """Return the problem of ``evaluation.lengths`` beside ``evaluation.tokens``."""
-    evaluation = composed.values.get("evaluation")
-    if not isinstance(evaluation, dict) or evaluation.get("tokens") is None:
+    tokens = composed.value("evaluation.tokens")
+    if tokens is None or "evaluation.lengths" not in composed.named_keys:
         return []
-    if "evaluation.lengths" not in composed.named_keys:
-        return []
-    tokens = evaluation["tokens"]
     return [
         Problem(
             "evaluation.lengths",

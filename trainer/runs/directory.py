@@ -214,6 +214,13 @@ def _saved(record: Path) -> dict[str, Any]:
     return saved
 
 
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested groups, or None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:

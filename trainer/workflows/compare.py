@@ -15,7 +15,14 @@ from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, made_now
-from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
+from trainer.runs.directory import (
+    FREE_TO_CHANGE,
+    check_writable,
+    differences,
+    plain,
+    saved_run,
+    value_at,
+)
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
 from trainer.workflows.requests import CompareRequest
@@ -104,14 +111,7 @@ def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> lis
     keys = dict.fromkeys(
         key for other in others for key, *_ in differences(first, other, NOT_COMPARED)
     )
-    return [{k: _text(_value(config, k)) for k in keys} if config else {} for config in values]
-
-
-def _value(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
+    return [{k: _text(value_at(config, k)) for k in keys} if config else {} for config in values]
 
 
 def _text(value: Any) -> str:
