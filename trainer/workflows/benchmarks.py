@@ -26,7 +26,7 @@ from trainer.evaluation.benchmarks import (
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import CHOICE, Method, Recipe
-from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.multiple_choice import missing_tasks, score_tasks
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.store import Store, all_fields, fingerprint
@@ -205,6 +205,4 @@ def _scores(
 
         return harness.score_tasks(model, encoder, config)
     assert isinstance(config, MultipleChoiceConfig)
-    from trainer.evaluation import multiple_choice
-
-    return multiple_choice.score_tasks(model, encoder, config)
+    return score_tasks(model, encoder, config)

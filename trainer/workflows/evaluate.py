@@ -41,7 +41,7 @@ from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import HeadFit, evaluation_problems
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.fit_text import Prompts, fit_text
+from trainer.workflows.fit_text import fit_text
 from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.subjects import (
     applicable,
@@ -224,8 +224,7 @@ def measure_models(
             tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
-        prompts = Prompts(config.needles, config.many_shot)
-        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
+        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     can_shorten = config.shortened() != replace(config, quick=True)
     shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""

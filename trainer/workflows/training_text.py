@@ -25,7 +25,7 @@ from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import starting_weights, texts_read
-from trainer.workflows.fit_text import Prompts, fit_text
+from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import applicable
 
 
@@ -152,7 +152,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
     check_prompts(measured, lengths)
     used = [recipe for applied in recipes.values() for recipe in applied]
-    fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
+    fit_text(corpus, bos, few, used, lengths, C)
 
 
 def layouts(config: RunConfig) -> list[Layout]:
