@@ -95,7 +95,7 @@ def read_run(
     """
     from trainer.interchange.hub import MissingWeights
     from trainer.runs.config import RunConfig
-    from trainer.runs.parsing import parse, parse_without_weights
+    from trainer.runs.parsing import parse
 
     values, kind = composed.without_kind("evaluation")
     ignored = _ignored(composed, "from_run")
@@ -105,10 +105,8 @@ def read_run(
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    if not weights:
-        return parse_without_weights(values, problems)
     try:
-        return parse(RunConfig, values, problems)
+        return parse(RunConfig, values, problems, weights=weights)
     except UserError as error:
         if not any(isinstance(problem, MissingWeights) for problem in error.problems):
             raise

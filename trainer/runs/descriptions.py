@@ -155,17 +155,10 @@ def commit(root: Path) -> str:
     """
     if not (root / ".git").exists():  # a repository further up belongs to another program
         return ""
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty"]
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = subprocess.run(git, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f", commit {head.stdout.strip()}{' and changes since' if changed.stdout else ''}"
+    name, changed, _ = done.stdout.strip().partition("-dirty")
+    return f", commit {name}{' and changes since' if changed else ''}"

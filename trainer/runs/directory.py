@@ -200,18 +200,12 @@ def saved_run(directory: Path) -> RunConfig:
 def _saved(record: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(read_content(record).decode("utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError.at(
-            "run_dir", f"{str(record)!r} is damaged{line}: {error.problem}."
-        ) from None
+        if isinstance(saved, dict):
+            return saved
+        reason = "it holds no configuration"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError.at(
-            "run_dir", f"{str(record)!r} is damaged: {' '.join(str(error).split())}."
-        ) from None
-    if not isinstance(saved, dict):
-        raise UserError.at("run_dir", f"{str(record)!r} is damaged: it holds no configuration.")
-    return saved
+        reason = " ".join(str(error).split())  # one of YAML's names the line
+    raise UserError.at("run_dir", f"{str(record)!r} is damaged: {reason}.")
 
 
 def value_at(values: Any, key: str) -> Any:

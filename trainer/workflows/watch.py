@@ -25,7 +25,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import check_runs, saved_run
 from trainer.runs.metrics_file import (
     DROP_LOSSES,
-    PARTS,
+    PART_TIMES,
     RETRIEVAL,
     SECTIONS,
     TEXT_LOSS,
@@ -294,7 +294,7 @@ def seconds_per_token(arm: WatchedArm) -> float | None:
     seconds, tokens = 0.0, 0
     for before, row in pairwise(last):
         steps = row["step"] - before["step"]
-        seconds += steps * sum(row.get(f"time/{part}", 0.0) for part in PARTS)
+        seconds += steps * sum(row.get(name, 0.0) for name in PART_TIMES)
         tokens += row.get("tokens", 0) - before.get("tokens", 0)
     return seconds / tokens if seconds > 0 and tokens > 0 else None
 
