@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, raise_all
-from trainer.data.config import DataConfig, SourceConfig
+from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
+from trainer.runs.arms import arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import differences
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import phases_of
@@ -71,50 +69,6 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
         ]
 
     raise_all(arm_problems(arms, of_run=[problems]))
-
-
-NOT_OF_TEXT = {
-    "about": "words for a reader",
-    "bad_rows": "how many rows may be malformed; they are left out all the same",
-}
-"""Keys of a source on which its text does not depend, with the reason."""
-
-
-def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
-    """Return a problem for each control with another text or tokenizer than the run.
-
-    All arms read the run's text; a control may omit texts of a mixture and weight them differently.
-    """
-    texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
-    other_texts = [
-        Problem(
-            f"controls.{name}.data",
-            f"a control reads the text of its run, and {text!r} is another; train it as a run of "
-            "its own.",
-        )
-        for name, arm in arms.items()
-        for text, source in _texts_of(arm).items()
-        if texts.get(text) != source
-    ]
-    other_tokenizers = [
-        Problem(
-            f"controls.{name}.tokenizer",
-            f"a control reads the tokens of its run, and has another {', '.join(differing)}; "
-            "train it as a run of its own.",
-        )
-        for name, arm in arms.items()
-        if (differing := [k for k, *_ in differences(asdict(tokenizer), asdict(arm.tokenizer), ())])
-    ]
-    return other_texts + other_tokenizers
-
-
-def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the keys that decide on each text of a run, by the name of the text."""
-    keys = [f.name for f in fields(SourceConfig) if f.name not in NOT_OF_TEXT] + ["prepared"]
-    return {
-        name: {key: getattr(text, key) for key in keys}
-        for name, (text, _) in config.data.texts.items()
-    }
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
