@@ -178,13 +178,12 @@ def execute(named: Named[RunConfig]) -> None:
         print_report(report, config.run_dir, existing)
 
 
-def compare(place: Path) -> None:
+def compare_sweep(place: Path) -> None:
     """Compare the runs of a sweep."""
-    from trainer.commands.compare import show
-    from trainer.workflows.compare import compare_runs
+    from trainer.commands import compare
     from trainer.workflows.requests import CompareRequest
 
-    show(*compare_runs(CompareRequest([str(place)])))
+    compare.execute(CompareRequest([str(place)]))
 
 
 def wordless(named: Named[RunConfig]) -> str:
@@ -230,6 +229,6 @@ COMMAND = Command(
     output=lambda named: named.request.run_dir,
     output_keys=("run_dir", "name"),
     described=("experiment",),
-    together=compare,
+    together=compare_sweep,
     wordless=wordless,
 )

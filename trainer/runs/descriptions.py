@@ -90,9 +90,8 @@ def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
 def describe_task(training_share: float, needles: int) -> dict[str, Any]:
     """Describe the retrieval trials for the report.
 
-    Args:
-        training_share: share of the training sequences with such statements.
-        needles: number of statements per trial.
+    ``training_share``: share of the training sequences with such statements. ``needles``: number of
+    statements per trial.
     """
     return {
         "needles": needles,

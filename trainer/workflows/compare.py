@@ -81,7 +81,8 @@ def compared(place: Path) -> Sweep:
 
 
 def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
-    configs = [_config(Path(run.run_dir)) for run in runs]
+    places = [Path(run.run_dir) for run in runs]
+    configs = [saved_run(p) if (p / "config.yaml").is_file() else None for p in places]
     settings = _settings(runs, configs)
     rows = [_read(*row, place) for row in zip(runs, configs, settings, strict=True)]
     return Sweep(place.resolve().name, tuple(rows))
@@ -96,10 +97,6 @@ def _runs_of(place: Path) -> list[Swept]:
             "runs", f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD})."
         )
     return [Swept(str(place))]
-
-
-def _config(place: Path) -> RunConfig | None:
-    return saved_run(place) if (place / "config.yaml").is_file() else None
 
 
 def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:

@@ -67,7 +67,10 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     if state["step"]:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
-    longest = max(stored, model.layout.training_length)
+    layout = model.layout
+    longest = max(stored, layout.training_length)
+    no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
+    is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
     if (factor := request.temperature_at) is not None:
         model = _tempered(model, path, factor, stored)
     return export_model(
@@ -80,13 +83,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         ),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        longest=None if _has_positions(model.layout) else longest,
+        longest=longest if is_independent_of_length else None,
     )
-
-
-def _has_positions(layout: Layout) -> bool:
-    """Whether anything in the layout depends on positions, or on the length of the text."""
-    return layout.rotates or layout.follows_length or any(s.alibi for s in layout.spectra)
 
 
 def _logit_factor(temperature: Temperature, length: float, training_length: int) -> float:
@@ -171,13 +169,9 @@ def model_card(
 ) -> str:
     """Return Markdown with the metadata that the hub reads.
 
-    Args:
-        path: the checkpoint; figures come from the report of its run, if there is one.
-        state: its description in the checkpoint.
-        model: its decoder.
-        plan: form of the export.
-        difference: largest difference of logits, None without a comparison.
-        temperature_at: length in training lengths whose fitted temperature the weights have.
+    ``path``: the checkpoint; figures come from the report of its run, if there is one.
+    ``difference``: largest difference of logits, None without a comparison. ``temperature_at``:
+    length in training lengths whose fitted temperature the weights have.
     """
     config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
@@ -190,6 +184,7 @@ def model_card(
     )
     began_with = config.model.from_pretrained
     licence = {} if began_with is None else published_licence(began_with)
+    stated = ", ".join(dict.fromkeys(licence.values()))
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", **licence}
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
@@ -207,17 +202,11 @@ def model_card(
         "## Engines",
         _engines(plan),
         "## Licence",
-        _licence(licence, Path(began_with or "").name),
+        f"{stated}: the licence of {Path(began_with).name}, with whose weights the training began."
+        if began_with is not None and stated
+        else "To be chosen by whoever publishes the weights.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _licence(licence: dict[str, str], name: str) -> str:
-    """Return a sentence about the licence that the card of the weights ``name`` states."""
-    words = ", ".join(dict.fromkeys(licence.values()))
-    if not words:
-        return "To be chosen by whoever publishes the weights."
-    return f"{words}: the licence of {name}, with whose weights the training began."
 
 
 def _facts(
@@ -330,10 +319,7 @@ def _usage(plan: Plan) -> str:
 def renewed_card(text: str, name: str, plan: Plan) -> str:
     """Return a published model's card with the table of engines for the new export.
 
-    Args:
-        text: the card, empty if there is none.
-        name: name of the model, for a new card.
-        plan: form of the export.
+    ``text``: the card, empty if there is none. ``name``: name of the model, for a new card.
     """
     parts = (text or f"# {name}\n").rstrip("\n").split("\n## ")
     others = [part for part in parts if not part.startswith("Engines\n")]

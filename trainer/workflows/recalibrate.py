@@ -141,12 +141,8 @@ def measured(
 ) -> Speed:
     """Measure how fast this machine trains the model.
 
-    Args:
-        facts: of the model.
-        minutes: of the recalibration, of which this takes a small share.
-        accelerator: ``trainer.accelerator``.
-        threads: ``trainer.threads``.
-        precision: ``trainer.precision``, if the user sets it.
+    ``minutes``: those of the recalibration, of which this takes a small share. ``accelerator``,
+    ``threads``, ``precision``: the keys of ``trainer``, None if the user sets none.
 
     Raises:
         UserError: not even one sequence fits the GPU.

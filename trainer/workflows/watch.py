@@ -185,7 +185,7 @@ def _runs_at(place: Path) -> list[WatchedRun]:
     if (place / RECORD).is_file():
         runs = [Path(run.run_dir) for run in read_sweep(place)]
         return [_read_run(run, failure(place, str(run)) or "") for run in runs]
-    if inside := _runs_in(place):
+    if inside := sorted(filter(_is_run, place.glob("*"))):
         return [_read_run(run) for run in inside]
     raise UserError.at(
         "runs",
@@ -196,13 +196,6 @@ def _runs_at(place: Path) -> list[WatchedRun]:
 
 def _is_run(place: Path) -> bool:
     return (place / "config.yaml").is_file()
-
-
-def _runs_in(place: Path) -> list[Path]:
-    try:
-        return sorted(path for path in place.iterdir() if _is_run(path))
-    except OSError:
-        return []
 
 
 def _read_run(place: Path, failed: str = "") -> WatchedRun:
