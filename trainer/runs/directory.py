@@ -204,7 +204,9 @@ def _saved(record: Path) -> dict[str, Any]:
             return saved
         reason = "it holds no configuration"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())  # one of YAML's names the line
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
     raise UserError.at("run_dir", f"{str(record)!r} is damaged: {reason}.")
 
 
