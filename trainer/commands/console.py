@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -26,8 +27,9 @@ WIDTH = 100
 def set_up_console(quiet: bool = False) -> None:
     """Show the program's log without the logs of its libraries.
 
-    ``quiet``: show errors only, as for all processes of a run except the first.
+    ``quiet``: show errors only, as all processes except the first do in any case.
     """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
@@ -35,7 +37,7 @@ def set_up_console(quiet: bool = False) -> None:
             console.width = WIDTH
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if quiet else logging.INFO)
+    logger.setLevel(logging.ERROR if quiet or rank != "0" else logging.INFO)
     logger.propagate = False
 
 

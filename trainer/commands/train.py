@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,7 +165,7 @@ def execute(named: Named[RunConfig]) -> None:
     """Train, and print the report."""
     from trainer.commands.console import print_report, set_up_console
 
-    set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
+    set_up_console()
     from trainer.workflows.experiment import run_experiment
     from trainer.workflows.remarks import say_idle_settings
 
