@@ -54,7 +54,8 @@ def parse(
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    values = _with_empty_groups(values)
+    # Null omits an experiment's controls, and in a control the phases of its run.
+    values = values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     config, unknown, wrong = checked(schema, values)
     problems = [*known, *unknown, *wrong]
     if not _of_plugins(problems):
@@ -72,15 +73,6 @@ def parse(
         impossible = [p for p in impossible if _group(p) not in NAMED_BY_PLUGINS]
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
-
-
-def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with empty groups in place of null.
-
-    ``controls=null`` on a command line omits an experiment's controls, and ``phases: null`` in a
-    control the phases of its run.
-    """
-    return values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
 
 
 def _of_plugins(problems: Sequence[Problem]) -> list[Problem]:

@@ -69,14 +69,12 @@ def _translate_slurm() -> None:
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": per_node[0],
         "GROUP_RANK": slurm["SLURM_NODEID"],
-        "MASTER_ADDR": _first_host(slurm["SLURM_STEP_NODELIST"]),
+        # The first host of a list: gpu07 for gpu[07-08,12],login1.
+        "MASTER_ADDR": re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"]).split(",")[
+            0
+        ],
         "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
     }
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of SLURM's list: ``gpu07`` for ``gpu[07-08,12],login1``."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:

@@ -305,8 +305,16 @@ def _keep_temperatures(
         if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
             continue
         for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
-            if candidate.name in temperatures:
-                _keep(candidate, temperatures[candidate.name])
+            if (coefficients := temperatures.get(candidate.name)) is None:
+                continue
+            if (older := keep_temperature(candidate.path, coefficients)) is None:
+                log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+            else:
+                log.info(
+                    "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: "
+                    "it was fitted on more text than here",
+                    *(candidate.name, older, "" if older else ", which changes nothing"),
+                )
 
 
 def _head_fits(
@@ -388,14 +396,3 @@ def _chooser(reference: str, text: Text) -> Candidate:
     if not same_tokens(candidate.tokenizer, text.first.tokenizer):
         raise UserError.at(MODEL_KEY, f"{reference!r} has another tokenizer than the first model.")
     return candidate
-
-
-def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
-    if (older := keep_temperature(candidate.path, fitted)) is None:
-        log.info("The temperature of %s is kept with its checkpoint", candidate.name)
-    else:
-        log.info(
-            "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: it was "
-            "fitted on more text than here",
-            *(candidate.name, older, "" if older else ", which changes nothing"),
-        )
