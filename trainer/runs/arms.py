@@ -47,10 +47,8 @@ def arm_problems(
 ) -> list[Problem]:
     """Return the problems of all arms, each once; those of a control alone under its name.
 
-    Args:
-        arms: the result of :func:`arms_of`.
-        of_run: checks of keys that stay the same during a run.
-        of_phase: checks of sizes, lengths and texts, which each phase may change.
+    ``of_run``: checks of keys that stay the same during a run. ``of_phase``: checks of sizes,
+    lengths and texts, which each phase may change.
     """
     problems_of = {name: [p for check in of_run for p in check(arm)] for name, arm in arms.items()}
     for name, config in phase_configs(arms):

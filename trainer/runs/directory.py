@@ -301,10 +301,7 @@ def saved_config(values: dict[str, Any], key: str, file: str) -> RunConfig:
     """Parse the configuration that a run was written with, even by another version or with other
     plugins; unknown keys are ignored.
 
-    Args:
-        values: the stored values.
-        key: the configuration key that errors name.
-        file: names the file in errors.
+    ``key``, ``file``: the configuration key and the file that errors name.
 
     Raises:
         UserError: the configuration is damaged.

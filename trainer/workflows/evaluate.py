@@ -77,11 +77,8 @@ def evaluate_lengths(
     An existing report of other settings, text or checkpoints is kept, and the new one is written
     beside it.
 
-    Args:
-        request: models, methods, tasks and lengths.
-        name: name of the evaluation and of its directory in the run.
-        asks_for_statements: whether the user named that task; otherwise it is left out for models
-            that cannot know it.
+    ``name``: name of the evaluation and of its directory in the run. ``asks_for_statements``:
+    whether the user named that task; otherwise it is left out for models that cannot know it.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -197,7 +194,7 @@ def measure_models(
         cells: directory of finished cells.
         accelerator: cpu, or a GPU if there is one.
         share: share of this process if there are several; the report of the first one is complete.
-        tf32: whether a GPU multiplies float32 matrices in TF32.
+        tf32: as for :func:`multiplying`.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
