@@ -21,7 +21,6 @@ from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
-from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import applicable
@@ -119,23 +118,6 @@ def layouts(config: RunConfig) -> list[Layout]:
     start = None if is_resumed else starting_weights(config.model)
     first = start.layout if start is not None else configured_layout(config)
     return list(layouts_of_phases(config, first))
-
-
-def idle_rescalings(config: RunConfig) -> dict[str, bool]:
-    """Return the phases that rescale nothing, and whether other layers would be rescaled in each.
-
-    Raises:
-        UserError: see :func:`layouts`.
-    """
-    phases = phases_of(config)
-    if not any(phase.rescale for phase in phases):
-        return {}
-    before = zip(phases, layouts(config), strict=False)
-    return {
-        phase.name: layout.rotates
-        for phase, layout in before
-        if phase.rescale and not layout.rotating(phase.rescale.layers)
-    }
 
 
 def _not_trained_yet() -> LanguageModel:
