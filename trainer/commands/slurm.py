@@ -138,8 +138,7 @@ LAST = "LAST"
 
 def submit_all(job: Job, directory: Path) -> None:
     """Submit the scripts one after the other if the user asked for it; otherwise print how to."""
-    scripts: dict[str, list[str]] = {}
-    """Options of sbatch by the names of scripts, in order of submission."""
+    scripts: dict[str, list[str]] = {}  # names with options of sbatch, in order of submission
     if job.settings.prepare:
         scripts["prepare.sbatch"] = []
         # Even if jobs of the array fail, one job completes the text, or fails.
