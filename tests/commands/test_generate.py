@@ -87,7 +87,7 @@ def test_text_ends_before_a_stop_string(say, model):
 
 def test_a_newline_can_be_a_stop_string():
     composed = compose_words(["checkpoint=x", r'stop=["\n"]'], "generate")
-    assert command.read(replace(composed, verbatim=("y",))).stop == ["\n"]
+    assert command.COMMAND.read(replace(composed, verbatim=("y",))).stop == ["\n"]
 
 
 def test_draws_repeat_with_their_seed(say):

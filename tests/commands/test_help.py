@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.commands.hydra import files as config_files
+from trainer.commands.hydra.command import Command
 from trainer.commands.hydra.files import ConfigFiles, read_file
 from trainer.commands.hydra.help import COLUMN, _keys, _two_columns, help_text
 
@@ -70,6 +71,10 @@ SEVERAL = "\n  --multirun                    a job for each of several values or
 GROUPS = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):\n"
 
 
+def command(root, **parts):
+    return Command(root, "\nAbout it.\n", read=None, execute=None, **parts)
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     for name, text in FILES.items():
@@ -82,7 +87,7 @@ def files(tmp_path, monkeypatch):
 
 def test_the_text_without_words(files):
     assert (
-        help_text("start", "\nAbout it.\n", [], files, ["task"], {}, several=True)
+        help_text(command("start", described=("task",)), [], files)
         == f"""\
 {BEGIN}
 
@@ -104,7 +109,7 @@ Keys of task=count; of another: +task=NAME --help:
 def test_groups_that_words_choose_show_their_keys(files):
     words = ["+task=sum", "model=small", "+whole=all", "seed=3", "other=thing"]
     assert (
-        help_text("start", "About it.", words, files, [], {"--go": "begin"}, several=False)
+        help_text(command("start", flags={"--go": "begin"}, single="alone"), words, files)
         == f"""\
 {BEGIN}
 
@@ -132,7 +137,7 @@ Keys of whole=all:
 
 def test_options_of_the_whole_configuration_are_those_of_commands_with_a_model(files):
     assert (
-        help_text("plain", "About it.", [], files, [], {}, several=False)
+        help_text(command("plain", single="alone"), [], files)
         == f"""\
 About it.
 

@@ -54,7 +54,7 @@ HASHED = {
         ),
         "each fits on a layout that it tells apart, with settings that its method is stored with",
     ),
-    "training_text.text_problems": "tests/relations/test_controls.py compares all arms",
+    "arms.control_problems": "tests/relations/test_controls.py compares all arms",
     "tasks.check_prompts": "asks for a fingerprint to find prompts that do not fit",
     "decoder.initial_value": "a seed for each parameter's name",
     "benchmarks.run_benchmarks": "writes all fields of the request",

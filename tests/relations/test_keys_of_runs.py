@@ -13,6 +13,7 @@ from tests.relations.leaves import leaves, others, with_value
 from trainer.common.errors import UserError
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.runs import directory
+from trainer.runs.arms import control_problems
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import check_run_directory, open_run_directory
 from trainer.runs.parsing import merged, parse
@@ -21,7 +22,6 @@ from trainer.workflows import watch
 from trainer.workflows.recalibrate import Asked, recipe_for, write_record
 from trainer.workflows.recipe import Choice
 from trainer.workflows.recipe import Recipe as Chosen
-from trainer.workflows.training_text import text_problems
 
 FREE_LEAVES = {
     "name", "overwrite", "label", "data.num_workers", "data.cache_dir",
@@ -64,7 +64,8 @@ def test_a_control_reads_the_text_and_the_tokens_of_its_run():
     for path, kind, value in leaves(run):
         if path.startswith(("data.", "tokenizer.")) and path != "data.mixture":
             other = with_value(run, path, next(others(kind, value)))
-            refused |= {path} if text_problems({"main": run, "x": other}) else set()
+            keys = {problem.key for problem in control_problems({"main": run, "x": other})}
+            refused |= {path} if keys & {"controls.x.data", "controls.x.tokenizer"} else set()
     source = {f"data.{item.name}" for item in fields(SourceConfig)} | {"data.prepared"}
     tokens = {f"tokenizer.{item.name}" for item in fields(TokenizerConfig)}
     assert refused == (source | tokens) - {"data.about", "data.bad_rows"}

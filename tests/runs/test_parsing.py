@@ -13,7 +13,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.fields import configuration, validated
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
-from trainer.runs.parsing import control_config, merged, parse, parse_without_weights
+from trainer.runs.parsing import control_config, merged, parse
 from trainer.workflows.requests import EvaluationRequest
 
 
@@ -346,9 +346,10 @@ def test_weights_that_are_missing_hide_no_other_mistake():
 
 def test_without_weights_mistakes_are_found_all_the_same():
     values = {"model": {"from_pretrained": "/none/such", "num_hidden_layers": 7}}
-    assert parse_without_weights(values).model.num_hidden_layers == 7
+    assert parse(RunConfig, values, weights=False).model.num_hidden_layers == 7
+    wrong = values | {"optimizer": {"lr": 0}}
     with pytest.raises(UserError) as error:
-        parse_without_weights(values | {"optimizer": {"lr": 0}}, [Problem("seed", "known.")])
+        parse(RunConfig, wrong, [Problem("seed", "known.")], weights=False)
     assert tuple(map(str, error.value.problems)) == (
         "seed: known.",
         "optimizer.lr: expected a positive number, got 0.",

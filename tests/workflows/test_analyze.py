@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from trainer.analysis.settings import AttenuationSettings
+from trainer.analysis.studies import study as interface
 from trainer.common.errors import UserError
 from trainer.runs.memory import needed_memory
 from trainer.runs.metrics_file import write_metrics
@@ -211,15 +212,12 @@ def test_every_layer_and_section_of_every_study_moves_the_bar(tiny_decoder, monk
         def advance_to(self, step):
             seen.append(step)
 
-    def run(studies, target):
+    def capture(model, ids, on_layer):
         for heads in layers:
-            for study in studies:
-                assert study.target is target
-                study.on_layer(heads)
-        return [study.section() for study in studies]
+            on_layer(heads)
 
     monkeypatch.setattr(analyze, "Progress", Bar)
-    monkeypatch.setattr(analyze, "run", run)
+    monkeypatch.setattr(interface, "capture", capture)
     target = SimpleNamespace(
         model=tiny_decoder(layers=["rope", "rope"]), ids=torch.zeros(2, 30, dtype=torch.long)
     )

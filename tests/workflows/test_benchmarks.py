@@ -276,7 +276,7 @@ def test_questions_begin_as_texts_of_the_model_do(
     """With its first token where it was trained here, and no longer than it or its method reads."""
     asked = []
     monkeypatch.setattr(benchmarks, "Encoder", lambda *given: given)
-    monkeypatch.setattr(multiple_choice, "score_tasks", lambda *given: asked.append(given))
+    monkeypatch.setattr(benchmarks, "score_tasks", lambda *given: asked.append(given))
     layout = SimpleNamespace(training_length=64)
     candidate = SimpleNamespace(layout=layout, tokenizer="words", run="run" if own else None)
     config = MultipleChoiceConfig(max_length=longest, add_bos=add_bos)

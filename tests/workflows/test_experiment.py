@@ -22,7 +22,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
 from trainer.evaluation.store import Share
-from trainer.runs.arms import arms_of
+from trainer.runs.arms import arms_of, control_problems
 from trainer.runs.checkpoints import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
@@ -33,7 +33,7 @@ from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.experiment import label_problems, process_problems, run_experiment
+from trainer.workflows.experiment import run_experiment
 from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import say_epochs, say_idle_settings, say_unusual_settings
 from trainer.workflows.requests import EvaluationRequest
@@ -81,10 +81,10 @@ def test_control_that_keeps_the_encoding_is_called_by_it_and_not_by_the_label_of
 def test_runs_that_tables_could_not_tell_apart_are_refused():
     config = read_config(["+controls.again.seed=7", "+controls.other.seed=8"])
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
-    (problem,) = map(str, label_problems(configs))
+    (problem,) = map(str, control_problems(configs))
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
     config = read_config(["drop.at=0.5", "+controls.again.branch=drop"])
-    (problem,) = map(str, label_problems(arms_of(config)))
+    (problem,) = map(str, control_problems(arms_of(config)))
     assert problem.endswith("or controls.again.drop.enabled=false if it is not to drop.")
 
 
@@ -100,7 +100,7 @@ def test_runs_that_tables_could_not_tell_apart_are_refused():
 )
 def test_a_control_trains_in_the_processes_of_its_run(run, control, said):
     words = [f"strategy.name={run}", "+controls.odd.label=Odd", f"+controls.odd.{control}"]
-    found = [str(problem) for problem in process_problems(arms_of(read_config(words)))]
+    found = [str(problem) for problem in control_problems(arms_of(read_config(words)))]
     assert len(found) == (said is not None)
     assert all(problem.startswith(f"controls.odd.{said}") for problem in found)
 
@@ -246,10 +246,7 @@ def measured(monkeypatch):
 
 
 def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monkeypatch):
-    checks = (
-        *("device", "logger", "benchmark", "memory", "vocabulary", "spread"),
-        *("label", "length", "text"),
-    )
+    checks = (*("device", "logger", "benchmark", "memory", "vocabulary", "spread", "control"),)
     for check in checks:
 
         def problems(config, *_, check=check):
@@ -266,8 +263,7 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
     values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
-    both = {"label", "length", "text"}
-    said = [f"{check}: of {'main, other' if check in both else 'x'}" for check in checks]
+    said = [f"{check}: of {'main, other' if check == 'control' else 'x'}" for check in checks]
     assert tuple(map(str, error.value.problems)) == (*said, f"writing: to {tmp_path}")
 
 

@@ -20,13 +20,7 @@ from trainer.runs.phases import phases_of
 from trainer.runs.saved_state import Effect
 from trainer.training.run import TrainedRun
 from trainer.workflows import experiment_report
-from trainer.workflows.experiment_report import (
-    _arm,
-    _median_rate,
-    _milestones,
-    _reach,
-    make_report,
-)
+from trainer.workflows.experiment_report import _arm, _median_rate, make_report
 
 
 @pytest.mark.parametrize(
@@ -96,19 +90,10 @@ def test_a_run_that_kept_nothing_and_one_that_diverged(tmp_path):
     assert not made(tmp_path, [{"step": 1, "parameter_norm": math.nan}]).finite
 
 
-def test_what_was_measured_while_training_is_in_its_state():
-    for read in (_reach, _milestones):
-        assert read(SimpleNamespace(state={})) == ()
-    reach = {
-        "step": 3, "dropped": False, "training_length": 32, "lengths": [32], "loss": [2.0],
-        "retrieval": [], "edges": [0, 32], "losses": [2.0],
-    }  # fmt: skip
-    milestone = {"step": 4, "dropped": True, "tokens": 9, "scores": {}}
-    candidate = SimpleNamespace(state={"lengths": [reach], "benchmarks": [milestone]})
-    assert [one.step for one in _reach(candidate)] == [3]
-    assert [one.step for one in _milestones(candidate)] == [4]
-
-
+REACH = {
+    "step": 3, "dropped": False, "training_length": 32, "lengths": [32], "loss": [2.0],
+    "retrieval": [], "edges": [0, 32], "losses": [2.0],
+}  # fmt: skip
 NOPE = {"positional": {"layers": ["nope"]}}
 EFFECT = Effect(step=10, loss_before=2.0, loss_after=5.0, loss_end=2.1)
 MILESTONE = {"step": 4, "dropped": False, "tokens": 9, "scores": {"a": 1.0}}
@@ -129,7 +114,7 @@ def told(tmp_path, monkeypatch, tiny_decoder):
             path.mkdir(parents=True)
             row = {"step": 20, "tokens_per_second": 10.0 * i, "skipped_steps": i // 2 * 2}
             write_metrics(tmp_path / name / "metrics.csv", [row])
-            state = {"step": 20, "benchmarks": [MILESTONE] * i}
+            state = {"step": 20, "lengths": [REACH] * i, "benchmarks": [MILESTONE] * i}
             shape = tiny_decoder()
             found[str(path)] = Candidate(
                 *(str(path), "x", path, None, shape.config, shape.layout, "0", config, None),
@@ -180,10 +165,10 @@ def test_what_arms_showed_stands_beside_what_was_measured(told, tmp_path, caplog
         "RoPE: 2 of 20 updates were left out, because their loss or gradient was not finite."
     ]
     assert made.drop == Drop(10, 2.0, 5.0, 2.1)
-    assert {name: len(history) for name, history in made.milestones.items()} == {
-        "DroPE": 0, "NoPE": 1, "RoPE": 2,
-    }  # fmt: skip
-    assert made.reach == dict.fromkeys(made.milestones, ())
+    for measured_in_training in (made.milestones, made.reach):
+        assert {name: len(history) for name, history in measured_in_training.items()} == {
+            "DroPE": 0, "NoPE": 1, "RoPE": 2,
+        }  # fmt: skip
     assert made.notes == ("measured", "of ['DroPE', 'NoPE', 'RoPE']")
     assert made.config["name"] == "demo"
     assert made.made["Of"].startswith(f"RoPE: {tmp_path}")

@@ -26,10 +26,10 @@ from trainer.evaluation.method_config import (
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store
-from trainer.workflows.fit_text import Prompts, _task_prompts, choice_texts, fit_text
+from trainer.workflows.fit_text import _task_prompts, choice_texts, fit_text
 
 BOS = 0
-PROMPTS = Prompts()
+CONFIG = EvaluationConfig()
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,13 @@ def haystack():
     return Haystack(tokenizer, [text], (BOS,))
 
 
-def texts(haystack, length, *, prompts=PROMPTS, **choice):
-    return choice_texts(ChoiceSettings(**choice), prompts, lambda: haystack, [length])[length]
+def texts(haystack, length, *, config=CONFIG, **choice):
+    config = replace(config, choice=ChoiceSettings(**choice))
+    return choice_texts(config, lambda: haystack, [length])[length]
 
 
 def test_validation_text_is_that_of_all_that_is_fitted(haystack):
-    assert choice_texts(ChoiceSettings(), PROMPTS, lambda: haystack, [600]) is None
+    assert choice_texts(CONFIG, lambda: haystack, [600]) is None
 
 
 def test_prompts_with_needles_end_with_their_question(haystack):
@@ -69,7 +70,7 @@ def test_prompts_with_needles_end_with_their_question(haystack):
 
 def test_prompts_are_spread_over_all_that_a_task_has(haystack):
     """From the first to the last; where it has fewer, each is there once."""
-    task = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=3, depths=(0, 1)))
+    task = NEEDLE_TASKS["standard"](haystack, replace(CONFIG.needles, trials=3, depths=(0, 1)))
     prompts = [list(prompt.tokens) for prompt in task.prompts(600)]
     assert len(prompts) == 6
     for texts, chosen in ((1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (9, [0, 1, 2, 3, 4, 5])):
@@ -79,16 +80,16 @@ def test_prompts_are_spread_over_all_that_a_task_has(haystack):
 
 
 def test_they_are_others_than_those_that_are_evaluated(haystack):
-    asked = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=4)).prompts(600)
+    asked = NEEDLE_TASKS["standard"](haystack, replace(CONFIG.needles, trials=4)).prompts(600)
     mine = texts(haystack, 600, text="standard").tolist()
     assert not any(list(prompt.tokens) in mine for prompt in asked)
 
 
 def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
     name = "many_shot_skip"
-    shots = replace(PROMPTS.many_shot, tasks=[name], trials=3, new_tokens=16)
+    shots = replace(CONFIG.many_shot, tasks=[name], trials=3, new_tokens=16)
     (task,), _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
-    mine = texts(haystack, 700, prompts=Prompts(many_shot=shots), text=name, texts=3)
+    mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
     said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
     asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]
     assert len(said) == len(asked) == 3
@@ -103,8 +104,8 @@ def test_prompts_of_many_shots_have_one_length(haystack, name, tmp_path):
         for i in range(200)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shots = replace(PROMPTS.many_shot, file=str(file), new_tokens=16)
-    found = texts(haystack, 700, prompts=Prompts(many_shot=shots), text=name)
+    shots = replace(CONFIG.many_shot, file=str(file), new_tokens=16)
+    found = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name)
     assert 700 - 16 - 60 < found.shape[1] <= 700 - 16
     for row in found.tolist():
         said = haystack.tokenizer.decode(row[1:])

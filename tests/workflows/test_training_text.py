@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from trainer.common.errors import UserError
-from trainer.runs.arms import arms_of
+from trainer.runs.arms import arms_of, control_problems
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import training_text
@@ -18,7 +18,6 @@ from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
     readings,
-    text_problems,
     tokenizer_of_weights,
     vocabulary_problems,
 )
@@ -198,8 +197,8 @@ MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "re
 def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
     """It would be trained on the run's."""
     config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": {"other": changes}})
-    found = [*map(str, text_problems(arms_of(config)))]
-    assert [problem.split(": ")[0] for problem in found] == [f"controls.other.{k}" for k in said]
+    keys = [problem.key for problem in control_problems(arms_of(config))]
+    assert keys == ["controls.other.label", *(f"controls.other.{key}" for key in said)]
 
 
 def test_text_is_packed_for_the_phases_of_controls_too():

@@ -161,7 +161,7 @@ def test_damage_is_named_and_the_other_runs_are_shown():
     fabricate(config("c"), 8)
     said = " ".join(shown("runs").split())
     assert "'runs/a/metrics.csv' is damaged in row 2" in said
-    assert "'runs/b/config.yaml' is damaged in line 1" in said
+    assert "'runs/b/config.yaml' is damaged: line 1: " in said
     assert "8/20" in said
 
 

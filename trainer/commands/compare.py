@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import Command, reading
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trainer.commands.hydra.composing import Composed
-    from trainer.report.sweep import Sweep
     from trainer.workflows.requests import CompareRequest
-
-
-def read(composed: Composed) -> CompareRequest:
-    """Return the checked request; words without a key come after the directories of ``runs=``."""
-    from trainer.runs.parsing import parse
-    from trainer.workflows.requests import CompareRequest
-
-    return parse(CompareRequest, composed.with_verbatim("runs"), composed.problems)
 
 
 def execute(request: CompareRequest) -> None:
@@ -27,16 +15,11 @@ def execute(request: CompareRequest) -> None:
     from trainer.runs.directory import check_runs
 
     check_runs(request.runs)  # before the workflow is imported, which takes a second
-    from trainer.workflows.compare import compare_runs
-
-    show(*compare_runs(request))
-
-
-def show(sweep: Sweep, page: Path) -> None:
-    """Print the table of a sweep, and where its page is."""
     from trainer.commands.console import report_console
     from trainer.report.sweep import terminal_sweep
+    from trainer.workflows.compare import compare_runs
 
+    sweep, page = compare_runs(request)
     out = report_console()
     out.print(terminal_sweep(sweep, out.width))
     out.print(f"Comparison: {page}", highlight=False, markup=False)
@@ -53,7 +36,7 @@ for itself and its controls. Nothing is measured anew; train --multirun does thi
 COMMAND = Command(
     "compare",
     HELP,
-    read,
+    reading("CompareRequest", "runs"),
     execute,
     single="name all runs in one command.",
     bare=True,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -25,8 +27,9 @@ WIDTH = 100
 def set_up_console(quiet: bool = False) -> None:
     """Show the program's log without the logs of its libraries.
 
-    ``quiet``: show errors only, as for all processes of a run except the first.
+    ``quiet``: show errors only, as all processes except the first do in any case.
     """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
@@ -34,7 +37,7 @@ def set_up_console(quiet: bool = False) -> None:
             console.width = WIDTH
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if quiet else logging.INFO)
+    logger.setLevel(logging.ERROR if quiet or rank != "0" else logging.INFO)
     logger.propagate = False
 
 
@@ -79,32 +82,27 @@ def report_console() -> Console:
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """Print the tables, the observations in words, and the path of the page."""
     out = report_console()
+    say = partial(out.print, highlight=False, markup=False)
     if report.cells:
         out.print(terminal_tables(report, out.width))
     drop = report.drop
     for text in _about_drop(drop):
-        out.print(text, highlight=False)
+        say(text)
     for index, arm in enumerate(report.arms):
         for change in arm.changes:
             if index or drop is None or change.step != drop.step:
                 losses = " to ".join(map(_loss, (change.loss_after, change.loss_end)))
-                out.print(
+                say(
                     f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
-                    f"{change.length:,} tokens {_loss(change.loss_before)} before, then {losses}.",
-                    highlight=False,
-                    markup=False,
+                    f"{change.length:,} tokens {_loss(change.loss_before)} before, then {losses}."
                 )
     if warnings := troubles(report.arms):
         for warning in warnings:
             out.print(Text(f"Warning: {warning}", style="bold red"))
-        out.print(remedy("nan"), highlight=False)
+        say(remedy("nan"))
     if names := _at_chance(report):
-        out.print(
-            f"Retrieval at the training length is at chance: {', '.join(names)}. "
-            f"{remedy('retrieval')}",
-            highlight=False,
-            markup=False,
-        )
+        about = f"Retrieval at the training length is at chance: {', '.join(names)}."
+        say(f"{about} {remedy('retrieval')}")
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"
@@ -112,10 +110,10 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         if not observation.shown:
             out.print(Padding(Text(observation.evidence, style="dim"), (0, 0, 0, 4)))
     for note in report.notes:
-        out.print(f"Note: {note}", highlight=False, markup=False)
+        say(f"Note: {note}")
     if existing:
-        out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
-    out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False, markup=False)
+        say("This run was finished before; nothing was trained. overwrite=true starts again.")
+    say(f"Report: {Path(run_dir) / 'report.html'}")
 
 
 def show(text: str, end: str = "\n") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,7 @@ def execute(named: Named[Any]) -> None:
     from trainer.workflows.remarks import say_idle_settings
     from trainer.workflows.requests import EvaluationRequest
 
-    set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
+    set_up_console()
     say_idle_settings(named.request.evaluation, named.words)
     # A batch script requeues the job. Its command then resumes from the stored results.
     with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1, first=ask_for_requeue):
@@ -144,12 +143,9 @@ COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",), su
 
 def both_lengths(composed: Composed) -> list[Problem]:
     """Return the problem of ``evaluation.lengths`` beside ``evaluation.tokens``."""
-    evaluation = composed.values.get("evaluation")
-    if not isinstance(evaluation, dict) or evaluation.get("tokens") is None:
+    tokens = composed.value("evaluation.tokens")
+    if tokens is None or "evaluation.lengths" not in composed.named_keys:
         return []
-    if "evaluation.lengths" not in composed.named_keys:
-        return []
-    tokens = evaluation["tokens"]
     return [
         Problem(
             "evaluation.lengths",

@@ -5,20 +5,11 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import Command, reading
 from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
-    from trainer.commands.hydra.composing import Composed
     from trainer.workflows.requests import ExportRequest
-
-
-def read(composed: Composed) -> ExportRequest:
-    """Return the checked request."""
-    from trainer.runs.parsing import parse
-    from trainer.workflows.requests import ExportRequest
-
-    return parse(ExportRequest, composed.values, composed.problems)
 
 
 def execute(request: ExportRequest) -> None:
@@ -50,7 +41,7 @@ compares its logits; nothing is kept if they differ by more than tolerance.
 COMMAND = Command(
     "export",
     HELP,
-    read,
+    reading("ExportRequest"),
     execute,
     output=lambda request: request.to,
     output_keys=("to",),

@@ -5,23 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import Command, reading
 
 if TYPE_CHECKING:
-    from trainer.commands.hydra.composing import Composed
     from trainer.workflows.requests import GenerationRequest
-
-
-def read(composed: Composed) -> GenerationRequest:
-    """Return the checked request; prompts of the command line come after the configured ones."""
-    from trainer.runs.parsing import parse
-    from trainer.workflows.requests import GenerationRequest
-
-    values = composed.with_verbatim("prompts")
-    if isinstance(stop := values["stop"], list):
-        stop = [text.replace("\\n", "\n") if isinstance(text, str) else text for text in stop]
-        values = {**values, "stop": stop}
-    return parse(GenerationRequest, values, composed.problems)
 
 
 def execute(request: GenerationRequest) -> None:
@@ -63,7 +50,7 @@ together and are shown at the end, each with its prompt before it.
 COMMAND = Command(
     "generate",
     HELP,
-    read,
+    reading("GenerationRequest", "prompts"),
     execute,
     single="give several prompts in one command, or run it for each checkpoint.",
     verbatim="prompt",

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import Command, reading
 
 if TYPE_CHECKING:
-    from trainer.commands.hydra.composing import Composed
     from trainer.workflows.requests import InspectionRequest
-
-
-def read(composed: Composed) -> InspectionRequest:
-    """Return the checked request."""
-    from trainer.runs.parsing import parse
-    from trainer.workflows.requests import InspectionRequest
-
-    return parse(InspectionRequest, composed.values, composed.problems)
 
 
 def execute(request: InspectionRequest) -> None:
@@ -45,7 +36,7 @@ run (certificate.samples).
 COMMAND = Command(
     "inspect",
     HELP,
-    read,
+    reading("InspectionRequest"),
     execute,
     single="one step is shown at a time; run it for each.",
     subject="checkpoint",

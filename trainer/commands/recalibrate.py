@@ -90,7 +90,7 @@ def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
     run_dir = values["run_dir"]
     if not {"name", "run_dir"} & {*user_keys}:
         run_dir = f"runs/{words['name']}"
-    user_values = {key: _value(values, key) for key in user_keys}
+    user_values = {key: composed.value(key) for key in user_keys}
     user_values = {key: value for key, value in user_values.items() if value is not None}
     set_up_console()
     to = None if keys.to is None else Path(keys.to)
@@ -120,9 +120,7 @@ def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
         for key in MODEL_KEYS
         if key in composed.named_keys
     ]
-    data = composed.values.get("data")
-    files = data.get("files") if isinstance(data, dict) else None
-    needs_text = composed.choices.get("data") == "files" and not files
+    needs_text = composed.choices.get("data") == "files" and not composed.value("data.files")
     if keys.text and not needs_text:
         problems.append(Problem("text", "the text is given by data already; leave one out."))
     if needs_text and not keys.text and "text" not in [p.key for p in composed.problems]:
@@ -134,13 +132,6 @@ def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
             )
         )
     return problems
-
-
-def _value(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None if there is none."""
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
 
 
 def words_of(composed: Composed) -> list[str]:

@@ -148,7 +148,6 @@ def prepare_scripts(
 ) -> dict[str, str]:
     """Return two scripts for CPUs: ``prepare.sbatch``, an array whose jobs each prepare a part of a
     run's text, and ``finish.sbatch``, which completes it."""
-    parts = max(config.prepare, 1)
     # Options for a node with GPUs do not fit nodes without.
     alone = replace(
         config,
@@ -169,9 +168,10 @@ def prepare_scripts(
         lines = ["#!/usr/bin/env bash", *header, *array, "", *_environment(config, code)]
         return "\n".join([*lines, PREPARE_BODY.replace("WORK", work)])
 
-    part = f' prepare.part="$SLURM_ARRAY_TASK_ID/{parts}"'
+    array = [f"#SBATCH --array=1-{config.prepare}"]
+    part = f' prepare.part="$SLURM_ARRAY_TASK_ID/{config.prepare}"'
     return {
-        "prepare.sbatch": script("prepare", "%x-%A_%a.log", [f"#SBATCH --array=1-{parts}"], part),
+        "prepare.sbatch": script("prepare", "%x-%A_%a.log", array, part),
         "finish.sbatch": script("finish", "%x-%j.log", [], ""),
     }
 

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -47,6 +46,8 @@ class Job:
     files: ConfigFiles
     """Configuration files that the run was composed of."""
     submit: bool
+    trains: bool
+    """Whether it trains the run; otherwise it only prepares the text."""
 
 
 def read(composed: Composed) -> Job:
@@ -55,32 +56,37 @@ def read(composed: Composed) -> Job:
     from trainer.runs.directory import plain
     from trainer.workflows.experiment import experiment_problems
 
-    job = read_job(composed, lambda keys, run: [*_misfits(run), *_idle_workers(keys, run)])
+    job = read_job(composed, trains=True)
     arms = arms_of(job.config)
     misfits = arm_problems(arms, of_run=[lambda arm: _misfits(plain(arm))])
     raise_all([*misfits, *experiment_problems(arms, *_workers(job.settings))])
     return job
 
 
-Check = Callable[[SlurmConfig, dict[str, Any]], list[Problem]]
-"""Takes a job's settings and the values of its run."""
-
-
-def read_job(composed: Composed, check: Check = lambda keys, run: []) -> Job:
-    """Return a job with checked settings of its own and of its run.
-
-    ``check``: returns more problems to report with those.
-    """
+def read_job(composed: Composed, *, trains: bool) -> Job:
+    """Return a job with checked settings of its own and of its run."""
     keys, problems, run = composed.split(Slurm)
-    problems += [problem.under("slurm") for problem in keys.slurm.problems()]
+    settings = keys.slurm
+    problems += [problem.under("slurm") for problem in settings.problems()]
+    if trains:
+        problems += _misfits(run.values)
+        workers, _ = _workers(settings)
+        if workers > 1 and run.values["strategy"]["name"] == "single":
+            problems.append(
+                Problem(
+                    "strategy",
+                    f"'single' uses one worker, and the job starts {workers}; choose "
+                    "strategy=ddp, or slurm.nodes=1 slurm.gpus_per_node=1.",
+                )
+            )
     try:
-        config = read_run(run, [*problems, *check(keys.slurm, run.values)])
+        config = read_run(run, problems)
     except UserError as error:
         raise UserError(*map(_for_nodes, error.problems)) from error
-    words = tuple(word for word in composed.words if not _is_setting(word))
+    words = tuple(word for word in composed.words if not re.match(r"[+~]*slurm[.=]", word))
     words = words or (f"name={config.name}",)  # a job without words trains nothing
-    settings = keys.slurm.for_run(config)
-    return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
+    submit = SUBMIT in composed.flags
+    return Job(settings.for_run(config), config, words, composed.files, submit, trains)
 
 
 def _for_nodes(problem: Problem) -> Problem:
@@ -106,10 +112,7 @@ def execute(job: Job) -> None:
     say_unusual_settings(arms_of(job.config))
     if job.settings.gpus_per_node:
         _say_plan(job)
-    before = PREPARING if job.settings.prepare else {}
-    # Training starts when the text is whole, and is cancelled if the preparation fails.
-    options = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"] if before else []
-    submit_all(job, directory, {**before, TRAINING: options})
+    submit_all(job, directory)
 
 
 def _say_plan(job: Job) -> None:
@@ -131,16 +134,19 @@ TRAINING = "job.sbatch"
 """The script that trains."""
 LAST = "LAST"
 """Placeholder in an option of sbatch for the number of the job submitted before."""
-PREPARING = {
-    "prepare.sbatch": [],
-    # Even if jobs of the array fail, one job completes the text, or fails.
-    "finish.sbatch": [f"--dependency=afterany:{LAST}"],
-}
-"""Scripts that prepare text, in order of submission, with options of sbatch."""
 
 
-def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None:
-    """Submit scripts one after the other if the user asked for it; otherwise print how to."""
+def submit_all(job: Job, directory: Path) -> None:
+    """Submit the scripts one after the other if the user asked for it; otherwise print how to."""
+    scripts: dict[str, list[str]] = {}  # names with options of sbatch, in order of submission
+    if job.settings.prepare:
+        scripts["prepare.sbatch"] = []
+        # Even if jobs of the array fail, one job completes the text, or fails.
+        scripts["finish.sbatch"] = [f"--dependency=afterany:{LAST}"]
+    if job.trains:
+        # Training starts when the text is whole, and is cancelled if the preparation fails.
+        waiting = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"]
+        scripts[TRAINING] = waiting if scripts else []
     last = "NUMBER"  # stands for what sbatch prints
     if len(scripts) > 1 and not job.submit:
         print("Each waits for the NUMBER that sbatch prints for the one before; --submit does all.")
@@ -159,11 +165,6 @@ def _workers(settings: SlurmConfig) -> tuple[int, int]:
     """Return the number of workers of the whole job, and of a node."""
     on_a_node = settings.workers_a_node
     return settings.nodes * on_a_node, on_a_node
-
-
-def _is_setting(word: str) -> bool:
-    """Whether the word is for the job rather than for the run in it."""
-    return re.match(r"[+~]*slurm[.=]", word) is not None
 
 
 def _misfits(values: dict[str, Any]) -> list[Problem]:
@@ -187,20 +188,6 @@ def _misfits(values: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def _idle_workers(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
-    """Return the problem of a job with several workers for a run on one device."""
-    workers, _ = _workers(settings)
-    if workers == 1 or values["strategy"]["name"] != "single":
-        return []
-    return [
-        Problem(
-            "strategy",
-            f"'single' uses one worker, and the job starts {workers}; choose strategy=ddp, or "
-            "slurm.nodes=1 slurm.gpus_per_node=1.",
-        )
-    ]
-
-
 def _is_visible_to_jobs(module: str) -> bool:
     """Whether a module is found without the current directory, which a job's Python searches only
     if ``PYTHONPATH`` names it."""
@@ -211,7 +198,9 @@ def _is_visible_to_jobs(module: str) -> bool:
 
 
 def write_job(job: Job) -> Path:
-    """Write the script that trains, those that prepare its text, and the configuration.
+    """Write the job's scripts with ``code/`` and ``logs/``, and the configuration if it trains.
+
+    A job that only prepares text leaves the others of an earlier job as they are.
 
     Returns:
         Their directory.
@@ -221,44 +210,20 @@ def write_job(job: Job) -> Path:
     """
     import yaml
 
-    from trainer.runs.directory import plain
-
-    def scripts(*parts: Any) -> dict[str, str]:
-        prepare = prepare_scripts(*parts) if job.settings.prepare else {}
-        config = yaml.safe_dump(plain(job.config), sort_keys=False)
-        return {**prepare, "config.yaml": config, TRAINING: job_script(*parts)}
-
-    return _write(job, scripts)
-
-
-def write_array(job: Job) -> Path:
-    """Write the scripts that prepare text; an earlier job in their directory stays as it is.
-
-    Returns:
-        Their directory.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
-    return _write(job, prepare_scripts)
-
-
-Scripts = Callable[[SlurmConfig, str, Sequence[str], Path, Path], dict[str, str]]
-"""Takes settings, name, words, code and logs; returns the texts of files by their names."""
-
-
-def _write(job: Job, scripts: Scripts) -> Path:
-    """Write the files of ``scripts``, with ``code/`` and ``logs/``; return their directory."""
     from trainer.common.files import write_atomically
-    from trainer.runs.directory import check_writable
+    from trainer.runs.directory import check_writable, plain
 
     settings, config = job.settings, job.config
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
     check_writable(str(directory), "slurm.directory")
     place = directory.resolve()
-    code = snapshot(place / "code", job.files.user_directory)
-    (place / "logs").mkdir(exist_ok=True)  # without it SLURM fails the job
-    texts = scripts(settings, config.name, job.words, code, place / "logs")
+    code, logs = snapshot(place / "code", job.files.user_directory), place / "logs"
+    logs.mkdir(exist_ok=True)  # without it SLURM fails the job
+    parts = settings, config.name, job.words, code, logs
+    texts = prepare_scripts(*parts) if settings.prepare else {}
+    if job.trains:
+        texts["config.yaml"] = yaml.safe_dump(plain(config), sort_keys=False)
+        texts[TRAINING] = job_script(*parts)
     for name, text in texts.items():
         write_atomically(place / name, text)
     return directory

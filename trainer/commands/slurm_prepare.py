@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def read(composed: Composed) -> slurm.Job:
     """Return the checked job, with one part or more."""
-    job = slurm.read_job(composed)
+    job = slurm.read_job(composed, trains=False)
     return replace(job, settings=replace(job.settings, prepare=max(job.settings.prepare, 1)))
 
 
 def execute(job: slurm.Job) -> None:
     """Write the array and the job that completes its work, and submit them or say how."""
-    slurm.submit_all(job, slurm.write_array(job), slurm.PREPARING)
+    slurm.submit_all(job, slurm.write_job(job))
 
 
 HELP = """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from trainer.commands.evaluate import (
     kind_problem,
 )
 from trainer.commands.hydra.command import Command, Named
-from trainer.common.errors import Problem, UserError, raise_all
+from trainer.common.errors import Problem, UserError, listed, raise_all
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -95,21 +94,18 @@ def read_run(
     """
     from trainer.interchange.hub import MissingWeights
     from trainer.runs.config import RunConfig
-    from trainer.runs.parsing import parse, parse_without_weights
+    from trainer.runs.parsing import parse
 
     values, kind = composed.without_kind("evaluation")
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
-    problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed)]
-    problems += [*_two_budgets(composed), *_unheard(composed), *_unread_files(composed)]
-    problems += [*known, *both_lengths(composed)]
+    problems = [*composed.problems, *ignored, *of_weights, *_word_problems(composed), *known]
+    problems += both_lengths(composed)
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    if not weights:
-        return parse_without_weights(values, problems)
     try:
-        return parse(RunConfig, values, problems)
+        return parse(RunConfig, values, problems, weights=weights)
     except UserError as error:
         if not any(isinstance(problem, MissingWeights) for problem in error.problems):
             raise
@@ -121,84 +117,55 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
     """Return the problems of words that set what the weights of ``source`` already have."""
     from trainer.runs.parsing import ignored_keys
 
-    model = composed.values.get("model")
-    if not isinstance(model, dict) or model.get(source) is None:
-        return []
-    return ignored_keys(composed.named_keys, source)
+    is_set = composed.value(f"model.{source}") is not None
+    return ignored_keys(composed.named_keys, source) if is_set else []
 
 
-def _dropped_all_the_same(composed: Composed) -> list[Problem]:
-    """Return the problem of ``drop=never`` when an experiment's own keys override it."""
-    drop = composed.values.get("drop")
-    if "drop=never" not in composed.words or not isinstance(drop, dict) or not drop.get("enabled"):
-        return []
-    controls = (composed.values.get("controls") or {}).values()
-    branches = any(isinstance(c, dict) and c.get("branch") == "drop" for c in controls)
-    without = ", and leave out the controls that begin at the drop (controls=null)"
-    return [
-        Problem(
-            "drop=never",
-            f"the experiment sets drop.{key}={drop[key]}, which stands above it; write "
-            f"drop.enabled=false{without if branches else ''}.",
-        )
-        for key in ("at", "at_tokens")
-        if drop.get(key) is not None and f"drop.{key}" not in composed.named_keys
-    ]
-
-
-def _two_budgets(composed: Composed) -> list[Problem]:
-    """Return the problem of ``trainer.max_steps`` beside ``trainer.max_tokens``, which decides."""
-    trainer = composed.values.get("trainer")
-    tokens = trainer.get("max_tokens") if isinstance(trainer, dict) else None
-    if "trainer.max_steps" not in composed.named_keys or tokens is None:
-        return []
-    if "trainer.max_tokens" in composed.named_keys:
-        return [Problem("trainer.max_steps", "give steps or trainer.max_tokens, not both.")]
-    return [
-        Problem(
-            "trainer.max_steps",
+@listed
+def _word_problems(composed: Composed) -> Iterator[Problem]:
+    """Check for words without effect: another word, or an experiment's own keys, override them."""
+    value, named_keys = composed.value, composed.named_keys
+    if "drop=never" in composed.words and value("drop.enabled"):
+        controls = (value("controls") or {}).values()
+        branches = any(isinstance(c, dict) and c.get("branch") == "drop" for c in controls)
+        without = ", and leave out the controls that begin at the drop (controls=null)"
+        for key in ("drop.at", "drop.at_tokens"):
+            if value(key) is not None and key not in named_keys:
+                yield Problem(
+                    "drop=never",
+                    f"the experiment sets {key}={value(key)}, which stands above it; write "
+                    f"drop.enabled=false{without if branches else ''}.",
+                )
+    tokens = value("trainer.max_tokens")
+    if "trainer.max_steps" in named_keys and tokens is not None:
+        both = "give steps or trainer.max_tokens, not both."
+        stands_above = (
             f"the experiment sets trainer.max_tokens={tokens}, which stands above it; write "
-            "trainer.max_tokens=null as well.",
+            "trainer.max_tokens=null as well."
         )
-    ]
-
-
-def _unread_files(composed: Composed) -> list[Problem]:
-    """Return the problem of ``data.files`` beside a source that reads no files."""
-    data = composed.values.get("data")
-    if "data.files" not in composed.named_keys or not isinstance(data, dict):
-        return []
-    source, files = data.get("source"), data.get("files")
-    if source == "files" or not files or not isinstance(files, list):
-        return []  # a wrong type is reported with the values
-    return [
-        Problem("data.files", f"data.source={source} reads no files; write data=files as well.")
-    ]
-
-
-def _unheard(composed: Composed) -> list[Problem]:
-    """Return the problem of the task ``statements`` without statements in the training text."""
-    data, evaluation = composed.values.get("data"), composed.values.get("evaluation")
-    if not asks_for_statements(composed.words) or not isinstance(data, dict):
-        return []
-    needles = data.get("needles")
-    others = isinstance(evaluation, dict) and evaluation.get("tasks") != ["statements"]
-    if not others or not isinstance(needles, dict) or needles.get("share") != 0:
-        return []  # statements alone are reported with the values
-    return [
-        Problem(
+        are_both_named = "trainer.max_tokens" in named_keys
+        yield Problem("trainer.max_steps", both if are_both_named else stands_above)
+    source, files = value("data.source"), value("data.files")
+    is_list = isinstance(files, list) and files  # a wrong type is reported with the values
+    if "data.files" in named_keys and source != "files" and is_list:
+        yield Problem(
+            "data.files", f"data.source={source} reads no files; write data=files as well."
+        )
+    # Statements alone are reported with the values.
+    among_others = value("evaluation.tasks") != ["statements"]
+    if asks_for_statements(composed.words) and among_others and value("data.needles.share") == 0:
+        yield Problem(
             "evaluation.tasks",
             "'statements' asks for what the training text does not carry; set data.needles.share, "
             "such as data.needles.share=0.5, or leave the task out.",
         )
-    ]
 
 
 def execute(named: Named[RunConfig]) -> None:
     """Train, and print the report."""
     from trainer.commands.console import print_report, set_up_console
 
-    set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
+    set_up_console()
     from trainer.workflows.experiment import run_experiment
     from trainer.workflows.remarks import say_idle_settings
 
@@ -210,13 +177,12 @@ def execute(named: Named[RunConfig]) -> None:
         print_report(report, config.run_dir, existing)
 
 
-def compare(place: Path) -> None:
+def compare_sweep(place: Path) -> None:
     """Compare the runs of a sweep."""
-    from trainer.commands.compare import show
-    from trainer.workflows.compare import compare_runs
+    from trainer.commands import compare
     from trainer.workflows.requests import CompareRequest
 
-    show(*compare_runs(CompareRequest([str(place)])))
+    compare.execute(CompareRequest([str(place)]))
 
 
 def wordless(named: Named[RunConfig]) -> str:
@@ -262,6 +228,6 @@ COMMAND = Command(
     output=lambda named: named.request.run_dir,
     output_keys=("run_dir", "name"),
     described=("experiment",),
-    together=compare,
+    together=compare_sweep,
     wordless=wordless,
 )

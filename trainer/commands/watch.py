@@ -6,19 +6,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import Command, reading
 
 if TYPE_CHECKING:
-    from trainer.commands.hydra.composing import Composed
     from trainer.workflows.requests import WatchRequest
-
-
-def read(composed: Composed) -> WatchRequest:
-    """Return the checked request; words without a key come after the directories of ``runs=``."""
-    from trainer.runs.parsing import parse
-    from trainer.workflows.requests import WatchRequest
-
-    return parse(WatchRequest, composed.with_verbatim("runs"), composed.problems)
 
 
 def execute(request: WatchRequest) -> None:
@@ -55,4 +46,11 @@ of a sweep (multirun/NAME), or a directory of runs (runs). It reads files and wr
 run beside the training, on any machine that sees the directory. On a terminal it refreshes until
 all runs are finished or stopped, or Ctrl-C.
 """
-COMMAND = Command("watch", HELP, read, execute, single="name all runs in one command.", bare=True)
+COMMAND = Command(
+    "watch",
+    HELP,
+    reading("WatchRequest", "runs"),
+    execute,
+    single="name all runs in one command.",
+    bare=True,
+)

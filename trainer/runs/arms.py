@@ -7,10 +7,14 @@ after hours. All checks therefore get their configurations from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 from trainer.common.errors import Problem, listed
+from trainer.data.config import SourceConfig
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import plain
+from trainer.runs.descriptions import label
+from trainer.runs.directory import differences, plain
 from trainer.runs.parsing import control_config
 from trainer.runs.phases import phases_of
 from trainer.runs.training_config import StrategyConfig
@@ -43,10 +47,8 @@ def arm_problems(
 ) -> list[Problem]:
     """Return the problems of all arms, each once; those of a control alone under its name.
 
-    Args:
-        arms: the result of :func:`arms_of`.
-        of_run: checks of keys that stay the same during a run.
-        of_phase: checks of sizes, lengths and texts, which each phase may change.
+    ``of_run``: checks of keys that stay the same during a run. ``of_phase``: checks of sizes,
+    lengths and texts, which each phase may change.
     """
     problems_of = {name: [p for check in of_run for p in check(arm)] for name, arm in arms.items()}
     for name, config in phase_configs(arms):
@@ -58,6 +60,75 @@ def arm_problems(
         for problem in problems
     ]
     return list(dict.fromkeys(named))
+
+
+NOT_OF_TEXT = {
+    "about": "words for a reader",
+    "bad_rows": "how many rows may be malformed; they are left out all the same",
+}
+"""Keys of a source on which its text does not depend, with the reason."""
+
+
+def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the keys that decide on each text of a run, by the name of the text."""
+    keys = [f.name for f in fields(SourceConfig) if f.name not in NOT_OF_TEXT] + ["prepared"]
+    return {
+        name: {key: getattr(text, key) for key in keys}
+        for name, (text, _) in config.data.texts.items()
+    }
+
+
+@listed
+def control_problems(arms: Mapping[str, RunConfig]) -> Iterator[Problem]:
+    """Check that no two arms have one label, and that controls share what they must with their run.
+
+    All arms train in the same processes, one after the other, and read the run's text; a control
+    may omit texts of a mixture and weight them differently. A table is for one training length.
+    """
+    run, names = arms[MAIN], dict[str, str]()
+    texts = _texts_of(run)
+    for name, arm in arms.items():
+        key, called = f"controls.{name}", label(arm)
+        if names.setdefault(called, name) != name:
+            drops = arm.drop_step is not None
+            no_drop = f", or {key}.drop.enabled=false if it is not to drop" if drops else ""
+            yield Problem(
+                f"{key}.label",
+                f"{called!r} is what {names[called]} is called too; give it another{no_drop}.",
+            )
+        if arm.training_length != run.training_length:
+            yield Problem(
+                key,
+                f"its longest sequences have {arm.training_length:,} tokens, and those of the run "
+                f"{run.training_length:,}; a table is for one length.",
+            )
+        for text, source in _texts_of(arm).items():
+            if texts.get(text) != source:
+                yield Problem(
+                    f"{key}.data",
+                    f"a control reads the text of its run, and {text!r} is another; train it as a "
+                    "run of its own.",
+                )
+        if differing := differences(asdict(run.tokenizer), asdict(arm.tokenizer), ()):
+            yield Problem(
+                f"{key}.tokenizer",
+                "a control reads the tokens of its run, and has another "
+                f"{', '.join(k for k, *_ in differing)}; train it as a run of its own.",
+            )
+        if (arm.strategy.name == "single") != (run.strategy.name == "single"):
+            yield Problem(
+                f"{key}.strategy",
+                f"{arm.strategy.name!r}, but the processes of the run are started for "
+                f"{run.strategy.name!r}; leave it out, or train it as a run of its own.",
+            )
+        for device_key in ("accelerator", "threads"):
+            value, shared = (getattr(config.trainer, device_key) for config in (arm, run))
+            if value != shared:
+                yield Problem(
+                    f"{key}.trainer.{device_key}",
+                    f"{value!r}, but a control trains in the processes of its run, which has "
+                    f"{shared!r}; leave it out.",
+                )
 
 
 @listed

@@ -90,9 +90,8 @@ def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
 def describe_task(training_share: float, needles: int) -> dict[str, Any]:
     """Describe the retrieval trials for the report.
 
-    Args:
-        training_share: share of the training sequences with such statements.
-        needles: number of statements per trial.
+    ``training_share``: share of the training sequences with such statements. ``needles``: number of
+    statements per trial.
     """
     return {
         "needles": needles,
@@ -155,17 +154,10 @@ def commit(root: Path) -> str:
     """
     if not (root / ".git").exists():  # a repository further up belongs to another program
         return ""
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty"]
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = subprocess.run(git, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f", commit {head.stdout.strip()}{' and changes since' if changed.stdout else ''}"
+    name, changed, _ = done.stdout.strip().partition("-dirty")
+    return f", commit {name}{' and changes since' if changed else ''}"

@@ -200,18 +200,21 @@ def saved_run(directory: Path) -> RunConfig:
 def _saved(record: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(read_content(record).decode("utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError.at(
-            "run_dir", f"{str(record)!r} is damaged{line}: {error.problem}."
-        ) from None
+        if isinstance(saved, dict):
+            return saved
+        reason = "it holds no configuration"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError.at(
-            "run_dir", f"{str(record)!r} is damaged: {' '.join(str(error).split())}."
-        ) from None
-    if not isinstance(saved, dict):
-        raise UserError.at("run_dir", f"{str(record)!r} is damaged: it holds no configuration.")
-    return saved
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
+    raise UserError.at("run_dir", f"{str(record)!r} is damaged: {reason}.")
+
+
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested groups, or None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
 
 
 def differences(
@@ -298,10 +301,7 @@ def saved_config(values: dict[str, Any], key: str, file: str) -> RunConfig:
     """Parse the configuration that a run was written with, even by another version or with other
     plugins; unknown keys are ignored.
 
-    Args:
-        values: the stored values.
-        key: the configuration key that errors name.
-        file: names the file in errors.
+    ``key``, ``file``: the configuration key and the file that errors name.
 
     Raises:
         UserError: the configuration is damaged.

@@ -34,11 +34,7 @@ def configured_layout(config: RunConfig) -> Layout:
 
 
 def layouts_of_phases(config: RunConfig, first: Layout) -> Iterator[Layout]:
-    """Yield the layouts just before each phase, and the last one.
-
-    Args:
-        config: the run.
-        first: the layout that it begins with.
+    """Yield the layouts just before each phase, and the last one; the run begins with ``first``.
 
     Raises:
         UserError: a phase asks for an impossible change.

@@ -63,13 +63,8 @@ def evaluation_memory(
     """Return lower bounds for an evaluation's bytes of weights, of keys and values, and of
     activations.
 
-    Args:
-        config: shape of the model.
-        tokens: length of the longest sequences, prompt and answer together.
-        evaluation: its tasks and batch size.
-        chunk: tokens of a sequence in one forward pass (None: all).
-        dtype: ``fp32`` or ``bf16``.
-        device: "cpu" or "cuda".
+    ``tokens``: length of the longest sequences, prompt and answer together. ``chunk``: tokens of a
+    sequence in one forward pass (None: all). ``device``: "cpu" or "cuda".
     """
     size = 2 if dtype == "bf16" else 4
     rows = max(1, evaluation.batch_tokens // tokens)
@@ -124,13 +119,9 @@ def evaluation_problems(
 ) -> Iterator[Problem]:
     """Check that evaluating each model fits the free memory; otherwise name a change that would.
 
-    Args:
-        shapes: shapes of the models, by name.
-        longest: tokens of the longest sequences.
-        evaluation: the requested evaluation.
-        device: "cpu" or "cuda".
-        processes: number of processes, which share the memory of a CPU; each has its own GPU.
-        head_fits: fits of a temperature per head, by the names of their models.
+    ``shapes``, ``head_fits``: shapes of the models and fits of a temperature per head, by name.
+    ``longest``: tokens of the longest sequences. ``device``: "cpu" or "cuda". ``processes``: their
+    number; they share the memory of a CPU, and each has its own GPU.
     """
     if device == "cuda":
         torch.cuda.empty_cache()  # left by training

@@ -31,6 +31,8 @@ BUCKETS = 4
 """Parts of a sequence whose losses are logged separately."""
 PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
 """Parts of a step whose times are logged separately."""
+PART_TIMES = tuple(f"time/{part}" for part in PARTS)
+DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
 COLUMNS = (
     "step",
     "tokens",
@@ -44,12 +46,10 @@ COLUMNS = (
     "gradient_spikes",
     "learning_rate",
     "tokens_per_second",
-    *(f"time/{part}" for part in PARTS),
+    *PART_TIMES,
     "memory",
     "mfu",
-    "drop/loss_before",
-    "drop/loss_after",
-    "drop/loss_end",
+    *DROP_LOSSES,
 )
 TIMES = ("tokens_per_second", "time/", "mfu", "memory")
 """Prefixes of the columns that differ between two runs of one configuration."""
@@ -148,7 +148,6 @@ class Panel:
     whole: bool = False
 
 
-DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
 RETRIEVAL, TEXT_LOSS = "length/retrieval_", "length/loss_"
 """Prefixes of metrics that are measured at several lengths in training."""
 
@@ -184,10 +183,7 @@ SECTIONS = {
         Panel("Attention", pattern="probe/.+"),
     ),
     "System": (
-        Panel(
-            "Seconds of a step",
-            ("time/data", "time/compute", "time/optimizer", "time/checkpoint", "time/monitor"),
-        ),
+        Panel("Seconds of a step", PART_TIMES),
         Panel("Peak memory (GiB)", ("memory",)),
     ),
 }

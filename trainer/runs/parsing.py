@@ -38,16 +38,24 @@ class Schema(Protocol):
 T = TypeVar("T", bound=Schema)
 
 
-def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()) -> T:
+def parse(
+    schema: type[T],
+    values: dict[str, Any],
+    known: Sequence[Problem] = (),
+    *,
+    weights: bool = True,
+) -> T:
     """Return plain values as a checked and completed dataclass.
 
     ``plugins`` are run first, so that the configuration can name what they register. ``known``:
-    problems found before, to be raised together with the others.
+    problems found before, to be raised together with the others. ``weights``: whether the weights
+    that a run begins with are available; otherwise the shape in ``values`` is used.
 
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    values = _with_empty_groups(values)
+    # Null omits an experiment's controls, and in a control the phases of its run.
+    values = values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     config, unknown, wrong = checked(schema, values)
     problems = [*known, *unknown, *wrong]
     if not _of_plugins(problems):
@@ -57,7 +65,7 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
     if isinstance(evaluation, EvaluationConfig) and evaluation.quick:
         config = replace(cast("Any", config), evaluation=evaluation.shortened())
     if isinstance(config, RunConfig):
-        completed, impossible = _completed(config, values, problems)
+        completed, impossible = _completed(config, values, problems, weights)
         config = cast("T", completed)
     else:
         impossible = config.problems()
@@ -65,15 +73,6 @@ def parse(schema: type[T], values: dict[str, Any], known: Sequence[Problem] = ()
         impossible = [p for p in impossible if _group(p) not in NAMED_BY_PLUGINS]
     raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
-
-
-def _with_empty_groups(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with empty groups in place of null.
-
-    ``controls=null`` on a command line omits an experiment's controls, and ``phases: null`` in a
-    control the phases of its run.
-    """
-    return values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
 
 
 def _of_plugins(problems: Sequence[Problem]) -> list[Problem]:
@@ -100,10 +99,12 @@ def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list
 
 
 def _completed(
-    config: RunConfig, values: dict[str, Any], known: Sequence[Problem]
+    config: RunConfig, values: dict[str, Any], known: Sequence[Problem], weights: bool
 ) -> tuple[RunConfig, list[Problem]]:
     """Complete a run's configuration with derived values; also return what is impossible in it."""
     config = with_lengths(config)
+    if not weights:
+        return config, _problems(config)
     try:
         config = with_trained_shape(config)
     except UserError as error:
@@ -124,16 +125,6 @@ def _problems(config: RunConfig) -> list[Problem]:
     if not sizes and has_steps and config.data.sequence_length > 1:
         problems += layout_problems(config)
     return list(dict.fromkeys(problems))
-
-
-def parse_without_weights(values: dict[str, Any], known: Sequence[Problem] = ()) -> RunConfig:
-    """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
-    weights."""
-    config, unknown, wrong = checked(RunConfig, _with_empty_groups(values))
-    config = with_lengths(config)
-    impossible = _apart_from(wrong, _problems(config))
-    raise_all([*known, *unknown, *wrong, *impossible])
-    return config
 
 
 def _control_problems(
@@ -218,8 +209,7 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
         "controls": {},
         "run_dir": f"{values['run_dir']}/controls/{name}",
     }
-    changed = merged(base, changes)
-    return parse(RunConfig, changed) if weights else parse_without_weights(changed)
+    return parse(RunConfig, merged(base, changes), weights=weights)
 
 
 def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:

@@ -286,20 +286,16 @@ def phase_problems(config: RunConfig) -> Iterator[Problem]:
         return  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
     phases = phases_of(config)
     together = [
-        *_schedule_problems(config),
-        *(problem for phase in phases for problem in _problems_of(config, phase)),
+        Problem(
+            f"phases.{after.name}.schedule",
+            f"needed, since {before.name!r} may end early, and the run's is laid out over all "
+            "steps.",
+        )
+        for before, after in pairwise(phases)
+        if before.until is not None and config.phases[after.name].schedule is None
     ]
+    together += [problem for phase in phases for problem in _problems_of(config, phase)]
     yield from together or _rescale_problems(config, phases)
-
-
-def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
-    for (earlier, before), (later, after) in pairwise(config.phases.items()):
-        if before.until is not None and after.schedule is None:
-            yield Problem(
-                f"phases.{later}.schedule",
-                f"needed, since {earlier!r} may end early, and the run's is laid out over all "
-                "steps.",
-            )
 
 
 def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:

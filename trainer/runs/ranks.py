@@ -63,20 +63,17 @@ def _translate_slurm() -> None:
     # "4(x2),3" means four tasks on each of two nodes, then three.
     per_node = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])
     assert per_node is not None
+    # "gpu[07-08,12],login1" begins with gpu07.
+    hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": per_node[0],
         "GROUP_RANK": slurm["SLURM_NODEID"],
-        "MASTER_ADDR": _first_host(slurm["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": hosts.split(",")[0],
         "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
     }
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of SLURM's list: ``gpu07`` for ``gpu[07-08,12],login1``."""
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:

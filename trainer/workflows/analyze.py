@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, NeedlePrompt
+from trainer.analysis.capture import NeedlePrompt
 from trainer.analysis.drop import DropStudy
 from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
@@ -276,30 +276,13 @@ def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
     return studies, notes
 
 
-class _Watched(Study):
-    """A study that reports progress for every layer and for its section."""
-
-    def __init__(self, study: Study, done: Callable[[], None]) -> None:
-        super().__init__(study.target)
-        self._study, self._done = study, done
-
-    def on_layer(self, heads: Heads) -> None:
-        self._study.on_layer(heads)
-        self._done()
-
-    def section(self) -> Section:
-        # A section may read the model again, even several times: count it as a few layers.
-        section = self._study.section()
-        self._done()
-        return section
-
-
 def _run(studies: Sequence[Study], target: Target) -> list[Section]:
+    # A section may read the model again, even several times: count it as a layer.
     steps = len(studies) * (len(target.model.layout.layers) + 1)
     with Progress("Analysing", steps, target.ids.numel() / steps) as progress:
         count = iter(range(1, steps + 1))
         progress.advance_to(0)
-        return run([_Watched(s, lambda: progress.advance_to(next(count))) for s in studies], target)
+        return run(studies, target, lambda: progress.advance_to(next(count)))
 
 
 def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:

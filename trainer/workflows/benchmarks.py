@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all, renaming
+from trainer.common.errors import UserError, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.data.config import DataConfig
@@ -26,7 +26,7 @@ from trainer.evaluation.benchmarks import (
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import CHOICE, Method, Recipe
-from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.multiple_choice import missing_tasks, score_tasks
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.store import Store, all_fields, fingerprint
@@ -91,7 +91,12 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         raise UserError.at(
             "evaluation", f"{name} uses one process, and {processes} were started; start one."
         )
-    raise_all(_task_problems(config))
+    if isinstance(config, HarnessConfig):
+        from trainer.evaluation import harness
+
+        raise_all(harness.task_problems(config))
+    elif isinstance(config, MultipleChoiceConfig):
+        raise_all(missing_tasks(config))
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(path, "compare") for path in request.compare]
@@ -133,16 +138,6 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return results, path
-
-
-def _task_problems(config: BenchmarkConfig) -> list[Problem]:
-    """Check that all tasks and their data are on this machine."""
-    if isinstance(config, HarnessConfig):
-        from trainer.evaluation import harness
-
-        return harness.task_problems(config)
-    assert isinstance(config, MultipleChoiceConfig)
-    return missing_tasks(config)
 
 
 def _fit_text(
@@ -205,6 +200,4 @@ def _scores(
 
         return harness.score_tasks(model, encoder, config)
     assert isinstance(config, MultipleChoiceConfig)
-    from trainer.evaluation import multiple_choice
-
-    return multiple_choice.score_tasks(model, encoder, config)
+    return score_tasks(model, encoder, config)

@@ -15,7 +15,14 @@ from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, made_now
-from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
+from trainer.runs.directory import (
+    FREE_TO_CHANGE,
+    check_writable,
+    differences,
+    plain,
+    saved_run,
+    value_at,
+)
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
 from trainer.workflows.requests import CompareRequest
@@ -74,7 +81,8 @@ def compared(place: Path) -> Sweep:
 
 
 def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
-    configs = [_config(Path(run.run_dir)) for run in runs]
+    places = [Path(run.run_dir) for run in runs]
+    configs = [saved_run(p) if (p / "config.yaml").is_file() else None for p in places]
     settings = _settings(runs, configs)
     rows = [_read(*row, place) for row in zip(runs, configs, settings, strict=True)]
     return Sweep(place.resolve().name, tuple(rows))
@@ -91,10 +99,6 @@ def _runs_of(place: Path) -> list[Swept]:
     return [Swept(str(place))]
 
 
-def _config(place: Path) -> RunConfig | None:
-    return saved_run(place) if (place / "config.yaml").is_file() else None
-
-
 def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:
     """Return how runs differ: the words of their command lines, or else their configurations."""
     if all(run.settings for run in runs):
@@ -104,14 +108,7 @@ def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> lis
     keys = dict.fromkeys(
         key for other in others for key, *_ in differences(first, other, NOT_COMPARED)
     )
-    return [{k: _text(_value(config, k)) for k in keys} if config else {} for config in values]
-
-
-def _value(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
+    return [{k: _text(value_at(config, k)) for k in keys} if config else {} for config in values]
 
 
 def _text(value: Any) -> str:

@@ -369,21 +369,19 @@ def first_difference(whole: RunConfig, broken: RunConfig, exactly: bool) -> str:
             a, b = expected[key], actual.get(key, math.nan)
             if a != b and not abs(a - b) <= tolerance * abs(a):
                 return f"{key} at step {expected['step']}: {b} instead of {a}"
-    return _first_different_tensor(whole, broken) if exactly else ""
-
-
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    rows = read_metrics(run_dir / "metrics.csv")
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
-
-
-def _first_different_tensor(whole: RunConfig, broken: RunConfig) -> str:
+    if not exactly:
+        return ""
     last = step_name(whole.trainer.max_steps)
     a, b = (_tensors(Path(c.run_dir) / "checkpoints" / last) for c in (whole, broken))
     if a.keys() != b.keys():
         return f"the last checkpoint holds other tensors: {sorted(a.keys() ^ b.keys())[:3]}"
     different = (name for name, value in a.items() if not torch.equal(value, b[name]))
     return next((f"{name} differs in the last checkpoint" for name in different), "")
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(run_dir / "metrics.csv")
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

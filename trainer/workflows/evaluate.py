@@ -41,7 +41,7 @@ from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import HeadFit, evaluation_problems
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.fit_text import Prompts, fit_text
+from trainer.workflows.fit_text import fit_text
 from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.subjects import (
     applicable,
@@ -77,11 +77,8 @@ def evaluate_lengths(
     An existing report of other settings, text or checkpoints is kept, and the new one is written
     beside it.
 
-    Args:
-        request: models, methods, tasks and lengths.
-        name: name of the evaluation and of its directory in the run.
-        asks_for_statements: whether the user named that task; otherwise it is left out for models
-            that cannot know it.
+    ``name``: name of the evaluation and of its directory in the run. ``asks_for_statements``:
+    whether the user named that task; otherwise it is left out for models that cannot know it.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -197,7 +194,7 @@ def measure_models(
         cells: directory of finished cells.
         accelerator: cpu, or a GPU if there is one.
         share: share of this process if there are several; the report of the first one is complete.
-        tf32: whether a GPU multiplies float32 matrices in TF32.
+        tf32: as for :func:`multiplying`.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
@@ -224,8 +221,7 @@ def measure_models(
             tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
-        prompts = Prompts(config.needles, config.many_shot)
-        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
+        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     can_shorten = config.shortened() != replace(config, quick=True)
     shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""
@@ -306,8 +302,16 @@ def _keep_temperatures(
         if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
             continue
         for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
-            if candidate.name in temperatures:
-                _keep(candidate, temperatures[candidate.name])
+            if (coefficients := temperatures.get(candidate.name)) is None:
+                continue
+            if (older := keep_temperature(candidate.path, coefficients)) is None:
+                log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+            else:
+                log.info(
+                    "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: "
+                    "it was fitted on more text than here",
+                    *(candidate.name, older, "" if older else ", which changes nothing"),
+                )
 
 
 def _head_fits(
@@ -389,14 +393,3 @@ def _chooser(reference: str, text: Text) -> Candidate:
     if not same_tokens(candidate.tokenizer, text.first.tokenizer):
         raise UserError.at(MODEL_KEY, f"{reference!r} has another tokenizer than the first model.")
     return candidate
-
-
-def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
-    if (older := keep_temperature(candidate.path, fitted)) is None:
-        log.info("The temperature of %s is kept with its checkpoint", candidate.name)
-    else:
-        log.info(
-            "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: it was "
-            "fitted on more text than here",
-            *(candidate.name, older, "" if older else ", which changes nothing"),
-        )

@@ -26,7 +26,7 @@ from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import MAIN, arm_problems, arms_of, spread_problems
+from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     MANIFEST,
@@ -36,7 +36,6 @@ from trainer.runs.checkpoints import (
     step_of,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label
 from trainer.runs.directory import (
     check_run_directory,
     check_writable,
@@ -70,7 +69,6 @@ from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
     open_corpus,
-    text_problems,
     vocabulary_problems,
 )
 
@@ -240,9 +238,7 @@ def experiment_problems(
         of_run=[vocabulary_problems],
         of_phase=[lambda phase: spread_problems(phase, processes, on_a_node)],
     )
-    for check in (label_problems, length_problems, text_problems, process_problems):
-        problems += check(configs)
-    return problems
+    return problems + control_problems(configs)
 
 
 def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Problem]:
@@ -419,60 +415,3 @@ def _branch(config: RunConfig, control: str) -> Path | None:
         return None
     name = BEFORE_DROP if branch == "drop" else step_name(branch)
     return Path(config.run_dir) / "checkpoints" / name
-
-
-def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
-    """Check that all runs have one training length, whose multiples are the table's columns."""
-    first = configs["main"].training_length
-    return [
-        Problem(
-            f"controls.{name}",
-            f"its longest sequences have {length:,} tokens, and those of the run {first:,}; a "
-            "table is for one length.",
-        )
-        for name, arm in configs.items()
-        if (length := arm.training_length) != first
-    ]
-
-
-def process_problems(configs: dict[str, RunConfig]) -> list[Problem]:
-    """Check that all runs can train in the same processes, one after the other."""
-    run, problems = configs["main"], []
-    for name, arm in configs.items():
-        if (arm.strategy.name == "single") != (run.strategy.name == "single"):
-            problems.append(
-                Problem(
-                    f"controls.{name}.strategy",
-                    f"{arm.strategy.name!r}, but the processes of the run are started for "
-                    f"{run.strategy.name!r}; leave it out, or train it as a run of its own.",
-                )
-            )
-        problems += [
-            Problem(
-                f"controls.{name}.trainer.{key}",
-                f"{value!r}, but a control trains in the processes of its run, which has "
-                f"{shared!r}; leave it out.",
-            )
-            for key in ("accelerator", "threads")
-            if (value := getattr(arm.trainer, key)) != (shared := getattr(run.trainer, key))
-        ]
-    return problems
-
-
-def _no_drop(name: str, arm: RunConfig) -> str:
-    """Return how a control is kept from dropping as its run does."""
-    drops = name != MAIN and arm.drop_step is not None
-    return f", or controls.{name}.drop.enabled=false if it is not to drop" if drops else ""
-
-
-def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
-    """Check that the runs have distinct labels."""
-    seen: dict[str, str] = {}
-    return [
-        Problem(
-            f"controls.{name}.label",
-            f"{text!r} is what {seen[text]} is called too; give it another{_no_drop(name, arm)}.",
-        )
-        for name, arm in configs.items()
-        if seen.setdefault(text := label(arm), name) != name
-    ]

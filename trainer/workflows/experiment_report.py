@@ -7,6 +7,7 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median_high
 
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
@@ -38,13 +39,8 @@ def make_report(
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
 
-    Args:
-        config: the experiment.
-        configs: configurations of its arms.
-        runs: their results.
-        corpus: their text.
-        share: share of this process, with a GPU of its own; the report of the first one is
-            complete.
+    ``configs``, ``runs``: configurations and results of the arms. ``share``: share of this process,
+    with a GPU of its own; the report of the first one is complete.
     """
     arms = {
         name: replace(
@@ -83,14 +79,18 @@ def make_report(
     }
     effect = runs["main"].effect_of_drop
     drop = Drop.from_dict(asdict(effect)) if effect else None
-    milestones = {arm.name: _milestones(arm) for arm in arms.values()}
+    states = {arm.name: arm.state for arm in arms.values()}
+    reach = {n: tuple(map(Reach.from_dict, s.get("lengths", ()))) for n, s in states.items()}
+    milestones = {
+        n: tuple(map(Milestone.from_dict, s.get("benchmarks", ()))) for n, s in states.items()
+    }
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
         arms=tuple(replace(arm, final_loss=losses.get(arm.name)) for arm in trained.values()),
         drop=drop,
-        reach={arm.name: _reach(arm) for arm in arms.values()},
+        reach=reach,
         milestones=milestones,
         notes=(*report.notes, *recoveries(milestones)),
         timing={
@@ -137,17 +137,7 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     )
 
 
-def _reach(candidate: Candidate) -> tuple[Reach, ...]:
-    """Return the monitored lengths."""
-    return tuple(Reach.from_dict(reach) for reach in candidate.state.get("lengths", ()))
-
-
-def _milestones(candidate: Candidate) -> tuple[Milestone, ...]:
-    """Return the monitored benchmarks."""
-    return tuple(Milestone.from_dict(scores) for scores in candidate.state.get("benchmarks", ()))
-
-
 def _median_rate(run_dir: Path) -> float | None:
     rows = read_metrics(run_dir / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return round(sorted(rates)[len(rates) // 2], 0) if rates else None
+    return round(median_high(rates), 0) if rates else None

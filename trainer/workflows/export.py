@@ -67,7 +67,10 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     if state["step"]:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
-    longest = max(stored, model.layout.training_length)
+    layout = model.layout
+    longest = max(stored, layout.training_length)
+    no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
+    is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
     if (factor := request.temperature_at) is not None:
         model = _tempered(model, path, factor, stored)
     return export_model(
@@ -80,13 +83,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         ),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        longest=None if _has_positions(model.layout) else longest,
+        longest=longest if is_independent_of_length else None,
     )
-
-
-def _has_positions(layout: Layout) -> bool:
-    """Whether anything in the layout depends on positions, or on the length of the text."""
-    return layout.rotates or layout.follows_length or any(s.alibi for s in layout.spectra)
 
 
 def _logit_factor(temperature: Temperature, length: float, training_length: int) -> float:
@@ -171,13 +169,9 @@ def model_card(
 ) -> str:
     """Return Markdown with the metadata that the hub reads.
 
-    Args:
-        path: the checkpoint; figures come from the report of its run, if there is one.
-        state: its description in the checkpoint.
-        model: its decoder.
-        plan: form of the export.
-        difference: largest difference of logits, None without a comparison.
-        temperature_at: length in training lengths whose fitted temperature the weights have.
+    ``path``: the checkpoint; figures come from the report of its run, if there is one.
+    ``difference``: largest difference of logits, None without a comparison. ``temperature_at``:
+    length in training lengths whose fitted temperature the weights have.
     """
     config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
@@ -344,10 +338,7 @@ def _usage(plan: Plan) -> str:
 def renewed_card(text: str, name: str, plan: Plan) -> str:
     """Return a published model's card with the table of engines for the new export.
 
-    Args:
-        text: the card, empty if there is none.
-        name: name of the model, for a new card.
-        plan: form of the export.
+    ``text``: the card, empty if there is none. ``name``: name of the model, for a new card.
     """
     parts = (text or f"# {name}\n").rstrip("\n").split("\n## ")
     others = [part for part in parts if not part.startswith("Engines\n")]

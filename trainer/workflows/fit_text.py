@@ -6,7 +6,7 @@ Source: DoPE, Sec. 5.1, Tables 3 and 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +14,19 @@ import numpy as np
 from trainer.common.errors import UserError, os_reason, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
-from trainer.evaluation.many_shot import ManyShotSettings, many_shot_tasks
-from trainer.evaluation.method_config import ChoiceSettings, MethodsConfig
+from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.methods import CHOICE, Recipe
-from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Task
 from trainer.evaluation.tasks import HAYSTACK
 
 KEY = "evaluation.choice"
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Settings of the tasks whose prompts are read; the seeds differ from the evaluation's."""
-
-    needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
-    many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,6 @@ def fit_text(
     recipes: Sequence[Recipe],
     lengths: Sequence[int],
     training_length: int,
-    prompts: Prompts | None = None,
 ) -> FitText:
     """Return the texts for all methods at the lengths at which they read them.
 
@@ -92,21 +84,17 @@ def fit_text(
             for n in sorted({*every, *choice_lengths})
             if straw is not None and n > C
         },
-        choice_texts(settings, prompts or Prompts(), haystack, choice_lengths if chooses else ()),
+        choice_texts(config, haystack, choice_lengths if chooses else ()),
     )
 
 
 def choice_texts(
-    settings: ChoiceSettings,
-    prompts: Prompts,
-    haystack: Callable[[], Haystack],
-    lengths: Sequence[int],
+    config: MethodsConfig, haystack: Callable[[], Haystack], lengths: Sequence[int]
 ) -> dict[int, Integers] | None:
     """Return ``[texts, tokens]`` for every length, or None to choose on validation text.
 
     Args:
-        settings: source, number and length of the texts.
-        prompts: settings of tasks.
+        config: source, number and length of the texts, and the settings of tasks.
         haystack: makes the haystack of validation text, with the model's tokenizer.
         lengths: tokens of a text. A prompt is shorter: it leaves room for its answer, and ends
             where no further example fits.
@@ -114,22 +102,25 @@ def choice_texts(
     Raises:
         UserError: a file cannot be read, or a length does not fit the file or the task.
     """
+    settings = config.choice
     if settings.text == "validation" or not lengths:
         return None
     straw = haystack()
     if settings.file is not None:
         rows = _file_prompts if settings.file.endswith(".jsonl") else _file_windows
         return {n: rows(settings.file, straw, n, settings.texts) for n in lengths}
-    task = _task(settings, prompts, straw)
+    task = _task(config, straw)
     return {n: _task_prompts(task, n, settings.texts, len(straw.bos)) for n in lengths}
 
 
-def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
-    name, texts = settings.text, settings.texts
+def _task(config: MethodsConfig, straw: Haystack) -> Task:
+    """Return the task whose prompts are read; its seed differs from the evaluation's."""
+    name, texts = config.choice.text, config.choice.texts
+    settings = config if isinstance(config, EvaluationConfig) else EvaluationConfig()
     if name in NEEDLE_TASKS:
-        needles = replace(prompts.needles, trials=texts, seed=prompts.needles.seed + 1)
+        needles = replace(settings.needles, trials=texts, seed=settings.needles.seed + 1)
         return NEEDLE_TASKS[name](straw, needles)
-    shots = prompts.many_shot
+    shots = settings.many_shot
     shots = replace(shots, tasks=[name], trials=texts, seed=shots.seed + 1)
     (task,), _ = many_shot_tasks(shots, straw.tokenizer, straw.bos[0] if straw.bos else None)
     return task

@@ -13,7 +13,6 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.processes import cores
 from trainer.common.progress import Progress
 from trainer.common.words import counted
-from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
 from trainer.data.prepare_config import PrepareConfig
@@ -46,30 +45,26 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
     Raises:
         UserError: a source cannot be read, or prepared files differ from what was written.
     """
-    for data in readings(request.config):
-        yield from _prepare(request, data)
-
-
-def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
     config = request.config
-    tokenizer = tokenizer_of_weights(config)
-    for name, (text, _) in data.texts.items():
-        with of_mixture(data, name):
-            work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
-            if request.verify:
-                line = _verified(work, request.prepare.workers or cores())
-            elif work.is_done:
-                line = f"Nothing to do: {_described(work)}"
-            elif _run(work, request):
-                line = f"Prepared {_described(work)}"
-            else:
-                line = (
-                    f"Part {request.prepare.part} of {describe(text)} is done; the last part that "
-                    "is finishes the whole."
-                )
-            if tokenizer is None and not config.tokenizer.path:
-                tokenizer = work.own_tokenizer  # shared by all texts of a mixture
-        yield line
+    for data in readings(config):
+        tokenizer = tokenizer_of_weights(config)
+        for name, (text, _) in data.texts.items():
+            with of_mixture(data, name):
+                work = Preparation.find(text, config.tokenizer, tokenizer, network=True)
+                if request.verify:
+                    line = _verified(work, request.prepare.workers or cores())
+                elif work.is_done:
+                    line = f"Nothing to do: {_described(work)}"
+                elif _run(work, request):
+                    line = f"Prepared {_described(work)}"
+                else:
+                    line = (
+                        f"Part {request.prepare.part} of {describe(text)} is done; the last part "
+                        "that is finishes the whole."
+                    )
+                if tokenizer is None and not config.tokenizer.path:
+                    tokenizer = work.own_tokenizer  # shared by all texts of a mixture
+            yield line
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:

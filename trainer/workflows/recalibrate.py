@@ -21,7 +21,7 @@ from trainer.common.errors import (
     saying_how_to_do_the_rest,
 )
 from trainer.common.files import write_atomically
-from trainer.common.formats import read_plain
+from trainer.common.formats import read_as
 from trainer.common.processes import usual_threads
 from trainer.common.words import counted, override_value
 from trainer.data.corpus import Corpus
@@ -45,7 +45,7 @@ from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import corpus_problems, run_experiment, start_problems
 from trainer.workflows.export import export_checkpoint
 from trainer.workflows.plan import Section
-from trainer.workflows.recipe import CPU_PASS, Choice, Facts, Recipe, Speed, choose
+from trainer.workflows.recipe import CPU_PASS, Facts, Recipe, Speed, choose
 from trainer.workflows.remarks import MANY_EPOCHS
 from trainer.workflows.requests import EvaluationRequest, ExportRequest
 from trainer.workflows.training_text import open_corpus
@@ -87,6 +87,17 @@ class Recalibration:
     """Directory of the export."""
     words: tuple[str, ...]
     """Command line of the run alone."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Content of :data:`RECORD`."""
+
+    asked: Asked
+    recipe: Recipe
+    exported: str | None
+    """Directory of the export, once it is written."""
+    format: int = 1
 
 
 def asked_problems(asked: Asked) -> list[Problem]:
@@ -141,12 +152,8 @@ def measured(
 ) -> Speed:
     """Measure how fast this machine trains the model.
 
-    Args:
-        facts: of the model.
-        minutes: of the recalibration, of which this takes a small share.
-        accelerator: ``trainer.accelerator``.
-        threads: ``trainer.threads``.
-        precision: ``trainer.precision``, if the user sets it.
+    ``minutes``: those of the recalibration, of which this takes a small share. ``accelerator``,
+    ``threads``, ``precision``: the keys of ``trainer``, None if the user sets none.
 
     Raises:
         UserError: not even one sequence fits the GPU.
@@ -224,12 +231,11 @@ def recipe_for(
                 f"the run in {str(run_dir)!r} was begun with {old!r}, this command has {new!r}; "
                 "choose another name=, or overwrite=true to start again.",
             )
-            for key, new in _as_given(asdict(asked)).items()
-            if (old := _as_given(stored["asked"])[key]) != new
+            for key, new in _as_given(asked).items()
+            if (old := _as_given(stored.asked)[key]) != new
         ]
         raise_all(differing)
-        choices = tuple(Choice(**choice) for choice in stored["recipe"]["choices"])
-        return Recipe(**{**stored["recipe"], "choices": choices})
+        return stored.recipe
     if not overwrite and (run_dir / "config.yaml").exists():
         raise UserError.at(
             "run_dir",
@@ -262,13 +268,13 @@ def _check_before_measuring(asked: Asked, run_dir: Path, to: Path | None, overwr
     raise_all(problems)
 
 
-def _as_given(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _as_given(asked: Asked) -> dict[str, Any]:
     """Return the keys of a request as a user writes them: a list of text files, or one name."""
-    files = asked["text"]
-    return {**asked, "text": files[0] if len(files) == 1 else list(files)}
+    files = asked.text
+    return {**asdict(asked), "text": files[0] if len(files) == 1 else list(files)}
 
 
-def read_record(run_dir: Path) -> dict[str, Any] | None:
+def read_record(run_dir: Path) -> Record | None:
     """Return the record of a run directory, or None.
 
     Raises:
@@ -278,12 +284,8 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record = read_plain(path)
-        asked = {**record["asked"], "text": tuple(record["asked"]["text"])}
-        Asked(**asked)
-        Recipe(**record["recipe"])
-        return {**record, "asked": asked}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return read_as(path, Record)
+    except ValueError:
         raise UserError.at(
             "run_dir", f"{str(path)!r} is damaged; overwrite=true starts again."
         ) from None
@@ -291,20 +293,15 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
 
 def write_record(request: Recalibration, exported: bool) -> None:
     """Write the request, the choices and whether the export is done into the run directory."""
-    content = {
-        "format": 1,
-        "asked": asdict(request.asked),
-        "recipe": asdict(request.recipe),
-        "exported": str(request.to) if exported else None,
-    }
+    record = Record(request.asked, request.recipe, str(request.to) if exported else None)
     path = Path(request.config.run_dir) / RECORD
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(asdict(record), indent=2, ensure_ascii=False) + "\n")
 
 
 def is_exported(request: Recalibration) -> bool:
     """Whether an earlier call of the same command wrote the export."""
     record = None if request.config.overwrite else read_record(Path(request.config.run_dir))
-    done = record is not None and record["exported"] == str(request.to)
+    done = record is not None and record.exported == str(request.to)
     return done and (request.to / "config.json").is_file()
 
 

@@ -112,11 +112,8 @@ class Recipe:
 def choose(facts: Facts, speed: Speed, minutes: float, user_values: Mapping[str, Any]) -> Recipe:
     """Return the recipe for a model, a device and a time.
 
-    Args:
-        facts: the model.
-        speed: the device.
-        minutes: time for recalibration and evaluation together.
-        user_values: values of dotted keys that the user sets; the choices follow from them.
+    ``minutes``: time for recalibration and evaluation together. ``user_values``: values of dotted
+    keys that the user sets; the choices follow from them.
 
     Raises:
         UserError: the minutes do not suffice for the warm-up.

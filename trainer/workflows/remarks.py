@@ -19,6 +19,7 @@ from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read, starting_weights
 from trainer.runs.training_config import MonitorConfig
 from trainer.workflows.recipe import SHORTEST
+from trainer.workflows.training_text import layouts
 
 log = logging.getLogger(__name__)
 
@@ -138,22 +139,21 @@ def _unreached_encodings(arm: RunConfig) -> Iterator[str]:
 
 def _idle_rescalings(arm: RunConfig) -> Iterator[str]:
     """Warn of phases that rescale nothing."""
-    if not any(phase.rescale for phase in phases_of(arm)):
+    phases = phases_of(arm)
+    if not any(phase.rescale for phase in phases):
         return
-    from trainer.workflows.training_text import idle_rescalings  # with Lightning: seconds
-
-    for phase, rotates in idle_rescalings(arm).items():
-        if rotates:
+    for phase, layout in zip(phases, layouts(arm), strict=False):
+        if phase.rescale is None or layout.rotating(phase.rescale.layers):
+            continue
+        key = f"phases.{phase.name}.rescale"
+        if layout.rotates:
             yield (
-                f"phases.{phase}.rescale: no layer of {label(arm)} that is rescaled rotates by "
-                f"then; phases.{phase}.rescale.layers=all rescales every layer, also those whose "
-                "window is no longer than the training length"
+                f"{key}: no layer of {label(arm)} that is rescaled rotates by then; "
+                f"{key}.layers=all rescales every layer, also those whose window is no longer than "
+                "the training length"
             )
         else:
-            yield (
-                f"phases.{phase}.rescale: nothing of {label(arm)} rotates by then, so that nothing "
-                "is rescaled"
-            )
+            yield f"{key}: nothing of {label(arm)} rotates by then, so that nothing is rescaled"
 
 
 OF_METHODS = {

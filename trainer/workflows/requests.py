@@ -10,7 +10,7 @@ from dataclasses import field
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from trainer.analysis.settings import ALL, AttenuationSettings, NeedleSettings, ShortTime, kinds
 from trainer.common.errors import Problem, did_you_mean
@@ -219,6 +219,11 @@ class AnalysisRequest:
         return self.analysis.problems() + request_problems(self.checkpoint, self.text)
 
 
+def _with_newlines(text: str) -> str:
+    r"""Replace ``\n``, which Hydra leaves as it is in a word, by a newline."""
+    return text.replace("\\n", "\n")
+
+
 @configuration
 class GenerationRequest:
     """Request of the generate command."""
@@ -233,7 +238,7 @@ class GenerationRequest:
     """Divides the logits; 0: always the likeliest token."""
     top_p: Annotated[Positive, Field(le=1)] = 1.0
     """Draw from the likeliest tokens that have this probability together."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[Annotated[str, AfterValidator(_with_newlines)]] = field(default_factory=list)
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
     seed: Natural = 0
     """Seed of the draws."""

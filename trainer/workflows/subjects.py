@@ -60,14 +60,10 @@ def subject_of(
     chunk: int | None = None,
     tf32: bool = True,
 ) -> Subject:
-    """Return a subject that loads the model onto a device ("cpu", "cuda").
+    """Return a subject that loads the model onto a device ("cpu", "cuda") and computes there.
 
-    Args:
-        candidate: a finished model.
-        dtype: as configured (None: bf16 on a GPU, else fp32).
-        device: where it computes.
-        chunk: tokens of a sequence read at once; see ``LanguageModel.prefill_chunk``.
-        tf32: whether a GPU multiplies float32 matrices in TF32; see :func:`multiplying`.
+    ``dtype``: as configured (None: bf16 on a GPU, else fp32). ``chunk``: tokens of a sequence read
+    at once; see ``LanguageModel.prefill_chunk``. ``tf32``: as for :func:`multiplying`.
     """
     weights = precision_of(dtype, device)
     precision = multiplied_in(weights, device, tf32)

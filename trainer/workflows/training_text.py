@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, raise_all
-from trainer.data.config import DataConfig, SourceConfig
+from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
+from trainer.runs.arms import arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import differences
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
-from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import starting_weights, texts_read
-from trainer.workflows.fit_text import Prompts, fit_text
+from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import applicable
 
 
@@ -73,50 +70,6 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
     raise_all(arm_problems(arms, of_run=[problems]))
 
 
-NOT_OF_TEXT = {
-    "about": "words for a reader",
-    "bad_rows": "how many rows may be malformed; they are left out all the same",
-}
-"""Keys of a source on which its text does not depend, with the reason."""
-
-
-def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
-    """Return a problem for each control with another text or tokenizer than the run.
-
-    All arms read the run's text; a control may omit texts of a mixture and weight them differently.
-    """
-    texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
-    other_texts = [
-        Problem(
-            f"controls.{name}.data",
-            f"a control reads the text of its run, and {text!r} is another; train it as a run of "
-            "its own.",
-        )
-        for name, arm in arms.items()
-        for text, source in _texts_of(arm).items()
-        if texts.get(text) != source
-    ]
-    other_tokenizers = [
-        Problem(
-            f"controls.{name}.tokenizer",
-            f"a control reads the tokens of its run, and has another {', '.join(differing)}; "
-            "train it as a run of its own.",
-        )
-        for name, arm in arms.items()
-        if (differing := [k for k, *_ in differences(asdict(tokenizer), asdict(arm.tokenizer), ())])
-    ]
-    return other_texts + other_tokenizers
-
-
-def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the keys that decide on each text of a run, by the name of the text."""
-    keys = [f.name for f in fields(SourceConfig) if f.name not in NOT_OF_TEXT] + ["prepared"]
-    return {
-        name: {key: getattr(text, key) for key in keys}
-        for name, (text, _) in config.data.texts.items()
-    }
-
-
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
     """Check, before training, that the runs can be evaluated at their end.
 
@@ -152,7 +105,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
     check_prompts(measured, lengths)
     used = [recipe for applied in recipes.values() for recipe in applied]
-    fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
+    fit_text(corpus, bos, few, used, lengths, C)
 
 
 def layouts(config: RunConfig) -> list[Layout]:
@@ -165,23 +118,6 @@ def layouts(config: RunConfig) -> list[Layout]:
     start = None if is_resumed else starting_weights(config.model)
     first = start.layout if start is not None else configured_layout(config)
     return list(layouts_of_phases(config, first))
-
-
-def idle_rescalings(config: RunConfig) -> dict[str, bool]:
-    """Return the phases that rescale nothing, and whether other layers would be rescaled in each.
-
-    Raises:
-        UserError: see :func:`layouts`.
-    """
-    phases = phases_of(config)
-    if not any(phase.rescale for phase in phases):
-        return {}
-    before = zip(phases, layouts(config), strict=False)
-    return {
-        phase.name: layout.rotates
-        for phase, layout in before
-        if phase.rescale and not layout.rotating(phase.rescale.layers)
-    }
 
 
 def _not_trained_yet() -> LanguageModel:

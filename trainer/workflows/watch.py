@@ -25,7 +25,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import check_runs, saved_run
 from trainer.runs.metrics_file import (
     DROP_LOSSES,
-    PARTS,
+    PART_TIMES,
     RETRIEVAL,
     SECTIONS,
     TEXT_LOSS,
@@ -185,7 +185,7 @@ def _runs_at(place: Path) -> list[WatchedRun]:
     if (place / RECORD).is_file():
         runs = [Path(run.run_dir) for run in read_sweep(place)]
         return [_read_run(run, failure(place, str(run)) or "") for run in runs]
-    if inside := _runs_in(place):
+    if inside := sorted(filter(_is_run, place.glob("*"))):
         return [_read_run(run) for run in inside]
     raise UserError.at(
         "runs",
@@ -196,13 +196,6 @@ def _runs_at(place: Path) -> list[WatchedRun]:
 
 def _is_run(place: Path) -> bool:
     return (place / "config.yaml").is_file()
-
-
-def _runs_in(place: Path) -> list[Path]:
-    try:
-        return sorted(path for path in place.iterdir() if _is_run(path))
-    except OSError:
-        return []
 
 
 def _read_run(place: Path, failed: str = "") -> WatchedRun:
@@ -294,7 +287,7 @@ def seconds_per_token(arm: WatchedArm) -> float | None:
     seconds, tokens = 0.0, 0
     for before, row in pairwise(last):
         steps = row["step"] - before["step"]
-        seconds += steps * sum(row.get(f"time/{part}", 0.0) for part in PARTS)
+        seconds += steps * sum(row.get(name, 0.0) for name in PART_TIMES)
         tokens += row.get("tokens", 0) - before.get("tokens", 0)
     return seconds / tokens if seconds > 0 and tokens > 0 else None
 

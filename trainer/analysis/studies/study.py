@@ -105,15 +105,25 @@ class Study(ABC):
 
 
 @torch.no_grad()
-def run(studies: Sequence[Study], target: Target) -> list[Section]:
-    """Read the text once for all studies, then let each write its section."""
+def run(
+    studies: Sequence[Study], target: Target, done: Callable[[], object] = lambda: None
+) -> list[Section]:
+    """Read the text once for all studies, then let each write its section.
+
+    ``done``: called when a study has read a layer or written its section.
+    """
 
     def on_layer(heads: Heads) -> None:
         for study in studies:
             study.on_layer(heads)
+            done()
 
     capture(target.model, target.ids, on_layer)
-    return [study.section() for study in studies]
+    sections = []
+    for study in studies:
+        sections.append(study.section())
+        done()
+    return sections
 
 
 Item = TypeVar("Item")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -24,6 +24,23 @@ class Named(Generic[T]):
     request: T
     words: tuple[str, ...] = ()
     """The overrides that it was read from."""
+
+
+def reading(schema: str, verbatim: str = "") -> Callable[[Composed], Any]:
+    """Return the function that reads a checked request of :mod:`trainer.workflows.requests`.
+
+    ``schema``: name of its class, imported only when words are read, so that help needs none of it.
+    ``verbatim``: list of the request that the command's verbatim values are appended to.
+    """
+
+    def read(composed: Composed) -> Any:
+        from trainer.runs.parsing import parse
+        from trainer.workflows import requests
+
+        values = composed.with_verbatim(verbatim) if verbatim else composed.values
+        return parse(getattr(requests, schema), values, composed.problems)
+
+    return read
 
 
 @dataclass(frozen=True)

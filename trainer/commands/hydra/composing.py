@@ -41,6 +41,7 @@ from trainer.common.fields import configuration, validated
 from trainer.common.plugins import load_plugins
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
+from trainer.runs.directory import value_at
 from trainer.runs.parsing import NAMED_BY_USERS
 
 T = TypeVar("T", bound=Any)
@@ -71,6 +72,10 @@ class Composed:
         """Keys and groups that the words name, each once."""
         keys = (word.lstrip("+~").partition("=")[0] for word in self.words)
         return tuple(dict.fromkeys(key.partition("@")[0] for key in keys))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a dotted key, or None if there is none."""
+        return value_at(self.values, key)
 
     def without_kind(self, group: str) -> tuple[Values, Any]:
         """Return the values without the key ``kind`` of a group, and its value or None."""
@@ -358,9 +363,7 @@ def _whole_groups(values: Values) -> Iterator[Problem]:
     """
     for key in ("name", "label", "run_dir", "to", "output"):
         for place in re.findall(r"\$\{([\w.]+)\}", str(values.get(key))):
-            inside: Any = values
-            for part in place.split("."):
-                inside = inside.get(part) if isinstance(inside, dict) else None
+            inside = value_at(values, place)
             if not isinstance(inside, dict | list):
                 continue
             kind, suffix = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from trainer.commands.hydra.command import Command
 from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global
 from trainer.positional.encodings import parameters
 
@@ -46,29 +47,22 @@ class Key:
 
 
 def help_text(
-    root: str,
-    about: str,
+    command: Command[Any],
     words: Sequence[str],
     files: ConfigFiles,
-    described: Sequence[str],
-    flags: Mapping[str, str],
-    *,
-    several: bool,
     added: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """Return ``about``, then the keys, groups and flags of a command.
+    """Return what a command does, then its keys, groups and flags.
 
-    ``root``: the file of ``conf/`` that it starts from. ``described``: groups whose options are
-    listed one by one. ``flags``: those of this command only, with their meanings. ``several``:
-    whether the command has ``--multirun``. ``added``: names that plugins registered, by the keys
-    that take them. Keys are listed for the described groups and for the
-    groups that ``words`` choose.
+    Keys are listed for the groups that the command describes and for those that ``words`` choose.
+    ``added``: names that plugins registered, by the keys that take them.
 
     Raises:
         UserError: the words choose an option that does not exist, or whose file cannot be read.
     """
+    root, described = command.root, command.described
     defaults = files.default_groups(root)
-    parts = [about.strip()]
+    parts = [command.help.strip()]
     if keys := list(_documented(files.defaults_chain(("", root), inherited=True)).values()):
         parts.append("\n".join(["Keys (KEY=VALUE):", *map(str, keys)]))
     others = [group for group in files.groups() if _belongs(group, defaults, files)]
@@ -100,7 +94,7 @@ def help_text(
     if added:
         lists = [f"  {key}: {', '.join(names)}" for key, names in added.items()]
         parts.append("\n".join(["Values that plugins add:", *lists]))
-    flags = FLAGS | (MULTIRUN if several else {}) | {**flags}
+    flags = FLAGS | ({} if command.single else MULTIRUN) | {**command.flags}
     lines = [_two_columns(f"  {flag}", meaning) for flag, meaning in flags.items()]
     parts.append("\n".join(["Flags:", *lines]))
     return "\n\n".join(parts)

@@ -43,9 +43,7 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
             raise_all(run_plugins(overrides))
             added = added_by_plugins()
             files = replace(files, encodings=tuple(added.get("positional", ())))
-        several = not command.single
-        about = command.root, command.help, overrides, files, command.described, command.flags
-        print(help_text(*about, several=several, added=added))
+        print(help_text(command, overrides, files, added))
         return
     # Here, so that help needs none of Hydra.
     from trainer.commands.hydra import jobs as hydra_main
