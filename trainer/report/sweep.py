@@ -212,14 +212,6 @@ def _retrieval_tasks(outcomes: Outcomes) -> list[str]:
     return tasks or outcomes.scored[:1]
 
 
-def numeric(text: str) -> float | None:
-    """Return a setting as a number, or None if it is not one."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _shortest(key: str, keys: Sequence[str]) -> str:
     parts = key.split(".")
     groups = RunConfig.__dataclass_fields__  # schedule.peak is not drop.schedule.peak

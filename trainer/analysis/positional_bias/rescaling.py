@@ -345,7 +345,7 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
         ],
     )
     label = "attention on other keys\n(total variation)"
-    cloud = HeadCloud.of_layers("", bias, measured.shift, "Aᶜ, the larger of the two", label)
+    cloud = HeadCloud.of_layers(bias, measured.shift, "Aᶜ, the larger of the two", label)
     heads = Picture(
         name="shift_under_yarn",
         figure=head_points([cloud], len(bias)),
@@ -360,14 +360,14 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
     )
     numbers = {
         "repeated_tokens": measured.half,
-        "positional_head": list(measured.positional),
-        "semantic_head": list(measured.semantic),
+        "positional_head": measured.positional,
+        "semantic_head": measured.semantic,
         "uniform_recall": measured.uniform,
-        "recall": measured.recall.tolist(),
-        "shift": measured.shift.tolist(),
-        "rank_correlation": correlation if np.isfinite(correlation) else None,
-        "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
-        "around": {name: curve.tolist() for name, curve in measured.near_repeat.items()},
+        "recall": measured.recall,
+        "shift": measured.shift,
+        "rank_correlation": correlation,
+        "profile": measured.profile,
+        "around": measured.near_repeat,
     }
     return Part(tuple(findings), (curves, heads), numbers={"yarn": numbers})
 
@@ -397,10 +397,10 @@ def needle_part(measured: NeedleShift | None) -> Part:
         rows=long_rows({(name,): curve for name, curve in curves.items()}, places=offsets),
     )
     numbers = {
-        "head": list(measured.head),
+        "head": measured.head,
         "tokens": measured.tokens,
         "on_needle": measured.on_needle,
-        "around": {name: curve.tolist() for name, curve in curves.items()},
+        "around": curves,
     }
     finding = (
         f"{token} attends most to the needle in {head}, with {trained:.1f}%; under "
@@ -459,10 +459,7 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
             for pair in pairs
         ],
     )
-    numbers = {
-        f"{s:g}": {name: gamma.tolist() for name, gamma in gammas.items()}
-        for s, gammas in factors.items()
-    }
+    numbers = {f"{s:g}": gammas for s, gammas in factors.items()}
     return Part(tuple(findings), (picture,), numbers={"rescaling_factors": numbers})
 
 
