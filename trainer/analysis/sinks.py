@@ -102,7 +102,7 @@ class SinksStudy(Study):
     """Norms of keys, attention on the first key, and the largest dot products, by position.
 
     ``curves``: means within buckets of positions, ``[layers, heads, buckets]``, by name; bucket b
-    holds positions ``edges[b]`` to ``edges[b + 1] - 1``.
+    holds positions ``edges[b]`` to ``edges[b + 1] - 1``. ``median_key_norm``: ``[layers, heads]``.
     """
 
     key: ClassVar[str] = "sinks"
@@ -115,7 +115,6 @@ class SinksStudy(Study):
         self.edges = position_edges(target.length)
         self.curves: dict[str, Array] = {}
         self._averages = Averages()
-        self._median_norms = Averages()
         self._maps: dict[Place, Array] = {}
         self._shares: dict[Place, float] = {}  # of the heads' attention on the first token
 
@@ -141,8 +140,8 @@ class SinksStudy(Study):
         if heads.sinks is not None:
             values["learned_sink"] = rotated.learned
         bucketed = {name: bucket_means(value, self.edges) for name, value in values.items()}
-        self._averages.add(heads.layer, **bucketed)
-        self._median_norms.add(heads.layer, key=norms[..., 1:].median(dim=-1).values)
+        median = norms[..., 1:].median(dim=-1).values
+        self._averages.add(heads.layer, **bucketed, median_key_norm=median)
         for head in self._pictured(heads, rotated):
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
             self._shares[heads.layer, head] = float(rotated.sink[0, head, 1:].mean())
@@ -204,7 +203,7 @@ class SinksStudy(Study):
 
     def _findings(self) -> list[str]:
         # The first bucket holds only the first key.
-        first, others = self.curves["key_norm"][..., 0], self._median_norms.stacked("key")
+        first, others = self.curves["key_norm"][..., 0], self.curves["median_key_norm"]
         weights = {
             place: self._near("rotated.sink_weight", n) for n, place in self._places().items()
         }

@@ -18,14 +18,13 @@ from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy.measure import (
     MEASURES,
     TAPERS,
-    Gate,
     attenuated,
     frequency_entropies,
     sequence_fe,
     spectrum_fe,
     sweep,
 )
-from trainer.analysis.settings import ShortTime, Window
+from trainer.analysis.settings import Gate, ShortTime, Window
 from trainer.common.errors import UserError
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.arrays import SIDES, Side, pair_counts, pair_norms, stack_heads
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.settings import USUAL, ShortTime
+from trainer.analysis.settings import USUAL, Gate, ShortTime
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
@@ -136,22 +135,6 @@ def _of_side(
     return {name: stack_heads(values).cpu() for name, values in rows.items()}
 
 
-@dataclass(frozen=True)
-class Gate:
-    """Selects the pairs whose ``measure`` is ``side`` the threshold ``tau``."""
-
-    measure: str
-    side: Literal["below", "above"]
-    tau: float
-
-    def weights(self, entropy: FrequencyEntropy, side: Side, alpha: float) -> Tensor:
-        """Return ``alpha`` for the selected pairs of queries or keys and 1 for the others, ``[H,
-        pairs]`` float64."""
-        values = entropy[side][self.measure]
-        chosen = values < self.tau if self.side == "below" else values > self.tau
-        return torch.ones_like(values).masked_fill(chosen, alpha)
-
-
 Gates = tuple[Gate, ...]
 """Gates that together select every pair that any of them selects."""
 
@@ -232,9 +215,11 @@ def attenuation(
     rows: list[Factors] = []
     total = 0
     for side in SIDES:
-        by_gate = [
-            gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)
-        ]
+        by_gate = []
+        for gate, alpha in zip(gates, alphas, strict=True):
+            values = entropy[side][gate.measure]
+            chosen = values < gate.tau if gate.side == "below" else values > gate.tau
+            by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
         by_pair = torch.stack(by_gate).amin(dim=0)
         factors, changed = channel_factors(encoding, by_pair, head_dim)
         rows.append(factors if changed else ())

@@ -21,7 +21,6 @@ from trainer.analysis.positional_bias.measure import (
 from trainer.analysis.positional_bias.rescaling import (
     factors_part,
     needle_part,
-    needle_shift,
     yarn_part,
     yarn_shift,
 )
@@ -85,10 +84,9 @@ class PositionalBiasStudy(Study):
         parts = [Part(numbers={"tokens": self._length})]
         parts += [heads_part(bias), fresh_part(fresh), spread_part(spread, fresh)]
         if rotating:
-            prompt = self.target.prompt
             parts += [
                 yarn_part(yarn_shift(model, self.target.ids, strongest), strongest),
-                needle_part(None if prompt is None else needle_shift(model, prompt)),
+                needle_part(model, self.target.prompt),
                 factors_part(rotating[0], self.target.training_length),
             ]
         else:
