@@ -27,7 +27,7 @@ def test_batches_of_any_size_count_their_texts():
 def test_texts_of_two_lengths_do_not_mix():
     averages = Averages()
     averages.add(0, x=torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="equally long"):
+    with pytest.raises(ValueError, match="broadcast"):
         averages.add(0, x=torch.zeros(1, 5))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.synthetic import limit, standard_spectra, synthetic_decay, synthetic_section
+from trainer.analysis.synthetic import decay, fsv_ratios, limit, standard_spectra, synthetic_section
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware
@@ -18,21 +18,16 @@ NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given_vector", [False, True])
-def test_both_curves_are_those_of_rotated_copies(name, given_vector):
-    D, lengths = 16, [1, 2, 50, 700]
+@pytest.mark.parametrize("random", [False, True])
+def test_both_curves_are_those_of_rotated_copies(name, random):
+    D, lengths, distances = 16, [1, 2, 50, 700], [0, 3, 600]
     spectrum = make_spectrum(name, D, 512, {})
-    vector = np.random.default_rng(1).normal(size=D) if given_vector else np.ones(D)
-    curves = synthetic_decay(
-        *(spectrum, D, lengths, [0, 3, 600]),
-        training_length=512,
-        vector=vector if given_vector else None,
-    )
+    vector = np.random.default_rng(1).normal(size=D) if random else np.ones(D)
     copies = turned(torch.tensor(vector).expand(1, 1, 700, D), spectrum)[0, 0].numpy()
-    for n, ratio in zip(lengths, curves.fsv_ratio, strict=True):
+    for n, ratio in zip(lengths, fsv_ratios(spectrum, vector, lengths, 512), strict=True):
         expected = np.linalg.norm(copies[:n], 2) / (np.sqrt(n) * np.linalg.norm(vector))
         assert ratio == pytest.approx(expected, abs=1e-6)
-    for distance, dot in zip(curves.distances, curves.dot, strict=True):
+    for distance, dot in zip(distances, decay(spectrum, vector, distances, 512), strict=True):
         expected = copies[0] @ copies[distance] / (vector @ vector)
         assert dot == pytest.approx(expected, abs=1e-6)
 
@@ -43,9 +38,7 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
 
     def ratios(name):
         spectrum = make_spectrum(name, 128, 4096, {})
-        return synthetic_decay(
-            spectrum, 128, [4096, 65_536, 10**6], [], training_length=4096
-        ).fsv_ratio
+        return fsv_ratios(spectrum, np.ones(128), [4096, 65_536, 10**6], 4096)
 
     rope, half, fast, ours = (ratios(name) for name in NAMES[:4])
     remaining, least = np.sqrt(1 / 2), np.sqrt(1 / 128)
@@ -60,21 +53,21 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
 @given(st.integers(1, 10**7))
 def test_ratios_lie_between_the_limit_and_one_at_any_length(length):
     spectrum = make_spectrum("rope", 16, 64, {})
-    (ratio,) = synthetic_decay(spectrum, 16, [length], [], training_length=64).fsv_ratio
+    (ratio,) = fsv_ratios(spectrum, np.ones(16), [length], 64)
     assert np.sqrt(1 / 16) - 1e-9 <= ratio <= 1 + 1e-9
 
 
 def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
     spectrum = make_spectrum("rope", 16, 64, {})
     growing = dynamic(spectrum, ntk_aware, 64)
-    same, other = (
-        synthetic_decay(s, 16, [64, 640], [600], training_length=64) for s in (spectrum, growing)
-    )
-    assert same.fsv_ratio[0] == other.fsv_ratio[0]
-    assert other.fsv_ratio[1] > same.fsv_ratio[1] + 0.01
-    assert other.dot[0] != pytest.approx(same.dot[0], abs=1e-3)
+    vector, both = np.ones(16), (spectrum, growing)
+    same, other = (fsv_ratios(s, vector, [64, 640], 64) for s in both)
+    assert same[0] == other[0]
+    assert other[1] > same[1] + 0.01
+    (same,), (other,) = (decay(s, vector, [600], 64) for s in both)
+    assert other != pytest.approx(same, abs=1e-3)
     copies = turned(torch.ones(1, 1, 601, 16), growing.at(601, 64))[0, 0].double()
-    assert other.dot[0] == pytest.approx(float(copies[0] @ copies[600]) / 16, abs=1e-5)
+    assert other == pytest.approx(float(copies[0] @ copies[600]) / 16, abs=1e-5)
 
 
 def layout_of(*names, C=64, D=16, **more):
@@ -87,7 +80,7 @@ def layout_of(*names, C=64, D=16, **more):
 @pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "nope"])
 def test_the_limit_is_where_the_ratio_goes(name):
     spectrum = make_spectrum(name, 16, 64, {"base": 1e3} if name == "rope" else {})
-    far = synthetic_decay(spectrum, 16, [10**7], [0], training_length=64).fsv_ratio[0]
+    (far,) = fsv_ratios(spectrum, np.ones(16), [10**7], 64)
     assert limit(spectrum, 16) == pytest.approx(far, abs=1e-3)
 
 

@@ -27,7 +27,7 @@ def captured(model, layout):
 
 def median(model, measure, ids):
     result = frequency_entropies(model, ids, [measure])
-    return float(torch.cat([e.query[measure].flatten() for e in result]).median())
+    return float(torch.cat([e["query"][measure].flatten() for e in result]).median())
 
 
 @pytest.mark.parametrize("side", ["below", "above"])
@@ -38,7 +38,7 @@ def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure
     weights = select(model, IDS, [settings])
     before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
     result = frequency_entropies(model, IDS, [measure])
-    for name, entropies in (("q", result[0].query), ("k", result[0].key)):
+    for name, entropies in (("q", result[0]["query"]), ("k", result[0]["key"])):
         expected = getattr(before[0], f"rotated_{name}").clone()
         for h, row in enumerate(entropies[measure].tolist()):
             for m, entropy in enumerate(row):

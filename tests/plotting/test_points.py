@@ -18,9 +18,11 @@ from trainer.plotting.points import (
 def test_points_of_heads_have_the_colour_of_their_layer():
     clouds = [
         HeadCloud.of_layers(
-            "kept", np.array([[0.0, 1], [2, 3]]), np.array([[1.0, 1], [4, -1]]), "x", "y", True
+            *(np.array([[0.0, 1], [2, 3]]), np.array([[1.0, 1], [4, -1]])),
+            *("x", "y", "kept"),
+            diagonal=True,
         ),
-        HeadCloud.of_layers("lost", np.array([[0.0, 1], [2, 4]]), np.ones((2, 2)), "u", "v"),
+        HeadCloud.of_layers(np.array([[0.0, 1], [2, 4]]), np.ones((2, 2)), "u", "v", "lost"),
     ]
     check(
         head_points(clouds, 2),
@@ -40,7 +42,7 @@ def test_points_of_heads_have_the_colour_of_their_layer():
 
 
 def test_heads_of_a_model_of_one_layer_have_a_scale_too():
-    cloud = HeadCloud("t", np.array([0, 0]), np.array([1.0, 2]), np.array([3.0, 4]), "x", "y")
+    cloud = HeadCloud(np.array([0, 0]), np.array([1.0, 2]), np.array([3.0, 4]), "x", "y")
     assert head_points([cloud], 1).axes[0].collections[0].norm.vmax == 1
 
 
@@ -129,9 +131,11 @@ def test_what_is_no_head_has_names():
 
 
 def test_a_bar_of_many_heads_has_at_most_nine_ticks():
-    for heads, ticks in ((9, range(9)), (10, range(0, 10, 2)), (28, range(0, 28, 4))):
+    for heads in (2, 9, 10, 28):
         figure = pair_scatter({"m": {"t": np.zeros((heads, 1))}}, {}, "pair")
-        assert figure.axes[1]._colorbar.get_ticks().tolist() == list(ticks)
+        ticks = figure.axes[1]._colorbar.get_ticks()
+        assert len(ticks) <= 9
+        assert (ticks == ticks.round()).all()
 
 
 def test_many_layers_stand_six_in_a_row():

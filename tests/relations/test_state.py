@@ -39,14 +39,14 @@ STATEFUL = {
     **dict.fromkeys(
         (
             *("Clusters", "FrequencyEntropyStudy", "OffsetFeatureSearch", "AngleStability"),
-            *("ClustersStudy", "OffsetSteps", "SinksStudy"),
+            *("ClustersStudy", "OffsetFeaturesStudy", "SinksStudy"),
         ),
         "a study of one page; tests/analysis makes each for one text",
     ),
     **dict.fromkeys(
         (
             *("Progress", "ShardWriter", "_Worker", "_Counter", "_Reader", "Outcomes", "_Trial"),
-            *("Claims", "_Tokens", "StandIn", "RunLock", "Notice", "Stopping", "_Tracker"),
+            *("Claims", "StandIn", "RunLock", "Notice", "Stopping", "_Tracker"),
             *("SendSignal", "Profiling", "CollectiveTimeouts", "Watchdog", "CheckpointClock"),
         ),
         ONCE,

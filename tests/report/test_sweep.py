@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -10,12 +9,12 @@ from rich.console import Console
 
 from tests.report.described import check, check_csv, check_text, styled
 from tests.report.examples import cell, report, statements
+from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import PERPLEXITY
 from trainer.evaluation.statistics import estimate
 from trainer.plotting.style import paper_style
 from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import (
-    Reached,
     Sweep,
     SweptRun,
     csv_sweep,
@@ -23,7 +22,6 @@ from trainer.report.sweep import (
     entries,
     legend,
     markdown_sweep,
-    numeric,
     reached,
     short,
     terminal_sweep,
@@ -35,11 +33,11 @@ TRIALS = 12
 
 
 def point(factor, hits=None, *windows, trained=64):
-    """Reached with so many of twelve trials right, and with such losses of windows."""
+    """Return a result with so many of twelve trials right, and with such losses of windows."""
     scores = () if hits is None else (1.0,) * hits + (0.0,) * (TRIALS - hits)
     loss = sum(windows) / len(windows) if windows else None
     mean = estimate(scores) if scores else None
-    return Reached(int(factor * trained), factor, mean, scores, loss, windows)
+    return Result("a", int(factor * trained), factor, mean, loss, windows, scores)
 
 
 def run(place, settings, *points, state="finished", **more):
@@ -300,7 +298,7 @@ def test_tests_are_of_the_same_trials_and_windows():
     reference, better, fewer, other, longer = (
         run("a", {"k": "1"}, point(1, 3, 2.0, 4.0)),
         run("b", {"k": "2"}, point(1, 12, 3.0, 6.0)),
-        run("c", {"k": "3"}, Reached(64, 1, estimate((1.0,)), (1.0,), 3.0, (3.0,))),
+        run("c", {"k": "3"}, Result("c", 64, 1, estimate((1.0,)), 3.0, (3.0,), (1.0,))),
         run("d", {"k": "4"}, point(1, 12, 3.0, 6.0), measured_on="x"),
         run("e", {"k": "5"}, point(1, 12, 3.0, 6.0, trained=128)),
     )
@@ -324,7 +322,7 @@ def test_retrieval_comes_from_statements_or_the_mean_over_tasks():
     tasks = [cell([1.0, 0.0]), cell([0.0], task="multi_value")]
     text = cell([], task=PERPLEXITY, last_loss=3.0, by_window=(2.0, None, 4.0))
     (result,) = reached(report(*tasks, text, cell([1.0], method="pi")), "RoPE")
-    assert (result.retrieval.mean, result.scores, result.by_window) == (0.25, (1, 0, 0), (2, 4))
+    assert (result.retrieval.mean, result.scores, result.losses) == (0.25, (1, 0, 0), (2, 4))
     (result,) = reached(report(tasks[1]), "RoPE")
     assert (result.retrieval.mean, result.loss) == (0, None)
     (result,) = reached(report(text), "RoPE")
@@ -355,7 +353,6 @@ FALLING = ((100, 90, 80, 70), (50, 60, 50, 45))
 def test_numbers_are_short():
     counts = (999, 1000, 26_214_400, 10**9, 2 * 10**12)
     assert [short(count) for count in counts] == ["999", "1k", "26.2M", "1B", "2T"]
-    assert [numeric(text) for text in ("1e-3", "never", "inf")] == [0.001, None, math.inf]
 
 
 def figure(sweep):

@@ -4,6 +4,7 @@ pairs."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -22,29 +23,15 @@ class Averages:
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, Array]] = {}
-        self._counts: dict[str, dict[int, int]] = {}
+        self._counts: dict[str, Counter[int]] = {}
 
     def add(self, layer: int, **values: Tensor) -> None:
         """Add ``values`` ``[B, ...]`` of one layer; the shape after B must be the same in all
-        calls.
-
-        Raises:
-            ValueError: the shape differs from the first call's, for example because a text is
-                longer.
-        """
+        calls."""
         for name, value in values.items():
-            total = value.double().sum(dim=0).cpu().numpy()
             sums = self._sums.setdefault(name, {})
-            counts = self._counts.setdefault(name, {})
-            if layer in sums:
-                if sums[layer].shape != total.shape:
-                    raise ValueError(
-                        f"{name}: shape {total.shape} after {sums[layer].shape}; "
-                        "texts of one analysis must be equally long"
-                    )
-                total = total + sums[layer]
-            sums[layer] = total
-            counts[layer] = counts.get(layer, 0) + value.shape[0]
+            sums[layer] = sums.get(layer, 0) + value.double().sum(dim=0).cpu().numpy()
+            self._counts.setdefault(name, Counter())[layer] += value.shape[0]
 
     def stacked(self, name: str) -> Array:
         """Return the means ``[layers, ...]`` of all layers seen, in ascending order."""

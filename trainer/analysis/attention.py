@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,6 @@ class Rows:
     learned: Tensor
 
 
-ROWS = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
-
-
 def head_slopes(heads: Heads) -> Tensor | None:
     """Return ALiBi's slope of every query head ``[Hq]``: 0 for heads without ALiBi; None if no head
     uses it."""
@@ -82,7 +79,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     B, Hq, T = q.shape[:3]
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
-    statistics = {name: q.new_empty(B, Hq, T) for name in ROWS}
+    statistics = [q.new_empty(B, Hq, T) for _ in fields(Rows)[1:]]
     size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b in range(B):
         for kv in range(k.shape[1]):
@@ -91,36 +88,33 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
                 stop = min(start + size, T)
                 first = 0 if window is None else max(0, start - window + 1)
                 block = _block(
+                    heads,
                     q[b, shared, start:stop],
                     k[b, kv, first:stop],
                     (start, first),
-                    window,
                     None if slopes is None else slopes[shared],
-                    (heads.scale, heads.softcap),
                     None if heads.sinks is None else heads.sinks[shared],
                 )
-                for name, values in zip(ROWS, block, strict=True):
-                    statistics[name][b, shared, start:stop] = values
-    return Rows(visible_keys(T, window, q.device), **statistics)
+                for rows, values in zip(statistics, block, strict=True):
+                    rows[b, shared, start:stop] = values
+    return Rows(visible_keys(T, window, q.device), *statistics)
 
 
 def _block(
+    heads: Heads,
     q: Tensor,
     k: Tensor,
     starts: tuple[int, int],
-    window: int | None,
     slopes: Tensor | None,
-    score: tuple[float, float | None],
     sinks: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Compute the numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one
-    head.
+    head, with their ``slopes`` and ``sinks`` ``[G]``.
 
     ``starts``: positions of the first query and of the first key; the last query sees the last key.
-    ``score``: scaling and soft-cap of the scores. ``sinks``: ``[G]``.
     """
-    (start, first), (scale, softcap) = starts, score
-    scores = (q * scale) @ k.T
+    (start, first), window = starts, heads.encoding.window
+    scores = (q * heads.scale) @ k.T
     i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
     j = torch.arange(first, first + k.shape[0], device=q.device)
     # Keys before the block's first query are visible to all its queries: only the rest needs the
@@ -129,9 +123,9 @@ def _block(
     scores[..., past:].masked_fill_(j[past:] > i, HIDDEN)
     if window is not None:
         scores.masked_fill_(j <= i - window, HIDDEN)
-    peak = scores.amax(dim=-1) / scale
-    if softcap is not None:
-        scores = capped(scores, softcap).masked_fill_(scores == HIDDEN, HIDDEN)
+    peak = scores.amax(dim=-1) / heads.scale
+    if heads.softcap is not None:
+        scores = capped(scores, heads.softcap).masked_fill_(scores == HIDDEN, HIDDEN)
     if slopes is not None:
         scores += slopes[:, None, None] * (j - i)
     top = scores.amax(dim=-1, keepdim=True)
@@ -147,7 +141,7 @@ def _block(
     diagonal = weights.diagonal(past, -2, -1) / total
     before = weights.diagonal(past - 1, -2, -1)
     if past == 0:  # the first query of the block does not see the key before it
-        before = torch.nn.functional.pad(before, (1, 0))
+        before = F.pad(before, (1, 0))
     learned = 1 - moments[..., 0] / total
     return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
 

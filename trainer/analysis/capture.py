@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.model.language_model import LanguageModel
 from trainer.model.softmax import Softmax
-from trainer.positional.layout import LayerEncoding
+from trainer.positional.layout import LayerEncoding, Layout
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,23 @@ class Heads:
     scaling: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    @classmethod
+    def of_layer(
+        cls,
+        layout: Layout,
+        layer: int,
+        *tensors: Tensor,
+        sinks: Tensor | None = None,
+        **scores: Any,
+    ) -> Heads:
+        """Return what the observer of a layer gets in a model of this layout."""
+        q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
+        return cls(
+            *(layer, layout.layers[layer], q, k, rotated_q, rotated_k, layout.training_length),
+            sinks=None if sinks is None else sinks.detach().float(),
+            **scores,
+        )
 
     @property
     def softmax(self) -> Softmax:
@@ -73,30 +91,8 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
     Tensors that ``on_layer`` does not keep are freed before the next layer.
     """
 
-    def observe(
-        index: int,
-        *tensors: Tensor,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
-        sinks = None if sinks is None else sinks.detach().float()
-        C, encoding = model.layout.training_length, model.layout.layers[index]
-        on_layer(
-            Heads(
-                layer=index,
-                encoding=encoding,
-                q=q,
-                k=k,
-                rotated_q=rotated_q,
-                rotated_k=rotated_k,
-                training_length=C,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        )
+    def observe(layer: int, *tensors: Tensor, **scores: Any) -> None:
+        on_layer(Heads.of_layer(model.layout, layer, *tensors, **scores))
 
     with model.observed(observe):
         yield

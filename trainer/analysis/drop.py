@@ -37,6 +37,7 @@ from trainer.analysis.studies.section import (
     Part,
     Picture,
     Section,
+    column_rows,
     joined,
     last_within,
     wide_rows,
@@ -178,13 +179,14 @@ Curve = Sequence[tuple[int, float]]
 
 
 class DropStudy:
-    """Compare two models, read one after the other.
+    """Compare two models, read one after the other, within the shorter training length ``trained``
+    and beyond it.
 
     ``before`` and ``after``: two targets with the same text. ``curve``: (step, training loss) of
     the run, and ``drop_step``: the last step with the encoding; give both or neither.
 
     Raises:
-        UserError: vocabularies or texts differ, or the text has fewer than 2 tokens.
+        UserError: vocabularies differ, or the text has fewer than 2 tokens.
     """
 
     key: ClassVar[str] = "drop"
@@ -203,23 +205,14 @@ class DropStudy:
                 "model",
                 f"the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens.",
             )
-        if not torch.equal(before.ids.cpu(), after.ids.cpu()):
-            raise UserError.at("text", "the two models must read the same tokens, got two texts.")
         if before.length < 2:
             raise UserError.at("text", f"expected 2 tokens or more, got {before.length}.")
         self.before, self.after = before, after
         self.names = (before.name, after.name)
+        self.trained = min(before.training_length, after.training_length)
+        self._mark = (float(self.trained), "training length")
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))
         self.drop_step = drop_step
-
-    @property
-    def _mark(self) -> tuple[float, str]:
-        return float(self.trained), "training length"
-
-    @property
-    def trained(self) -> int:
-        """The shorter of the two training lengths."""
-        return min(self.before.training_length, self.after.training_length)
 
     def run(self) -> Section:
         """Read the text with both models and write the section."""
@@ -286,15 +279,11 @@ class DropStudy:
                 f"{kl:.3f} nats apart (KL)."
             )
 
-        def prepare(axes: Axes) -> None:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
         label = f"KL({self.names[0]} ‖ {self.names[1]})"
         apart = Series(label, 0, middles, means["kl"].tolist(), marked=False)
         losses = self._lines(middles, (means["loss_before"], means["loss_after"]), marked=False)
         panels = [
-            Panel(title, lines, Frame("tokens read", y_label, prepare, self._mark))
+            Panel(title, lines, Frame("tokens read", y_label, _log_tokens, self._mark))
             for title, lines, y_label in (
                 ("next-token predictions", [apart], "KL divergence (nats)"),
                 ("loss", losses, "loss (nats/token)"),
@@ -309,17 +298,15 @@ class DropStudy:
                 "positions that lie close together."
             ),
             header=("from_position", "to_position", *means),
-            rows=list(
-                zip(edges[:-1], edges[1:], *(m.tolist() for m in means.values()), strict=True)
-            ),
+            rows=column_rows(map(np.array, (edges[:-1], edges[1:], *means.values()))),
         )
-        numbers = {name: curve.tolist() for name, curve in means.items()}
-        return Part(tuple(findings), (picture,), numbers={"edges": edges} | numbers)
+        return Part(tuple(findings), (picture,), numbers={"edges": edges, **means})
 
     def _indicators(self, before: Reading, after: Reading) -> Part:
         lengths = before.lengths
         shown = dict.fromkeys((last_within(lengths, self.trained), len(lengths) - 1))
         both = {name: (before.indicators[name], after.indicators[name]) for name in INDICATORS}
+        columns = _columns(both)
         findings = [
             f"At {lengths[i]} tokens, from {self.names[0]} to {self.names[1]}: "
             + ", ".join(
@@ -331,9 +318,8 @@ class DropStudy:
         ]
 
         def prepare(axes: Axes) -> None:
-            axes.set_xscale("log", base=2)
+            _log_tokens(axes)
             axes.set_xticks(lengths[:: -(-len(lengths) // 6)])
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.xaxis.set_minor_locator(NullLocator())
 
         def prepare_first(axes: Axes) -> None:
@@ -357,19 +343,11 @@ class DropStudy:
                 "score of its queries and keys as they meet in the scores (1: two clusters apart). "
                 "Right of the dashed line the models were not trained."
             ),
-            header=("length", *(f"{name}_{when}" for name in both for when in ("before", "after"))),
-            rows=[
-                (lengths[i], *values)
-                for i, *values in wide_rows([values for pair in both.values() for values in pair])
-            ],
+            header=("length", *columns),
+            rows=column_rows([np.array(lengths), *columns.values()]),
         )
-        numbers = {
-            name: {"before": was.tolist(), "after": now.tolist()}
-            for name, (was, now) in both.items()
-        }
-        return Part(
-            tuple(findings), (picture,), numbers={"lengths": lengths, "indicators": numbers}
-        )
+        numbers = {"lengths": lengths, "indicators": _numbers(both)}
+        return Part(tuple(findings), (picture,), numbers=numbers)
 
     def _recovery(self, drop_step: int) -> Part | None:
         recovered = recovery(self.curve, drop_step)
@@ -405,6 +383,23 @@ class DropStudy:
         return Part((sentence,), (picture,), numbers={"recovery": asdict(recovered)})
 
 
+def _log_tokens(axes: Axes) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _columns(both: Mapping[str, tuple[Array, Array]]) -> dict[str, Array]:
+    return {
+        f"{name}_{when}": values
+        for name, pair in both.items()
+        for when, values in zip(("before", "after"), pair, strict=True)
+    }
+
+
+def _numbers(both: Mapping[str, tuple[Array, Array]]) -> dict[str, dict[str, Array]]:
+    return {name: {"before": was, "after": now} for name, (was, now) in both.items()}
+
+
 def head_change(was: ByMeasure, now: ByMeasure) -> Array:
     """Combine a head's changes in all measures, each over its root mean square among heads."""
     changes = np.stack([now[name] - was[name] for name in MEASURES])
@@ -421,8 +416,7 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
     change = head_change(was, now)
     order = ranked(-change)
     both = {name: (was[name], now[name]) for name in MEASURES}
-    rows = wide_rows([values for pair in both.values() for values in pair])
-    header = ("layer", "head", *(f"{name}_{when}" for name in both for when in ("before", "after")))
+    columns = _columns(both)
     table = Grid(
         caption=(
             f"The {min(SHOWN, change.size)} heads that changed most, {names[0]} → "
@@ -440,7 +434,7 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
             name=f"drop_{name}",
             figure=head_points(
                 [
-                    HeadCloud.of_layers(MEASURES[measure], *both[measure], *names, diagonal=True)
+                    HeadCloud.of_layers(*both[measure], *names, MEASURES[measure], diagonal=True)
                     for measure in measures
                 ],
                 len(change),
@@ -449,8 +443,8 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
                 f"{title} of every head in {names[0]} (x) and in {names[1]} (y), coloured "
                 "by layer. Heads on the dotted line did not change."
             ),
-            header=header,
-            rows=rows,
+            header=("layer", "head", *columns),
+            rows=wide_rows(list(columns.values())),
         )
         for name, title, measures in (
             ("positional_heads", "Positional bias Aᶜ", tuple(KINDS)),
@@ -459,10 +453,7 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
     )
     findings = [_most_changed(was, now, order[0])]
     findings += [_positional(kind, was[kind], now[kind], names) for kind in KINDS]
-    numbers = {name: {"before": a.tolist(), "after": b.tolist()} for name, (a, b) in both.items()}
-    return Part(
-        findings=tuple(findings), pictures=pictures, grids=(table,), numbers={"heads": numbers}
-    )
+    return Part(tuple(findings), pictures, (table,), {"heads": _numbers(both)})
 
 
 def _most_changed(was: ByMeasure, now: ByMeasure, place: Place) -> str:

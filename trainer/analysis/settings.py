@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -62,23 +62,30 @@ class ShortTime:
 
 USUAL = ShortTime()
 
-Rule = tuple[str, Literal["below", "above"], float]
-"""Entropy, side of the threshold, and threshold."""
+
+class Gate(NamedTuple):
+    """Selects the pairs whose entropy ``measure`` is ``side`` the threshold ``tau``."""
+
+    measure: str
+    side: Literal["below", "above"]
+    tau: float
+
+
 GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
 
 
-def rules(gate: str) -> tuple[Rule, ...]:
+def rules(gate: str) -> tuple[Gate, ...]:
     """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
 
     Raises:
         ValueError: the gate is malformed.
     """
-    parsed: list[Rule] = []
+    parsed: list[Gate] = []
     for part in gate.split("+"):
         if not (match := GATE.fullmatch(part.strip())):
             raise ValueError(gate)
         measure, sign, tau = match.groups()
-        parsed.append((measure, "below" if sign == "<" else "above", float(tau)))
+        parsed.append(Gate(measure, "below" if sign == "<" else "above", float(tau)))
     return tuple(parsed)
 
 

@@ -4,7 +4,7 @@ long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, bucket_means, position_edges, to_json
+from trainer.analysis.arrays import Array, Averages, Place, bucket_means, position_edges, to_json
 from trainer.analysis.attention import Rows, attention_rows, head_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.studies.section import Indicator, Picture, Section, long_rows
@@ -68,7 +68,7 @@ MAP_HEADER = ("layer", "head", "from_query", "from_key", "attention")
 
 
 def draw_attention_maps(
-    maps: Mapping[tuple[int, int], Array],
+    maps: Mapping[Place, Array],
     titles: Sequence[str],
     step: int,
     *,
@@ -98,21 +98,11 @@ def draw_attention_maps(
     return figure, rows
 
 
-@dataclass(frozen=True)
-class AttentionMap:
-    """Attention ``[cells, cells]`` of a head, and the share of its attention on the first token."""
-
-    layer: int
-    head: int
-    sink: float
-    cells: Array
-
-
 class SinksStudy(Study):
     """Norms of keys, attention on the first key, and the largest dot products, by position.
 
     ``curves``: means within buckets of positions, ``[layers, heads, buckets]``, by name; bucket b
-    holds positions ``edges[b]`` to ``edges[b + 1] - 1``.
+    holds positions ``edges[b]`` to ``edges[b + 1] - 1``. ``median_key_norm``: ``[layers, heads]``.
     """
 
     key: ClassVar[str] = "sinks"
@@ -125,8 +115,8 @@ class SinksStudy(Study):
         self.edges = position_edges(target.length)
         self.curves: dict[str, Array] = {}
         self._averages = Averages()
-        self._median_norms = Averages()
-        self._maps: list[AttentionMap] = []
+        self._maps: dict[Place, Array] = {}
+        self._shares: dict[Place, float] = {}  # of the heads' attention on the first token
 
     def on_layer(self, heads: Heads) -> None:
         """Read every row of attention with the encoding and, if it changes attention, without."""
@@ -150,12 +140,11 @@ class SinksStudy(Study):
         if heads.sinks is not None:
             values["learned_sink"] = rotated.learned
         bucketed = {name: bucket_means(value, self.edges) for name, value in values.items()}
-        self._averages.add(heads.layer, **bucketed)
-        self._median_norms.add(heads.layer, key=norms[..., 1:].median(dim=-1).values)
+        median = norms[..., 1:].median(dim=-1).values
+        self._averages.add(heads.layer, **bucketed, median_key_norm=median)
         for head in self._pictured(heads, rotated):
-            sink = float(rotated.sink[0, head, 1:].mean())
-            cells = attention_map(heads, head, size=CELLS)
-            self._maps.append(AttentionMap(layer=heads.layer, head=head, sink=sink, cells=cells))
+            self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
+            self._shares[heads.layer, head] = float(rotated.sink[0, head, 1:].mean())
 
     def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
         if self.target.chosen:
@@ -214,7 +203,7 @@ class SinksStudy(Study):
 
     def _findings(self) -> list[str]:
         # The first bucket holds only the first key.
-        first, others = self.curves["key_norm"][..., 0], self._median_norms.stacked("key")
+        first, others = self.curves["key_norm"][..., 0], self.curves["median_key_norm"]
         weights = {
             place: self._near("rotated.sink_weight", n) for n, place in self._places().items()
         }
@@ -282,16 +271,8 @@ class SinksStudy(Study):
         lengths = sorted(n for n in ends if 8 <= n <= T)
 
         def indicator(title: str, name: str, wanted: Any, meaning: str, **more: Any) -> Indicator:
-            y = [float(self._near(name, n).mean()) for n in lengths]
-            return Indicator(
-                name=title,
-                lengths=lengths,
-                values=y,
-                trained=C,
-                wanted=wanted,
-                meaning=meaning,
-                **more,
-            )
+            values = [float(self._near(name, n).mean()) for n in lengths]
+            return Indicator(title, lengths, values, C, wanted, meaning, **more)
 
         has_sink = self._has_sink()
         sink = indicator(
@@ -404,13 +385,13 @@ class SinksStudy(Study):
     def _attention(self) -> Picture:
         """Draw the attention of the chosen heads, or of those with the most, a medium and the least
         weight on the sink (Fig. 9)."""
-        shown = self._maps
+        shown = list(self._maps)
         if not self.target.chosen:
-            shown = extremes(shown, key=lambda head: -head.sink)
-        step = -(-self.target.length // len(shown[0].cells))
+            shown = extremes(shown, key=lambda place: -self._shares[place])
+        step = -(-self.target.length // len(self._maps[shown[0]]))
         figure, rows = draw_attention_maps(
-            {(head.layer, head.head): head.cells for head in shown},
-            [f"L{head.layer}H{head.head}: {100 * head.sink:.0f}% on the first" for head in shown],
+            {place: self._maps[place] for place in shown},
+            [f"L{i}H{j}: {100 * self._shares[i, j]:.0f}% on the first" for i, j in shown],
             step,
             low=1e-4,
             columns=3,

@@ -7,8 +7,7 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -24,48 +23,29 @@ from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
 
-@dataclass(frozen=True)
-class SyntheticDecay:
-    """Curves of one spectrum.
+def fsv_ratios(
+    spectrum: Spectrum, vector: Array, lengths: Sequence[int], training_length: int
+) -> Array:
+    """Compute the ratio of the first singular values of n rotated and n unrotated copies of
+    ``vector`` ``[head_dim]``, for each length n (Fig. 7).
 
-    ``fsv_ratio``: ratio of the first singular values of n rotated and n unrotated copies of a
-    vector, by ``lengths`` n. ``dot``: dot product of the vector with itself that many
-    tokens away, divided by its value at distance 0, by ``distances``.
+    Each length uses the frequencies of a sequence of that length, without temperature or gains.
+    ``training_length``: C, for encodings whose frequencies follow the length.
     """
-
-    lengths: list[int]
-    fsv_ratio: Array
-    distances: list[int]
-    dot: Array
+    ratios = [_fsv_ratio(*_planes(spectrum.at(n, training_length), vector), n) for n in lengths]
+    return np.array(ratios)
 
 
-def synthetic_decay(
-    spectrum: Spectrum,
-    head_dim: int,
-    lengths: Sequence[int],
-    distances: Sequence[int],
-    *,
-    training_length: int,
-    vector: Array | None = None,
-) -> SyntheticDecay:
-    """Compute both curves of Fig. 7 for one spectrum.
-
-    Each length or distance uses the frequencies of a sequence of that length, without temperature
-    or gains. ``training_length``: C, for encodings whose frequencies follow the length. ``vector``:
-    ``[head_dim]`` (None: all ones, as in the paper).
-    """
-    v = np.ones(head_dim) if vector is None else np.asarray(vector, dtype=np.float64)
-    ratios = [_fsv_ratio(*_planes(spectrum.at(n, training_length), v), n) for n in lengths]
+def decay(
+    spectrum: Spectrum, vector: Array, distances: Sequence[int], training_length: int
+) -> Array:
+    """Compute the dot product of ``vector`` with itself that many tokens away, divided by its value
+    at distance 0; frequencies as in :func:`fsv_ratios`."""
     dots = []
     for distance in distances:
-        size, frequency = _planes(spectrum.at(distance + 1, training_length), v)
+        size, frequency = _planes(spectrum.at(distance + 1, training_length), vector)
         dots.append(float(size**2 @ np.cos(frequency * distance) / (size @ size)))
-    return SyntheticDecay(
-        lengths=list(lengths),
-        fsv_ratio=np.array(ratios),
-        distances=list(distances),
-        dot=np.array(dots),
-    )
+    return np.array(dots)
 
 
 def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
@@ -126,11 +106,10 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
     furthest = FURTHEST * C
     quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
     lengths = sorted({*quarters, C, furthest})
-    distances = _distances_between(lengths)
-    decays = {
-        name: synthetic_decay(spectrum, head_dim, lengths, distances, training_length=C)
-        for name, spectrum in spectra.items()
-    }
+    distances, vector = _distances_between(lengths), np.ones(head_dim)
+    ratios = {name: fsv_ratios(s, vector, lengths, C) for name, s in spectra.items()}
+    decays = {name: decay(s, vector, distances, C) for name, s in spectra.items()}
+    within = lengths.index(C)
     return Section(
         key=SyntheticStudy.key,
         title=SyntheticStudy.title,
@@ -147,17 +126,20 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
             "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
         ),
         source="RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
-        findings=tuple(_finding(name, spectra[name], d, C, head_dim) for name, d in decays.items()),
-        pictures=(_picture(decays, C),),
-        grids=(_table(decays, C),),
+        findings=tuple(
+            _finding(name, spectra[name], (ratio[within], ratio[-1]), C, head_dim)
+            for name, ratio in ratios.items()
+        ),
+        pictures=(_picture((lengths, ratios), (distances, decays), C),),
+        grids=(_table(lengths, ratios, C),),
         numbers={
             "training_length": C,
             "head_dim": head_dim,
             "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
             "lengths": lengths,
             "distances": distances,
-            "fsv_ratio": {name: to_json(decay.fsv_ratio) for name, decay in decays.items()},
-            "decay": {name: to_json(decay.dot) for name, decay in decays.items()},
+            "fsv_ratio": {name: to_json(ratio) for name, ratio in ratios.items()},
+            "decay": {name: to_json(dots) for name, dots in decays.items()},
         },
     )
 
@@ -210,17 +192,22 @@ def limit(spectrum: Spectrum, head_dim: int) -> float:
 
 
 def _finding(
-    name: str, spectrum: Spectrum, decay: SyntheticDecay, training_length: int, head_dim: int
+    name: str,
+    spectrum: Spectrum,
+    ratios: tuple[float, float],
+    training_length: int,
+    head_dim: int,
 ) -> str:
+    """Describe the ratios at the training length and at the longest length."""
     if not spectrum.rotates:
         return f"{name}: nothing rotates, and nothing is dispersed at any length."
-    within = float(decay.fsv_ratio[decay.lengths.index(training_length)])
+    within, furthest = ratios
     bound = limit(spectrum, head_dim)
     still = 2 * np.count_nonzero(spectrum.inv_freq) < head_dim
     attained = within <= bound + SETTLED
     return (
         f"{name}: {within:.2f} of the first singular value is left at {training_length:,} tokens "
-        f"and {decay.fsv_ratio[-1]:.2f} at {FURTHEST * training_length:,}. "
+        f"and {furthest:.2f} at {FURTHEST * training_length:,}. "
         + ("Channels that stand still keep" if still else "Every channel rotates, which leaves")
         + f" {bound:.2f} in the limit, "
         + ("reached within" if attained else "not reached within")
@@ -228,24 +215,29 @@ def _finding(
     )
 
 
-def _picture(decays: dict[str, SyntheticDecay], trained: int) -> Picture:
-    styles = style_numbers(decays)
+Curves = tuple[Sequence[int], dict[str, Array]]
+"""Lengths or distances, and the values of each spectrum there."""
+
+
+def _picture(of_lengths: Curves, of_distances: Curves, trained: int) -> Picture:
+    (lengths, fsv), (distances, dots) = of_lengths, of_distances
+    styles = style_numbers(fsv)
+    names = list(reversed(fsv))
     ratios = [
-        Series(name, styles[name], decay.lengths, decay.fsv_ratio.tolist(), marked=False)
-        for name, decay in reversed(decays.items())
+        Series(name, styles[name], lengths, fsv[name].tolist(), marked=False) for name in names
     ]
-    dots = [
-        Series(name, styles[name], *_means(decay), marked=False)
-        for name, decay in reversed(decays.items())
+    products = [
+        Series(name, styles[name], *_means(distances, dots[name], lengths), marked=False)
+        for name in names
     ]
     panels = [
         Panel("first singular value", ratios, Frame("", "after / before the rotation")),
-        Panel("dot product with itself", dots, Frame("", "relative to distance 0")),
+        Panel("dot product with itself", products, Frame("", "relative to distance 0")),
     ]
     rows: Rows = []
-    for name, decay in decays.items():
-        rows += long_rows({(name, "fsv_ratio"): decay.fsv_ratio}, places=decay.lengths)
-        rows += long_rows({(name, "decay"): decay.dot}, places=decay.distances)
+    for name in fsv:
+        rows += long_rows({(name, "fsv_ratio"): fsv[name]}, places=lengths)
+        rows += long_rows({(name, "decay"): dots[name]}, places=distances)
     return Picture(
         name="synthetic",
         figure=by_length(
@@ -263,21 +255,22 @@ def _picture(decays: dict[str, SyntheticDecay], trained: int) -> Picture:
     )
 
 
-def _means(decay: SyntheticDecay) -> tuple[list[float], list[float]]:
+def _means(
+    distances: Sequence[int], dots: Array, edges: Sequence[int]
+) -> tuple[list[float], list[float]]:
     """Average distances and dot products between neighbouring lengths."""
-    distances, edges = np.array(decay.distances), np.array(decay.lengths)
-    bucket = np.searchsorted(edges, distances, side="right")
+    places = np.array(distances)
+    bucket = np.searchsorted(edges, places, side="right")
     # The logarithmic axis has no 0.
     used = [i for i in np.unique(bucket) if i > 0]
-    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (distances, decay.dot))
+    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (places, dots))
     return x, y
 
 
-def _table(decays: dict[str, SyntheticDecay], trained: int) -> Grid:
-    lengths = next(iter(decays.values())).lengths
+def _table(lengths: Sequence[int], ratios: Mapping[str, Array], trained: int) -> Grid:
     places = [lengths.index(trained * f) for f in (1, 4, FURTHEST) if trained * f in lengths]
     return Grid(
         caption="Share of the first singular value that the rotation leaves.",
         header=("spectrum", *(f"{lengths[i]:,} tokens" for i in places)),
-        rows=[(name, *(f"{d.fsv_ratio[i]:.3f}" for i in places)) for name, d in decays.items()],
+        rows=[(name, *(f"{r[i]:.3f}" for i in places)) for name, r in ratios.items()],
     )

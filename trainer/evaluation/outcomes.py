@@ -30,9 +30,9 @@ Row = tuple[str, str]
 class Result:
     """Retrieval and loss of a row at one length; None if not measured.
 
-    ``name``: the row's name. ``retrieval``: score on the task of the training sequences.
-    ``loss``: mean on the last tokens. ``losses``: this loss for each window, the same windows for
-    all rows; empty if unknown.
+    ``name``: the row's name. ``retrieval``: score on the task of the training sequences, the mean
+    of ``scores``. ``loss``: mean on the last tokens. ``losses``: this loss for each window, the
+    same windows for all rows. ``scores``, ``losses``: empty if unknown.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Result:
     retrieval: Estimate | None = None
     loss: float | None = None
     losses: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class Outcomes:

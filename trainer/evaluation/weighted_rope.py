@@ -12,13 +12,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trainer.analysis.frequency_entropy.measure import (
-    SIDES,
-    Gate,
-    channel_factors,
-    frequency_entropies,
-    weights,
-)
+from trainer.analysis.frequency_entropy.measure import attenuation, frequency_entropies
+from trainer.analysis.settings import Gate
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
@@ -46,15 +41,10 @@ def select(
     with model.using(layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
     size = model.config.head_size
-    interventions = []
-    for encoding, entropies in zip(model.layout.layers, layers, strict=True):
-        rows = []
-        for side in SIDES:
-            by_pair = weights(gates, entropies, side, alphas)
-            factors, is_changed = channel_factors(encoding, by_pair, size)
-            rows.append(factors if is_changed else ())
-        interventions.append(Intervention(query=rows[0], key=rows[1]))
-    return tuple(interventions)
+    return tuple(
+        attenuation(encoding, entropies, gates, alphas, size)[0]
+        for encoding, entropies in zip(model.layout.layers, layers, strict=True)
+    )
 
 
 def pairs(chosen: Sequence[Intervention]) -> int:

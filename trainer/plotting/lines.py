@@ -14,19 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from trainer.plotting.style import (
-    AMBER,
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    SKY,
-    blank,
-    paper_style,
-    whole_ticks,
-)
+from trainer.plotting.style import COLOURS, GREY, ORANGE, blank, paper_style, whole_ticks
 
 Array = np.ndarray
 MOST_COLUMNS = 6
@@ -36,8 +24,6 @@ OVERLAY = 8
 LOW, HIGH = 0.1, 0.9
 """Quantiles of heads that a band spans."""
 
-COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
-"""Colours of styles 0 to 6; later styles repeat them with other dashes."""
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")

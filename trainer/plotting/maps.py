@@ -120,14 +120,10 @@ def numbered_maps(
 ) -> Figure:
     """Draw maps with a number in every cell and named rows and columns.
 
-    Args:
-        panels: ``[rows, columns]`` by title, NaN for no number, which is drawn as a dot.
-        scale: for all panels, with a colour bar; None: each panel spans its own values.
-        names: of the columns and of the rows.
-        labels: of the columns and of the rows.
-        text: the number in a cell, from its panel's title and its value.
-        columns: largest number of panels in a row.
-        row_height: inches of a row of cells.
+    ``panels``: ``[rows, columns]`` by title; NaN, for no number, is drawn as a dot. ``scale``: of
+    all panels, with a colour bar; None: each panel spans its own values. ``names``, ``labels``: of
+    the columns and of the rows. ``text``: the number in a cell, from its panel's title and its
+    value. ``columns``: largest number of panels in a row. ``row_height``: inches of a row of cells.
     """
     columns = min(columns, len(panels))
     tall = min(2.2, 0.45 + row_height * len(names[1]))

@@ -44,22 +44,22 @@ class HeadCloud:
     ``diagonal``: whether the line x = y is drawn. ``level``: y of a horizontal line, if any.
     """
 
-    title: str
     layer: Array
     x: Array
     y: Array
     x_label: str
     y_label: str
+    title: str = ""
     diagonal: bool = False
     level: float | None = None
 
     @classmethod
     def of_layers(
-        cls, title: str, x: Array, y: Array, x_label: str, y_label: str, diagonal: bool = False
+        cls, x: Array, y: Array, x_label: str, y_label: str, title: str = "", diagonal: bool = False
     ) -> HeadCloud:
         """Return the points of all heads from arrays ``[layers, heads]``."""
         layer = np.repeat(np.arange(len(x)), x.shape[1])
-        return cls(title, layer, x.ravel(), y.ravel(), x_label, y_label, diagonal)
+        return cls(layer, x.ravel(), y.ravel(), x_label, y_label, title, diagonal)
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,19 @@ def graded_points(
 
 
 def index_bar(
-    figure: Figure, colours: ScalarMappable, axes: Sequence[Axes], label: str, **look: Any
+    figure: Figure,
+    colours: ScalarMappable,
+    axes: Sequence[Axes],
+    label: str,
+    names: Sequence[str] = (),
+    **look: Any,
 ) -> None:
-    """Draw an opaque colour bar with ticks at whole numbers."""
+    """Draw an opaque colour bar with ticks at whole numbers, or with the names of all of them."""
     bar = figure.colorbar(colours, ax=list(axes), label=label, **look)
-    whole_ticks(bar.locator)
+    if names:
+        bar.set_ticks(range(len(names)), labels=names)
+    else:
+        whole_ticks(bar.locator)
     if bar.solids is not None:
         bar.solids.set_alpha(1)
 
@@ -150,7 +158,7 @@ def pair_scatter(
                     axes.set_title(title, pad=3)
             line[0].set_ylabel(measure)
         figure.supxlabel(x_label, fontsize=8)
-        _head_bar(figure, points, list(grid.flat), heads, *colours)
+        index_bar(figure, points, list(grid.flat), *colours, pad=0.01, aspect=30)
     return figure
 
 
@@ -168,7 +176,7 @@ def layer_panels(
             points = _pairs(axes, values, heads, thresholds, size=1.5)
             axes.set_title(title, pad=2, fontsize=6.5)
             axes.tick_params(labelsize=6)
-        _head_bar(figure, points, grid, heads)
+        index_bar(figure, points, grid, "head", pad=0.01, aspect=30)
     return figure
 
 
@@ -244,22 +252,6 @@ def _pairs(
     )
     entropy_axis(axes, thresholds)
     return points
-
-
-def _head_bar(
-    figure: Figure,
-    points: PathCollection,
-    axes: list[Axes],
-    count: int,
-    label: str = "head",
-    names: Sequence[str] = (),
-) -> None:
-    bar = figure.colorbar(points, ax=axes, pad=0.01, aspect=30)
-    bar.set_label(label)
-    if names:
-        bar.set_ticks(range(count), labels=names)
-    else:
-        bar.set_ticks(range(0, count, math.ceil(count / 9)))
 
 
 def _dot(label: str, colour: str, marker: str) -> Line2D:

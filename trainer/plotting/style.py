@@ -27,6 +27,8 @@ WIDTH = 6.75
 BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 ORANGE, AMBER, PINK = "#D55E00", "#E69F00", "#CC79A7"
 GREY = "#707070"
+COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
+"""Colours of styles 0 to 6; later styles repeat them with other dashes."""
 GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 """Perceptually uniform colours for a number, without the yellow that fades on white."""
 
@@ -72,8 +74,6 @@ STYLE_NUMBERS = {
 }
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
-COLOUR_COUNT = 7
-"""Styles of different colours; later ones repeat these with other dashes."""
 _CLOUD_DPI, _COARSE_DPI = 200, 120
 LARGEST_SVG = 500_000
 """Bytes of an SVG above which point clouds are embedded as bitmaps."""
@@ -137,8 +137,8 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
                 numbers[name] = number
     for name in (name for name in wanted if name not in numbers):
         taken = {*numbers.values()}
-        colours = {number % COLOUR_COUNT for number in taken}
-        unused = (number for number in range(COLOUR_COUNT) if number not in colours)
+        colours = {number % len(COLOURS) for number in taken}
+        unused = (number for number in range(len(COLOURS)) if number not in colours)
         free = (number for number in count() if number not in taken)
         numbers[name] = next(chain(unused, free))
     return {name: numbers[name] for name in wanted}
@@ -150,22 +150,19 @@ def save(figure: Figure, stem: Path) -> Path:
     The SVG follows the page's colour scheme. If it is larger than :data:`LARGEST_SVG`, its point
     clouds become bitmaps, at a lower resolution if it is still large. The files carry no dates.
     """
-    with paper_style():
-        return _save(figure, stem.with_suffix(".svg"))
-
-
-def _save(figure: Figure, path: Path) -> Path:
+    path = stem.with_suffix(".svg")
     for text in figure.findobj(Text):  # a dollar sign in a name must not start a formula
         text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
-    png = _rendered(figure, "png", metadata={"Software": None})
-    figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
-    svg = _svg(figure, _CLOUD_DPI)
-    if len(svg) > LARGEST_SVG:
-        for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
-            cloud.set_rasterized(True)
+    with paper_style():
+        png = _rendered(figure, "png", metadata={"Software": None})
+        figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
         svg = _svg(figure, _CLOUD_DPI)
-    if len(svg) > 2 * LARGEST_SVG:
-        svg = _svg(figure, _COARSE_DPI)
+        if len(svg) > LARGEST_SVG:
+            for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
+                cloud.set_rasterized(True)
+            svg = _svg(figure, _CLOUD_DPI)
+        if len(svg) > 2 * LARGEST_SVG:
+            svg = _svg(figure, _COARSE_DPI)
     write_atomically(path.with_suffix(".png"), png)
     write_atomically(path, follow_scheme(svg.decode()))
     return path

@@ -195,7 +195,7 @@ def judge(
         return claim.judged(None, obstacle)
     shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
     evidence = " ".join(pair_in_words(a, b) for a, b in pairs) + note
-    if not shown and all(_rate(a) > times * _rate(b) for a, b in pairs):
+    if not shown and all(_retrieval(a).mean > times * _retrieval(b).mean for a, b in pairs):
         evidence += _OPEN
     return claim.judged(shown, evidence)
 
@@ -306,10 +306,6 @@ def losses_in_words(a: Result, b: Result) -> str:
         return f"{head} {end}"
     head = f"Text loss of {a.name} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
     return f"{head} {end}" if a.name == b.name else f"{head} ({b.name}) {end}"
-
-
-def _rate(result: Result) -> float:
-    return 0.0 if result.retrieval is None else result.retrieval.mean
 
 
 # Role to its name in claims. Callers map roles to the display names of their methods.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -46,39 +47,19 @@ def mathml(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    parts = _parts(_Tokens(_TOKEN.findall(text)), "")
+    parts = _parts(deque(_TOKEN.findall(text)), "")
     return f"<math>{_joined(parts)}</math>"
 
 
-class _Tokens:
-    """Iterator over tokens with a look-ahead."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self.tokens, self.at = tokens, 0
-
-    def __iter__(self) -> _Tokens:
-        return self
-
-    def __next__(self) -> str:
-        if self.at == len(self.tokens):
-            raise StopIteration
-        self.at += 1
-        return self.tokens[self.at - 1]
-
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def closes(self, closing: str) -> bool:
-        return closing in self.tokens[self.at :]
+def _next(tokens: deque[str]) -> str:
+    return tokens[0] if tokens else ""
 
 
-def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
+def _parts(tokens: deque[str], closing: str) -> list[_Part]:
     """Return the parts up to the closing bracket or the end, with fractions."""
     parts: list[_Part] = []
     spaced = False
-    for token in tokens:
-        if token == closing:
-            break
+    while tokens and (token := tokens.popleft()) != closing:
         if token.isspace():
             spaced = True
             continue
@@ -87,21 +68,21 @@ def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
     return _with_fractions(parts)
 
 
-def _part(token: str, tokens: _Tokens) -> _Part:
+def _part(token: str, tokens: deque[str]) -> _Part:
     closing = CLOSING.get(token, "")
-    if closing and tokens.closes(closing):
+    if closing and closing in tokens:
         inner = _joined(_parts(tokens, closing))
         tall = "<mfrac>" in inner
         xml = f"<mrow>{_sign(token, tall)}{inner}{_sign(closing, tall)}</mrow>"
         return _Part(xml, inner=inner if token in "({" else None)
-    if token == "√" and tokens.peek().strip():
-        under = _scripted(_part(next(tokens), tokens), tokens)
+    if token == "√" and _next(tokens).strip():
+        under = _scripted(_part(tokens.popleft(), tokens), tokens)
         return _Part(f"<msqrt>{under.inner or under.xml}</msqrt>")
     if token[0].isdigit() and token not in {**RAISED, **LOWERED}:
         return _Part(f"<mn>{token}</mn>")
     if token[0].isalpha():
         alone = len(token.rstrip("\u0304")) > 1 and token not in FUNCTIONS
-        if alone and tokens.peek() not in (*LOWERED, "_", "("):
+        if alone and _next(tokens) not in (*LOWERED, "_", "("):
             return _Part(f"{_WORD}{escape(token)}</mtext>", factor=False)
         return _Part(f"<mi>{escape(token)}</mi>")
     return _Part(_sign(token), factor=token in _FACTORS)
@@ -113,17 +94,17 @@ def _sign(token: str, stretches: bool = False) -> str:
     return f'<mo stretchy="{"true" if stretches else "false"}"{close}>{escape(token)}</mo>'
 
 
-def _scripted(base: _Part, tokens: _Tokens) -> _Part:
+def _scripted(base: _Part, tokens: deque[str]) -> _Part:
     """Return a part with the indices and exponents that follow it."""
     below, above = "", ""
     while True:
-        sign = tokens.peek()
-        if sign in ("_", "^") and tokens.tokens[tokens.at + 1 : tokens.at + 2]:
-            next(tokens)
-            argument = _part(next(tokens), tokens)
+        sign = _next(tokens)
+        if sign in ("_", "^") and len(tokens) > 1:
+            tokens.popleft()
+            argument = _part(tokens.popleft(), tokens)
             script = argument.inner or argument.xml.replace("mtext>", "mi>")
         elif sign and sign in RAISED:
-            script = _sign(RAISED[next(tokens)]) if sign in "⁺⁻⁽⁾′" else _small(tokens, RAISED)
+            script = _sign(RAISED[tokens.popleft()]) if sign in "⁺⁻⁽⁾′" else _small(tokens, RAISED)
         elif sign and sign in LOWERED:
             script = _small(tokens, LOWERED)
         else:
@@ -139,8 +120,8 @@ def _scripted(base: _Part, tokens: _Tokens) -> _Part:
     return _Part(f"<{kind}><mrow>{base.xml}</mrow>{rows}</{kind}>")
 
 
-def _small(tokens: _Tokens, signs: dict[str, str]) -> str:
-    sign = signs[next(tokens)]
+def _small(tokens: deque[str], signs: dict[str, str]) -> str:
+    sign = signs[tokens.popleft()]
     return f"<mn>{sign}</mn>" if sign.isdigit() else f"<mi>{sign}</mi>"
 
 

@@ -16,8 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainer.analysis.studies.section import Picture, Section, glance
 from trainer.common.files import csv_text, partial_directory, write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
@@ -291,20 +289,10 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
 
 
 def _json(numbers: dict[str, Any]) -> str:
-    """Return strict JSON with one key on each line, and null for NaN."""
+    """Return strict JSON with one key on each line."""
     words = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-    lines = [f"  {words(key)}: {words(_strict(value))}" for key, value in numbers.items()]
+    lines = [f"  {words(key)}: {words(value)}" for key, value in numbers.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _strict(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import factor_label, percent
-from trainer.evaluation.outcomes import AS_IS, Outcomes
+from trainer.evaluation.outcomes import AS_IS, Outcomes, Result
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Report, is_known
 from trainer.evaluation.statistics import Comparison, EffectiveLength, Estimate, change, sign_test
 from trainer.report.tables import (
@@ -41,22 +41,6 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Reached:
-    """Results of a run at one length; values that were not measured are None or empty.
-
-    ``factor``: length over training length. ``retrieval``: mean of the trials' ``scores``.
-    ``loss``: on the last tokens (nats per token), the mean of the windows' losses ``by_window``.
-    """
-
-    length: int
-    factor: float
-    retrieval: Estimate | None = None
-    scores: tuple[float, ...] = ()
-    loss: float | None = None
-    by_window: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class SweptRun:
     """A run of a sweep.
 
@@ -77,7 +61,7 @@ class SweptRun:
     loss: float | None = None
     skipped: int | None = None
     measured_on: str = ""
-    reached: tuple[Reached, ...] = ()
+    reached: tuple[Result, ...] = ()
     effective: EffectiveLength | None = None
 
 
@@ -124,7 +108,7 @@ class Sweep:
         """Measured lengths of all runs over the training length, ascending."""
         return tuple(sorted({point.factor for run in self.runs for point in run.reached}))
 
-    def point(self, run: SweptRun, factor: float) -> Reached | None:
+    def point(self, run: SweptRun, factor: float) -> Result | None:
         """Return the results of a run at a length, or None if it was not measured there."""
         return next((point for point in run.reached if point.factor == factor), None)
 
@@ -145,7 +129,7 @@ class Sweep:
 
         ``other``: the reference by default.
         """
-        losses = [point.by_window for point in self._pair(run, factor, other)]
+        losses = [point.losses for point in self._pair(run, factor, other)]
         return change(*losses) if losses and len(losses[0]) == len(losses[1]) > 0 else None
 
     def leader(self, factor: float) -> SweptRun | None:
@@ -168,7 +152,7 @@ class Sweep:
             leads = all(lower is not None and lower.high < 0 for lower in changes)
         return best if leads else None
 
-    def _pair(self, run: SweptRun, factor: float, other: SweptRun | None) -> list[Reached]:
+    def _pair(self, run: SweptRun, factor: float, other: SweptRun | None) -> list[Result]:
         """Return the results of two runs, or nothing if they do not compare."""
         first = other or self.reference
         if first is None or run is first or run.measured_on != first.measured_on:
@@ -177,7 +161,7 @@ class Sweep:
         return pair if len(pair) == 2 and pair[0].length == pair[1].length else []
 
 
-def reached(report: Report, label: str) -> tuple[Reached, ...]:
+def reached(report: Report, label: str) -> tuple[Result, ...]:
     """Return retrieval and loss by length of the model as is, from a run's own report."""
     outcomes = Outcomes(report)
     row, tasks = (label, AS_IS), _retrieval_tasks(outcomes)
@@ -187,13 +171,12 @@ def reached(report: Report, label: str) -> tuple[Reached, ...]:
         cells = [outcomes.cell(row, task, length) for task in tasks]
         text = outcomes.cell(row, PERPLEXITY, length)
         points.append(
-            Reached(
-                length,
-                factor,
+            Result(
+                *(label, length, factor),
                 outcomes.estimate(row, tasks, length) if tasks else None,
-                tuple(score for cell in cells if cell for score in cell.scores),
                 text.last_loss if text else None,
                 tuple(x for x in text.by_window if is_known(x)) if text else (),
+                tuple(score for cell in cells if cell for score in cell.scores),
             )
         )
     return tuple(points)
@@ -210,14 +193,6 @@ def _retrieval_tasks(outcomes: Outcomes) -> list[str]:
     be averaged."""
     tasks = [STATEMENTS] if STATEMENTS in outcomes.scored else outcomes.averaged
     return tasks or outcomes.scored[:1]
-
-
-def numeric(text: str) -> float | None:
-    """Return a setting as a number, or None if it is not one."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _shortest(key: str, keys: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from trainer.plotting.lines import Series, draw_line, legend_above, line_handle,
 from trainer.plotting.maps import numbered_maps
 from trainer.plotting.style import BLUE, blank
 from trainer.report.files import Plan
-from trainer.report.sweep import Sweep, SweptRun, numeric
+from trainer.report.sweep import Sweep, SweptRun
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
 _LEAST_SPAN = 0.2  # nats of an axis of losses: a fifth of the perplexity, as in a run's figures
@@ -162,8 +162,11 @@ def axes(sweep: Sweep) -> list[Axis]:
 
 
 def _number(run: SweptRun, key: str) -> float | None:
-    value = numeric(run.settings.get(key, ""))
-    return value if value is not None and math.isfinite(value) else None
+    try:
+        value = float(run.settings.get(key, ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _sorted(key: str, runs: Sequence[SweptRun]) -> tuple[tuple[float, SweptRun], ...]:

@@ -18,14 +18,13 @@ from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy.measure import (
     MEASURES,
     TAPERS,
-    Gate,
     attenuated,
     frequency_entropies,
     sequence_fe,
     spectrum_fe,
     sweep,
 )
-from trainer.analysis.settings import ShortTime, Window
+from trainer.analysis.settings import Gate, ShortTime, Window
 from trainer.common.errors import UserError
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
@@ -185,7 +184,7 @@ def test_a_model_s_heads(tiny_decoder, model):
     assert len(measured) == len(layers) == 2
     for entropies, heads in zip(measured, layers, strict=True):
         for side in ("query", "key"):
-            for name, ours in getattr(entropies, side).items():
+            for name, ours in entropies[side].items():
                 expected = expected_entropies(heads, counts, side, name)
                 np.testing.assert_allclose(ours, expected, rtol=1e-4)
 
@@ -199,17 +198,17 @@ def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(t
     model.layout = replace(model.layout, layers=tuple(layers))
     measured = frequency_entropies(model, IDS[:, :64], ["sequence"])[0]
     assert (
-        measured.query["sequence"].isnan().tolist()
+        measured["query"]["sequence"].isnan().tolist()
         == [[False, False, True, True]] * 2 + [[False] * 4] * 2
     )
-    assert measured.key["sequence"].isnan().sum() == 2
+    assert measured["key"]["sequence"].isnan().sum() == 2
 
 
 ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
 
 
 def middle(entropies):
-    return float(torch.cat([e.query["sequence"].ravel() for e in entropies]).nanmedian())
+    return float(torch.cat([e["query"]["sequence"].ravel() for e in entropies]).nanmedian())
 
 
 def chosen(factors):

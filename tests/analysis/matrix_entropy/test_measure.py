@@ -22,7 +22,6 @@ from trainer.analysis.matrix_entropy.measure import (
     matrix_entropy,
     matrix_entropy_of,
     needle_view,
-    with_copy,
 )
 from trainer.positional.rescaling import position_interpolation
 
@@ -204,31 +203,30 @@ NEEDLE_TEXT = torch.randint(50, (2, 80), generator=torch.Generator().manual_seed
 
 
 def test_the_end_of_the_text_is_copied_to_a_tenth_of_it():
-    changed, copy = with_copy(NEEDLE_TEXT[:1])
-    assert (copy.start, copy.stop) == (8, 18)
+    prompt = copy_prompt(NEEDLE_TEXT)
+    changed = prompt.ids
+    assert (prompt.needle, prompt.question) == (slice(8, 19), 10)
     assert changed[0, 8:18].tolist() == NEEDLE_TEXT[0, 70:].tolist()
     assert changed[0, :8].tolist() == NEEDLE_TEXT[0, :8].tolist()
     assert changed[0, 18:].tolist() == NEEDLE_TEXT[0, 18:].tolist()
 
 
 def test_a_long_text_gets_no_longer_needle():
-    _, copy = with_copy(torch.zeros(1, 5000, dtype=torch.long))
-    assert (copy.start, copy.stop) == (500, 532)
+    prompt = copy_prompt(torch.zeros(1, 5000, dtype=torch.long))
+    assert (prompt.needle, prompt.question) == (slice(500, 533), 32)
 
 
 def test_attention_and_directions_of_the_last_queries(tiny_decoder):
     model = tiny_decoder()
-    view = needle_view(model, copy_prompt(NEEDLE_TEXT), [(1, 2)])
+    prompt = copy_prompt(NEEDLE_TEXT)
+    view = needle_view(model, prompt, [(1, 2)])
     layers = []
-    capture(model, with_copy(NEEDLE_TEXT[:1])[0], layers.append)
-    assert (view.needle, view.queries) == (slice(8, 19), 10)
+    capture(model, prompt.ids, layers.append)
     for heads in layers:
         for head in range(4):
             weights, _ = attention_of(heads, 0, head)
             mean = weights[-10:].mean(axis=0)
             np.testing.assert_allclose(view.attention[heads.layer, head], mean, atol=1e-5)
-            on_needle = view.on_needle()[heads.layer, head]
-            assert on_needle == pytest.approx(mean[8:19].sum(), abs=1e-5)
 
     queries = layers[1].rotated_q[0, 2].double().numpy()
     values, vectors = np.linalg.eigh(queries.T @ queries)
@@ -255,9 +253,6 @@ def test_a_question_is_read_as_it_is_also_behind_a_needle_at_the_beginning(tiny_
             attention = view.attention[heads.layer, head]
             np.testing.assert_allclose(attention, weights[-6:].mean(axis=0), atol=1e-5)
             np.testing.assert_allclose(view.last[heads.layer, head], weights[-1], atol=1e-5)
-            assert view.on_needle()[heads.layer, head] == pytest.approx(
-                attention[1:9].sum(), abs=1e-6
-            )
             if (heads.layer, head) in view.average:
                 average = [sum(row[j] for row in weights) / 80 for j in range(80)]
                 np.testing.assert_allclose(view.average[heads.layer, head], average, atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, picture
 from trainer.analysis.capture import NeedlePrompt, capture
-from trainer.analysis.matrix_entropy.measure import with_copy
+from trainer.analysis.matrix_entropy.measure import copy_prompt
 from trainer.analysis.matrix_entropy.study import MatrixEntropyStudy
 from trainer.analysis.settings import NeedleSettings
 from trainer.analysis.studies.study import Target, run
@@ -121,7 +121,7 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
     model = tiny_decoder()
     section = section_of(target_of(model))
     layers = []
-    capture(model, with_copy(IDS)[0], layers.append)
+    capture(model, copy_prompt(IDS).ids, layers.append)
     last = np.array(
         [
             [attention_of(heads, 0, head)[0][-10:].mean(axis=0) for head in range(4)]

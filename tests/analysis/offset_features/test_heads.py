@@ -12,7 +12,7 @@ import torch
 
 from tests.analysis.attention_examples import layer_of_heads, turned
 from trainer.analysis import attention
-from trainer.analysis.offset_features.heads import sink_part
+from trainer.analysis.offset_features.heads import sink_row
 from trainer.positional.encodings import alibi_slopes
 
 
@@ -61,35 +61,43 @@ def looped(heads, head, pair, queries):
 )
 def test_weights_and_margins_against_loops(name, changes, queries):
     heads = replace(layer_of_heads(name, kv_heads=1), **changes)
-    measured = sink_part(heads, 3, 1, control=0)
+    measured = sink_row(heads, 3, 1, control=0)
     weight, without, margin, parts = looped(heads, 3, 1, queries)
-    assert measured.control == pytest.approx(looped(heads, 3, 0, queries)[1], rel=1e-4)
-    assert (measured.weight, measured.without) == pytest.approx((weight, without), rel=1e-4)
-    assert measured.explained == pytest.approx(1 - without / weight, abs=1e-4)
-    assert measured.margin == pytest.approx(margin, rel=1e-3, abs=1e-4)
-    np.testing.assert_allclose(measured.parts, parts, rtol=1e-3, atol=1e-4)
+    control = looped(heads, 3, 0, queries)[1]
+    assert measured["attention_without_fast_pair"] == pytest.approx(control, rel=1e-4)
+    assert (measured["attention"], measured["attention_without"]) == pytest.approx(
+        (weight, without), rel=1e-4
+    )
+    assert measured["explained"] == pytest.approx(1 - without / weight, abs=1e-4)
+    assert measured["margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
+    by_pair = [sink_row(heads, 3, pair)["margin_of_pair"] for pair in range(len(parts))]
+    np.testing.assert_allclose(by_pair, parts, rtol=1e-3, atol=1e-4)
+    assert measured["strongest_pair"] == np.argmax(parts)
+    assert measured["margin_of_strongest"] == max(by_pair)
 
 
 def test_a_window_keeps_queries_that_see_the_first_token():
     heads = layer_of_heads(window=12)
-    measured = sink_part(heads, 2, 0)
-    assert measured.weight == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
-    assert sink_part(layer_of_heads(window=1), 2, 0) is None
+    measured = sink_row(heads, 2, 0)
+    assert measured["attention"] == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
+    assert sink_row(layer_of_heads(window=1), 2, 0) is None
 
 
 def test_the_bias_of_a_head_stays():
     heads = layer_of_heads()
     spectrum = replace(heads.encoding.spectra[0], alibi=True)
     heads = replace(heads, encoding=heads.encoding.map(lambda _: spectrum))
-    measured = sink_part(heads, 1, 2)
-    assert measured.without == pytest.approx(looped(heads, 1, 2, range(10, 40))[1], rel=1e-4)
+    measured = sink_row(heads, 1, 2)
+    assert measured["attention_without"] == pytest.approx(
+        looped(heads, 1, 2, range(10, 40))[1], rel=1e-4
+    )
 
 
 def test_of_a_long_text_some_queries_are_read(monkeypatch):
     monkeypatch.setattr(attention, "QUERIES", 3)
     heads = layer_of_heads(T=41)
-    measured = sink_part(heads, 0, 0)
-    assert measured.weight == pytest.approx(looped(heads, 0, 0, (10, 25, 40))[0], rel=1e-4)
+    measured = sink_row(heads, 0, 0)
+    assert measured["attention"] == pytest.approx(looped(heads, 0, 0, (10, 25, 40))[0], rel=1e-4)
 
 
 def test_a_sink_by_one_feature_is_explained_by_it():
@@ -101,13 +109,14 @@ def test_a_sink_by_one_feature_is_explained_by_it():
     k[..., 3] -= 6
     k[:, :, 0, 3] += 12
     made = replace(heads, q=q, k=k, rotated_q=turned(q, spectrum), rotated_k=turned(k, spectrum))
-    measured = sink_part(made, 1, 3, control=0)
-    assert measured.control > 0.99
-    assert measured.weight > 0.99
-    assert measured.without == pytest.approx(np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2)
-    assert measured.explained > 0.9
-    assert measured.parts.argmax() == 3
+    measured = sink_row(made, 1, 3, control=0)
+    assert measured["attention_without_fast_pair"] > 0.99
+    assert measured["attention"] > 0.99
+    assert measured["attention_without"] == pytest.approx(
+        np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2
+    )
+    assert measured["explained"] > 0.9
+    assert measured["strongest_pair"] == 3
     first, mean = k[:, 0, 0, [3, 7]].norm(dim=-1).mean(), k[:, 0][..., [3, 7]].mean((0, 1)).norm()
-    assert measured.first_key == pytest.approx(float(first / mean), rel=1e-4)
-    assert measured.parts[3] == pytest.approx(measured.margin, rel=0.05)
-    assert torch.isfinite(torch.tensor(measured.parts)).all()
+    assert measured["first_key"] == pytest.approx(float(first / mean), rel=1e-4)
+    assert measured["margin_of_pair"] == pytest.approx(measured["margin"], rel=0.05)

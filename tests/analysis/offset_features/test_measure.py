@@ -190,9 +190,9 @@ def test_every_moving_pair_against_a_loop():
                 expected.append((of_keys, 3, head, pair, abs(mean), 1 - abs(direction)))
     columns = list(zip(*expected, strict=True))
     for name, values in zip(("of_keys", "layer", "head", "pair"), columns[:4], strict=True):
-        np.testing.assert_array_equal(getattr(result, name), values)
-    np.testing.assert_allclose(result.radius, columns[4], rtol=1e-5)
-    np.testing.assert_allclose(result.variance, columns[5], rtol=1e-4)
+        np.testing.assert_array_equal(result[name], values)
+    np.testing.assert_allclose(result["radius"], columns[4], rtol=1e-5)
+    np.testing.assert_allclose(result["variance"], columns[5], rtol=1e-4)
 
 
 def test_a_fixed_angle_has_no_variance_and_opposite_ones_cancel():
@@ -203,8 +203,9 @@ def test_a_fixed_angle_has_no_variance_and_opposite_ones_cancel():
     measured = AngleStability()
     measured.update(heads)
     result = measured.result()
-    np.testing.assert_allclose(result.variance[~result.of_keys], 0, atol=1e-6)
-    np.testing.assert_allclose(result.variance[result.of_keys], 1, atol=1e-6)
+    of_keys, variance = result["of_keys"], result["variance"]
+    np.testing.assert_allclose(variance[~of_keys], 0, atol=1e-6)
+    np.testing.assert_allclose(variance[of_keys], 1, atol=1e-6)
 
 
 def test_points_of_a_pair_are_the_channels_that_turn_together():
@@ -220,8 +221,8 @@ def test_a_long_text_is_sampled_and_its_maps_are_means(monkeypatch):
     heads = layer_of_heads(T=40, D=8)
     view = head_view(heads, 2)
     assert (view.step, view.cell) == (5, 6)
-    np.testing.assert_array_equal(view.key, heads.k[0, 1][::5])
-    assert view.query_map.shape == (8, 7)
+    np.testing.assert_array_equal(view.tokens["key"], heads.k[0, 1][::5])
+    assert view.maps["query"].shape == (8, 7)
     for cell in range(7):  # the last has four tokens
         mean = heads.q[0, 2][6 * cell : 6 * cell + 6, 3].mean().item()
-        assert view.query_map[3, cell] == pytest.approx(mean, rel=1e-5)
+        assert view.maps["query"][3, cell] == pytest.approx(mean, rel=1e-5)

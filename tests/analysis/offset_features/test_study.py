@@ -13,7 +13,7 @@ import torch
 
 from tests.analysis.attention_examples import picture
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features.heads import OffsetSteps
+from trainer.analysis.offset_features.heads import fastest_pairs, steps_part
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
 from trainer.analysis.offset_features.study import OffsetFeaturesStudy
 from trainer.analysis.studies.study import Target, run
@@ -349,11 +349,11 @@ def test_a_planted_pair_one_step_apart_selects_the_token_before(tiny_decoder, la
                 a * phase.sin() + b * phase.cos(),
             )
         planted.append(replace(heads, q=q, k=k, rotated_q=turned[0], rotated_k=turned[1]))
-    steps, means = OffsetSteps(), OffsetFeatureSearch()
+    fastest, means = {}, OffsetFeatureSearch()
     for heads in planted:
-        steps.update(heads)
+        fastest |= fastest_pairs(heads)
         means.update(heads)
-    part = steps.part(means.result(), 2)
+    part = steps_part(fastest, means.result(), 2)
     assert part.numbers["steps"]["steps"] == pytest.approx([1.0] * 8, abs=1e-5)
     assert "token before in 100% of the 8 heads" in part.findings[0]
     before, after = (

@@ -18,7 +18,6 @@ from trainer.analysis.positional_bias.rescaling import (
     attention_around,
     factors_part,
     needle_part,
-    needle_shift,
     rank_correlation,
     yarn_shift,
 )
@@ -219,7 +218,8 @@ def test_findings_about_yarn_are_its_numbers(section):
 def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
     """Fig. 8: plain attention of the last query on the tokens around the needle, under both."""
     prompt = NeedlePrompt(IDS[:, :32], slice(5, 9))
-    measured = needle_shift(rope, prompt)
+    part = needle_part(rope, prompt)
+    measured, (picture,) = part.numbers["needle"], part.pictures
     maps = {}
     for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
         layers = captured(rope, prompt.ids, layout)
@@ -233,16 +233,14 @@ def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
             ]
         )
     on_needle = maps["trained"][..., 5:9].sum(-1)
-    assert measured.head == np.unravel_index(on_needle.argmax(), on_needle.shape)
-    assert (measured.first, measured.tokens) == (-5, 32)
+    assert measured["head"] == np.unravel_index(on_needle.argmax(), on_needle.shape)
+    assert (picture.rows[0][1], measured["tokens"]) == (-5, 32)
+    (finding,) = part.findings
     for name, values in maps.items():
-        np.testing.assert_allclose(
-            measured.near_needle[name], values[measured.head][:17], rtol=1e-3
-        )
-        assert measured.on_needle[name] == pytest.approx(values[measured.head][5:9].sum(), rel=1e-3)
-    (finding,) = needle_part(measured).findings
-    assert f"{100 * measured.on_needle['trained']:.1f}%" in finding
-    assert f"{100 * measured.on_needle['yarn']:.1f}%" in finding
+        expected = values[measured["head"]]
+        np.testing.assert_allclose(measured["around"][name], expected[:17], rtol=1e-3)
+        assert measured["on_needle"][name] == pytest.approx(expected[5:9].sum(), rel=1e-3)
+        assert f"{100 * measured['on_needle'][name]:.1f}%" in finding
 
 
 def test_without_a_needle_the_page_says_so(section):

@@ -215,21 +215,10 @@ class ClustersStudy(Study):
             meaning = "1: the rotation leaves the cloud tight"
         return [
             Indicator(
-                name="Separation of keys and queries",
-                lengths=lengths,
-                values=separation.tolist(),
-                trained=C,
-                wanted="high",
-                meaning="silhouette score; 0: they overlap",
+                *("Separation of keys and queries", lengths, separation.tolist(), C),
+                *("high", "silhouette score; 0: they overlap"),
             ),
-            Indicator(
-                name=name,
-                lengths=lengths,
-                values=rank.tolist(),
-                trained=C,
-                wanted="low",
-                meaning=meaning,
-            ),
+            Indicator(name, lengths, rank.tolist(), C, "low", meaning),
         ]
 
     def _pairs(self, kind: str) -> Picture:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from trainer.analysis.frequency_entropy.measure import (
     NAMES,
     FrequencyEntropy,
-    Gate,
     Gates,
     Sweep,
     frequency_entropies,
@@ -32,7 +31,7 @@ def attenuation_part(
     settings, layout = target.attenuation, target.model.layout
     gates = [
         together
-        for together in (tuple(Gate(*rule) for rule in rules(gate)) for gate in settings.gates)
+        for together in map(rules, settings.gates)
         if all(gate.measure in measures for gate in together)
     ]
     busy = any(layer.intervention for layer in layout.layers)

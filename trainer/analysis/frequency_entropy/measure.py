@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Side, pair_counts, pair_norms, stack_heads
+from trainer.analysis.arrays import SIDES, Side, pair_counts, pair_norms, stack_heads
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.settings import USUAL, ShortTime
+from trainer.analysis.settings import USUAL, Gate, ShortTime
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
@@ -40,10 +39,8 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
     Tokens of the ``signal`` ``[..., T]`` after the last whole frame are ignored.
 
     Raises:
-        UserError: the signal is shorter than a frame, or the frames are invalid.
+        UserError: the signal is shorter than a frame.
     """
-    if problems := frames.problems():
-        raise UserError(*problems)
     if signal.shape[-1] < frames.frame:
         raise UserError.at(
             "SpectrumFE",
@@ -83,16 +80,9 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
 """Functions of a signal and the frames; SequenceFE ignores the frames."""
 
 
-@dataclass(frozen=True)
-class FrequencyEntropy:
-    """Entropies of the pairs of one layer by measure: ``[Hq, pairs]`` of queries and ``[Hkv,
-    pairs]`` of keys.
-
-    Float64 on the CPU; NaN where a head has fewer pairs than another of its layer.
-    """
-
-    query: dict[str, Tensor]
-    key: dict[str, Tensor]
+FrequencyEntropy = dict[Side, dict[str, Tensor]]
+"""Entropies of the pairs of one layer by side and measure, ``[H, pairs]`` float64 on the CPU; NaN
+where a head has fewer pairs than another of its layer."""
 
 
 def frequency_entropies(
@@ -125,7 +115,10 @@ def frequency_entropy_of(
     heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
 ) -> FrequencyEntropy:
     """Compute the entropies of one captured layer; raises as :func:`frequency_entropies` does."""
-    return FrequencyEntropy(*(_of_side(heads, x, measures, frames) for x in (heads.q, heads.k)))
+    return {
+        "query": _of_side(heads, heads.q, measures, frames),
+        "key": _of_side(heads, heads.k, measures, frames),
+    }
 
 
 def _of_side(
@@ -140,28 +133,6 @@ def _of_side(
         for name in measures:
             rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
     return {name: stack_heads(values).cpu() for name, values in rows.items()}
-
-
-SIDES: tuple[Side, Side] = ("query", "key")
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Selects the pairs whose ``measure`` is ``side`` the threshold ``tau``."""
-
-    measure: str
-    side: Literal["below", "above"]
-    tau: float
-
-    def chosen(self, entropy: FrequencyEntropy, side: Side) -> Tensor:
-        """Return which pairs of queries or keys are selected, ``[H, pairs]``."""
-        values = (entropy.query if side == "query" else entropy.key)[self.measure]
-        return values < self.tau if self.side == "below" else values > self.tau
-
-    def weights(self, entropy: FrequencyEntropy, side: Side, alpha: float) -> Tensor:
-        """Return ``alpha`` for the selected pairs and 1 for the others, ``[H, pairs]`` float64."""
-        chosen = self.chosen(entropy, side)
-        return torch.ones_like(chosen, dtype=torch.float64).masked_fill(chosen, alpha)
 
 
 Gates = tuple[Gate, ...]
@@ -222,27 +193,38 @@ def attenuated(
     entropies (Eq. 11 and 12); return the changed layout and the number of attenuated pairs."""
     layers, total = [], 0
     for encoding, entropy in zip(layout.layers, entropies, strict=True):
-        (query, of_query), (key, of_key) = (
-            channel_factors(encoding, weights(gates, entropy, side, [alpha] * len(gates)), head_dim)
-            for side in SIDES
-        )
-        layers.append(replace(encoding, intervention=Intervention(query=query, key=key)))
-        total += of_query + of_key
+        alphas = [alpha] * len(gates)
+        intervention, changed = attenuation(encoding, entropy, gates, alphas, head_dim)
+        layers.append(replace(encoding, intervention=intervention))
+        total += changed
     return replace(layout, layers=tuple(layers)), total
 
 
-def weights(
-    gates: Sequence[Gate], entropy: FrequencyEntropy, side: Side, alphas: Sequence[float]
-) -> Tensor:
-    """Return factors of the pairs of queries or keys, ``[H, pairs]``; the smallest factor counts if
-    several gates select a pair.
+def attenuation(
+    encoding: LayerEncoding,
+    entropy: FrequencyEntropy,
+    gates: Sequence[Gate],
+    alphas: Sequence[float],
+    head_dim: int,
+) -> tuple[Intervention, int]:
+    """Return the factors on a layer's queries and keys, none where all are 1, and the number of
+    pairs whose factor is not 1.
 
-    ``alphas``: one for each gate.
+    ``alphas``: one for each gate; the smallest counts if several gates select a pair.
     """
-    factors = [
-        gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)
-    ]
-    return torch.stack(factors).amin(dim=0)
+    rows: list[Factors] = []
+    total = 0
+    for side in SIDES:
+        by_gate = []
+        for gate, alpha in zip(gates, alphas, strict=True):
+            values = entropy[side][gate.measure]
+            chosen = values < gate.tau if gate.side == "below" else values > gate.tau
+            by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
+        by_pair = torch.stack(by_gate).amin(dim=0)
+        factors, changed = channel_factors(encoding, by_pair, head_dim)
+        rows.append(factors if changed else ())
+        total += changed
+    return Intervention(query=rows[0], key=rows[1]), total
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:

@@ -4,7 +4,6 @@ Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 17)
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 from trainer.analysis.arrays import (
     SIDES,
     Array,
+    Place,
     Side,
     cell_means,
     finite,
@@ -54,17 +54,6 @@ LOW = {
 }
 
 
-@dataclass(frozen=True)
-class HeadNorms:
-    """Norms ``[pairs, cells]`` of the pairs of one query head and of the keys that it reads, means
-    over the tokens of a cell; ``key_head``: index of the key-value head."""
-
-    layer: int
-    head: int
-    key_head: int
-    norms: Mapping[Side, Array]
-
-
 class FrequencyEntropyStudy(Study):
     """SpectrumFE and SequenceFE of every layer, head and pair, also on the target's prefixes, and
     perplexity with extreme pairs attenuated.
@@ -85,22 +74,18 @@ class FrequencyEntropyStudy(Study):
         self.measures = [m for m in MEASURES if m != "spectrum" or long]
         self.values: dict[tuple[str, Side], Array] = {}
         self._layers: list[FrequencyEntropy] = []
-        self._norms: dict[tuple[int, int], HeadNorms] = {}
+        # [pairs, cells]: mean norms of a query head's pairs and of the keys that it reads.
+        self._norms: dict[Place, dict[Side, Array]] = {}
         encodings = target.model.layout.layers
         self._still = [i for i, encoding in enumerate(encodings) if not _rotates(encoding)]
-        self._shown = self._layers_to_show()
+        # Without chosen heads: the first, the middle, the last layer and one without rotation.
+        last = len(encodings) - 1
+        chosen = list(dict.fromkeys(layer for layer, _ in target.chosen))
+        self._shown = chosen or sorted({0, last // 2, last, *self._still[:1]})
         gates = [rule for gate in target.attenuation.gates for rule in rules(gate)]
         self._thresholds: dict[str, Sequence[float]] = {
             m: sorted({tau for measure, _, tau in gates if measure == m}) for m in NAMES
         }
-
-    def _layers_to_show(self) -> list[int]:
-        """Return layers that have a head whose norms are shown: the chosen ones, or the first, the
-        middle, the last and one without rotation."""
-        if self.target.chosen:
-            return list(dict.fromkeys(layer for layer, _ in self.target.chosen))
-        last = len(self.target.model.layout.layers) - 1
-        return sorted({0, last // 2, last, *self._still[:1]})
 
     def on_layer(self, heads: Heads) -> None:
         """Compute the entropies of all pairs, and norms of the heads that are shown."""
@@ -109,24 +94,19 @@ class FrequencyEntropyStudy(Study):
         chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
         if not self.target.chosen and heads.layer in self._shown:
             # Without a chosen head, show the one with the most concentrated pair.
-            entropy = entropies.query[self.measures[0]].nan_to_num(nan=1.0)
+            entropy = entropies["query"][self.measures[0]].nan_to_num(nan=1.0)
             chosen = [int(entropy.amin(dim=-1).argmin())]
         for head in chosen:
             key = head // heads.queries_per_key
-            norms: dict[Side, Array] = {
+            self._norms[heads.layer, head] = {
                 "query": _norm_map(heads, heads.q, head, self.cell),
                 "key": _norm_map(heads, heads.k, key, self.cell),
             }
-            self._norms[heads.layer, head] = HeadNorms(
-                layer=heads.layer, head=head, key_head=key, norms=norms
-            )
 
     def section(self) -> Section:
         """Write the section: scatter plots, maps, and the attenuation."""
         self.values = {
-            (m, side): stack_layers(
-                [(layer.query if side == "query" else layer.key)[m] for layer in self._layers]
-            )
+            (m, side): stack_layers([layer[side][m] for layer in self._layers])
             for m in self.measures
             for side in SIDES
         }
@@ -199,7 +179,7 @@ class FrequencyEntropyStudy(Study):
 
     def _pictures(self) -> list[Picture]:
         layers = self._shown[:COLUMNS]
-        heads = [self._norms[place] for place in dict.fromkeys(self.target.chosen or self._norms)]
+        heads = list(dict.fromkeys(self.target.chosen or self._norms))
         rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
         drawn = [self._scatter(layers, side) for side in SIDES]
         drawn += [
@@ -242,7 +222,7 @@ class FrequencyEntropyStudy(Study):
             ],
         )
 
-    def _heads(self, shown: Sequence[HeadNorms], side: Side, number: int) -> Picture:
+    def _heads(self, shown: Sequence[Place], side: Side, number: int) -> Picture:
         """Draw entropies and norms of single heads, a column each (Fig. 1, 2, 5 and 8 to 10)."""
         readers = "" if side == "query" else " that these heads read"
         cells = range(0, self.target.length, self.cell)
@@ -257,14 +237,16 @@ class FrequencyEntropyStudy(Study):
                 "SequenceFE."
             ),
             header=("layer", "query_head", "side", "pair", "from_token", "norm"),
-            rows=long_rows({(h.layer, h.head, side): h.norms[side] for h in shown}, places=cells),
+            rows=long_rows(
+                {(*place, side): self._norms[place][side] for place in shown}, places=cells
+            ),
         )
 
-    def _head_columns(self, shown: Sequence[HeadNorms], side: Side) -> Figure:
+    def _head_columns(self, shown: Sequence[Place], side: Side) -> Figure:
         """Draw heads beside each other: entropies by pair, and below them the norms by token."""
-        pairs = max(len(head.norms[side]) for head in shown)
+        maps = [self._norms[place][side] for place in shown]
         scale = Scale("l2 norm of the pair", log=True)
-        norm = scale.norm([head.norms[side] for head in shown])
+        norm = scale.norm(maps)
         count = len(self.measures)
         with paper_style():
             figure = blank(0.6 + 1.35 * count + 1.9, width=WIDTH * (0.6 + 0.1 * len(shown)))
@@ -274,19 +256,19 @@ class FrequencyEntropyStudy(Study):
                 sharey="row",
                 height_ratios=[1.0] * count + [1.4],
             )
-            for column, head in zip(grid.T, shown, strict=True):
-                norms, still = head.norms[side], head.layer in self._still
-                index = head.head if side == "query" else head.key_head
-                title = f"layer {head.layer}, head {head.head}"
-                column[0].set_title(title + ("\nno rotation" if still else ""), pad=3)
+            for column, (layer, head), norms in zip(grid.T, shown, maps, strict=True):
+                title = f"layer {layer}, head {head}"
+                still = "\nno rotation" if layer in self._still else ""
+                column[0].set_title(title + still, pad=3)
                 for axes, m in zip(column, self.measures, strict=False):
-                    entropy = self.values[m, side][head.layer, index, : len(norms)]
-                    axes.plot(entropy, "o", color=BLUE, markersize=2.2, markeredgewidth=0)
+                    entropies, queries = self.values[m, side][layer], self.values[m, "query"][layer]
+                    drawn = entropies[head * len(entropies) // len(queries), : len(norms)]
+                    axes.plot(drawn, "o", color=BLUE, markersize=2.2, markeredgewidth=0)
                     entropy_axis(axes, self._thresholds[m])
                     axes.locator_params(axis="x", integer=True)
                 column[count - 1].set_xlabel("pair index")
                 image = draw_map(column[-1], norms, scale, norm, (self.cell, 1))
-                column[-1].set_ylim(pairs - 0.5, -0.5)
+                column[-1].set_ylim(max(map(len, maps)) - 0.5, -0.5)
                 column[-1].locator_params(integer=True, nbins=5)
                 column[-1].set_xlabel("token")
             labels = [*(NAMES[m] for m in self.measures), "pair index"]
@@ -315,6 +297,7 @@ class FrequencyEntropyStudy(Study):
     def _all_layers(self, measure: str) -> Picture:
         """Draw queries of all heads of all layers (Fig. 6 and 7); the CSV file has the keys too."""
         name = NAMES[measure]
+        by_side = {(side,): self.values[measure, side] for side in SIDES}
         panels = {self._title(i): heads for i, heads in enumerate(self.values[measure, "query"])}
         return Picture(
             name=f"frequency_entropy_all_layers_{measure}",
@@ -324,7 +307,7 @@ class FrequencyEntropyStudy(Study):
                 f"each head. Dashed: the thresholds. {LOW[measure]} The file has keys too."
             ),
             header=("side", "layer", "head", "pair", name),
-            rows=long_rows({(side,): self.values[measure, side] for side in SIDES}, known=True),
+            rows=[row for row in long_rows(by_side) if np.isfinite(row[-1])],
         )
 
     def _title(self, layer: int) -> str:
@@ -347,7 +330,7 @@ def shorter_texts_part(
     for n in prefixes:
         measures = [m for m in whole if m != "spectrum" or n >= target.frames.frame]
         layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
-        by_length[n] = {m: stack_layers([layer.query[m] for layer in layers]) for m in measures}
+        by_length[n] = {m: stack_layers([layer["query"][m] for layer in layers]) for m in measures}
     by_length[target.length] = whole
     lengths = list(by_length)
     missing: Array = np.full(next(iter(whole.values())).shape, np.nan)

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.analysis.arrays import Array, Place, ranked, to_json
 from trainer.analysis.capture import NeedlePrompt
-from trainer.analysis.matrix_entropy.measure import NeedleView, copy_prompt, needle_view
+from trainer.analysis.matrix_entropy.measure import copy_prompt, needle_view
 from trainer.analysis.sinks import MAP_HEADER, draw_attention_maps
 from trainer.analysis.studies.section import Picture, long_rows
 from trainer.analysis.studies.study import Target
@@ -76,29 +76,31 @@ class ExtremeHeads:
         else:
             self.needle = "its last tokens written near its beginning as well"
             self.queries = "last queries"
-        self.view: NeedleView = needle_view(target.model, prompt_of(target), self.shown)
-
-    def _last_on_needle(self) -> Array:
-        """Sum the attention of the last token over the needle, ``[layers, query heads]``."""
-        return self.view.last[..., self.view.needle].sum(axis=-1)
+        self.prompt = prompt_of(target)
+        self.view = needle_view(target.model, self.prompt, self.shown)
+        # Sums over the needle, [layers, query heads].
+        self.on_needle, self.last_on_needle = (
+            attention[..., self.prompt.needle].sum(axis=-1)
+            for attention in (self.view.attention, self.view.last)
+        )
 
     def findings(self) -> list[str]:
         """Report how the groups overlap, and how much they attend to the needle."""
-        view = self.view
+        prompt, first = self.prompt, self.view.attention[..., 0]
         first_low, second_low = (group for group in self.groups if group.end == "lowest")
         count, shared = len(first_low.places), {*first_low.places} & {*second_low.places}
-        needle, first, last = view.on_needle(), view.attention[..., 0], self._last_on_needle()
-        tokens, T = view.needle.stop - view.needle.start, self.length
-        even = np.mean([tokens / keys for keys in range(T - view.queries + 1, T + 1)])
+        needle, last = self.on_needle, self.last_on_needle
+        tokens, T = prompt.needle.stop - prompt.needle.start, self.length
+        even = np.mean([tokens / keys for keys in range(T - prompt.question + 1, T + 1)])
         overlap = (
             f"Of the {count} query heads of {first_low.title}, {len(shared)} are also among "
             f"the {len(second_low.places)} of {second_low.title}."
         )
         return [
             *([overlap] if count > 1 else []),
-            f"The {view.queries} {self.queries} put {needle.mean():.1%} of their attention on the "
-            f"needle ({tokens} tokens) and {first.mean():.1%} on the first token, mean over all "
-            f"heads; spread evenly, {even:.1%} would be on the needle.",
+            f"The {prompt.question} {self.queries} put {needle.mean():.1%} of their attention on "
+            f"the needle ({tokens} tokens) and {first.mean():.1%} on the first token, mean over "
+            f"all heads; spread evenly, {even:.1%} would be on the needle.",
             *(
                 f"For {group.title} ({len(group.places)} of the heads) these are "
                 f"{group.mean(needle):.1%} and {group.mean(first):.1%}."
@@ -112,9 +114,9 @@ class ExtremeHeads:
     def numbers(self) -> dict[str, Any]:
         """Return numbers of every head for JSON."""
         return {
-            "attention_on_needle": to_json(self.view.on_needle()),
+            "attention_on_needle": to_json(self.on_needle),
             "attention_on_first_token": to_json(self.view.attention[..., 0]),
-            "last_token_on_needle": to_json(self._last_on_needle()),
+            "last_token_on_needle": to_json(self.last_on_needle),
         }
 
     def pictures(self) -> list[Picture]:
@@ -134,7 +136,7 @@ class ExtremeHeads:
         by_group |= {group.title: group.mean(attention) for group in self.groups}
         means = {name: np.add.reduceat(mean, starts) / widths for name, mean in by_group.items()}
         middles = (starts + widths / 2).tolist()
-        needle = (self.view.needle.start + self.view.needle.stop) / 2
+        needle = (self.prompt.needle.start + self.prompt.needle.stop) / 2
         return Picture(
             name="needle_attention",
             figure=curves(
@@ -146,8 +148,8 @@ class ExtremeHeads:
                 vertical=(needle, "needle"),
             ),
             caption=(
-                f"Attention of the {self.view.queries} {self.queries} by the key's position, mean "
-                f"over the heads of a group and over {counted(int(widths[0]), 'key')} "
+                f"Attention of the {self.prompt.question} {self.queries} by the key's position, "
+                f"mean over the heads of a group and over {counted(int(widths[0]), 'key')} "
                 "(logarithmic). The first point holds the first token; a peak at the needle that "
                 "stands out from the others is retrieval."
             ),
@@ -163,7 +165,7 @@ class ExtremeHeads:
             for place in self.shown
             for kind, attention in (("average", self.view.average), ("last token", self.view.last))
         }
-        needle = self.view.needle
+        needle = self.prompt.needle
         return Picture(
             name="needle_heads",
             figure=spans(
@@ -199,7 +201,7 @@ class ExtremeHeads:
             caption=(
                 f"Attention of single heads (cells of {step} × {step} tokens, logarithmic "
                 "colour). A bright column is a token that all later ones attend to; the needle is "
-                f"at {self.view.needle.start:,}."
+                f"at {self.prompt.needle.start:,}."
             ),
             header=MAP_HEADER,
             rows=rows,
@@ -207,7 +209,7 @@ class ExtremeHeads:
 
     def _directions(self) -> Picture:
         """Draw cosines of the last queries with the directions of all queries."""
-        start = self.length - self.view.queries
+        start = self.length - self.prompt.question
         cosines = {place: self.view.similarity[place] for place in self.shown}
         return Picture(
             name="query_directions",

@@ -140,8 +140,8 @@ class NeedleView:
     """Attention of heads to a needle, and the directions of their queries (DoPE, Sec. 5.4 and 5.5,
     Fig. 2 to 6).
 
-    ``prompt``: the prompt; its last ``queries`` tokens look for the needle. ``attention``: their
-    mean attention ``[layers, query heads, T]``; ``last``: attention of the last token alone. For
+    ``attention``: mean attention ``[layers, query heads, T]`` of the prompt's question, which looks
+    for the needle; ``last``: attention of the last token alone. For
     each chosen (layer, head): ``average`` ``[T]``, mean attention over all queries, where a query
     counts as 0 for keys after it; ``maps``, see
     :func:`~trainer.analysis.sinks.attention_map`; ``similarity`` ``[queries, D]``, cosines
@@ -149,48 +149,25 @@ class NeedleView:
     eigenvalues. Each eigenvector has the sign of the mean query along it.
     """
 
-    prompt: NeedlePrompt
     attention: Array
     last: Array
     average: dict[Place, Array]
     maps: dict[Place, Array]
     similarity: dict[Place, Array]
 
-    @property
-    def needle(self) -> slice:
-        """Position of the needle."""
-        return self.prompt.needle
-
-    @property
-    def queries(self) -> int:
-        """Number of tokens that look for the needle."""
-        return self.prompt.question
-
-    def on_needle(self) -> Array:
-        """Sum the attention of the last queries over the needle, ``[layers, query heads]``."""
-        return self.attention[..., self.needle].sum(axis=-1)
-
-
-def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
-    """Also write the last tokens of ``ids`` ``[1, T]`` at a tenth of the text; return the text and
-    the copy's position."""
-    T = ids.shape[1]
-    tokens, start = max(1, min(COPIED, T // 8)), int(DEPTH * T)
-    changed = ids.clone()
-    changed[:, start : start + tokens] = ids[:, -tokens:]
-    return changed, slice(start, start + tokens)
-
 
 def copy_prompt(ids: Tensor) -> NeedlePrompt:
-    """Make a prompt of the first text ``[B, T]`` and a copy of its end.
+    """Make a prompt of the first text ``[B, T]``, with its last tokens also written at a tenth of
+    it.
 
     The last tokens of the prompt have then occurred before, and a head that retrieves attends to
     the copy or to the token after it. Both are the needle.
     """
-    text, copy = with_copy(ids[:1])
-    return NeedlePrompt(
-        ids=text, needle=slice(copy.start, copy.stop + 1), question=copy.stop - copy.start
-    )
+    T = ids.shape[1]
+    tokens, start = max(1, min(COPIED, T // 8)), int(DEPTH * T)
+    text = ids[:1].clone()
+    text[:, start : start + tokens] = ids[:1, -tokens:]
+    return NeedlePrompt(text, needle=slice(start, start + tokens + 1), question=tokens)
 
 
 def needle_view(
@@ -220,7 +197,6 @@ def needle_view(
 
     capture(model, prompt.ids[:1], on_layer)
     return NeedleView(
-        prompt=prompt,
         attention=np.stack(attention),
         last=np.stack(final),
         average=average,

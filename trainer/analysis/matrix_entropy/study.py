@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -201,13 +202,6 @@ def label(measure: Measure) -> str:
     return "effective rank" if measure == "all" else f"effective rank, r = {measure}"
 
 
-def _column(measure: Measure) -> str:
-    """Return the name of a measure in a CSV file."""
-    if measure == "bands":
-        return "band_entropy"
-    return "effective_rank" if measure == "all" else f"effective_rank_r_{measure}"
-
-
 def _scores(layers: Sequence[MatrixEntropy]) -> Scores:
     channels = layers[0].eigenvalues.shape[-1]
     scores: dict[Measure, list[Tensor]] = {"bands": [layer.band_mean for layer in layers]}
@@ -218,6 +212,7 @@ def _scores(layers: Sequence[MatrixEntropy]) -> Scores:
 
 def _head_maps(scores: Mapping[At, Scores], shown: Sequence[Measure]) -> Picture:
     panels = {(m, side): scores[side, ATTENDING][m] for m in shown for side in SIDES}
+    columns = [re.sub("[^a-z0-9]+", "_", label(m)) for m in scores["query", ATTENDING]]
     return Picture(
         name="head_entropy",
         figure=heat_maps(
@@ -231,7 +226,7 @@ def _head_maps(scores: Mapping[At, Scores], shown: Sequence[Measure]) -> Picture
             "truncated effective rank, each panel with its own colours. Dark: low entropy. The "
             "file has every rank and every stage."
         ),
-        header=("side", "stage", "layer", "head", *map(_column, scores["query", ATTENDING])),
+        header=("side", "stage", "layer", "head", *columns),
         rows=[
             (*version, *row)
             for version, by_measure in scores.items()

@@ -27,7 +27,7 @@ from trainer.analysis.offset_features.measure import (
     common_pairs,
     with_bounds_of,
 )
-from trainer.analysis.studies.section import Grid, Part, Picture, Section
+from trainer.analysis.studies.section import Grid, Part, Picture, Section, column_rows
 from trainer.analysis.studies.study import Target
 from trainer.plotting.points import graded_points, index_bar
 from trainer.plotting.style import BLACK, BLUE, GREY, ORANGE, blank, paper_style
@@ -200,7 +200,7 @@ class OffsetChanges:
                 "the context. Where training follows the bounds radii shrink between the two lines."
             ),
             header=HEADER,
-            rows=_rows(was, now, np.full(len(was.pair), True)),
+            rows=column_rows(_columns(was, now).values()),
         )
 
     def _single_pairs(self, was: OffsetFeatures, now: OffsetFeatures, shown: list[int]) -> Picture:
@@ -245,7 +245,9 @@ class OffsetChanges:
                 "first and the second model, where the pair is under its upper bound."
             ),
             header=HEADER,
-            rows=_rows(was, now, np.isin(was.pair, shown)),
+            rows=column_rows(
+                column[np.isin(was.pair, shown)] for column in _columns(was, now).values()
+            ),
         )
 
 
@@ -253,12 +255,6 @@ def _columns(was: OffsetFeatures, now: OffsetFeatures) -> dict[str, Array]:
     """Return the columns of :data:`HEADER`."""
     means = (was.key_radius, now.key_radius, was.angle, now.angle)
     return dict(zip(HEADER, (was.layer, was.head, was.pair, *means), strict=True))
-
-
-def _rows(was: OffsetFeatures, now: OffsetFeatures, among: Array) -> list[tuple[float, ...]]:
-    """Return the rows of a CSV file about some entries."""
-    columns = _columns(was, now).values()
-    return list(zip(*(column[among].tolist() for column in columns), strict=True))
 
 
 def _table(models: dict[str, OffsetFeatures]) -> Grid:

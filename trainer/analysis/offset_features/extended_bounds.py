@@ -4,12 +4,10 @@ Fig. 14)."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.figures import PAIR_INDEX, angle_axis, number, percent
 from trainer.analysis.offset_features.measure import (
     RADII,
@@ -20,27 +18,27 @@ from trainer.analysis.offset_features.measure import (
 )
 from trainer.analysis.studies.section import Grid, Picture, Rows, wide_rows
 from trainer.analysis.studies.study import Target
-from trainer.plotting.lines import COLOURS, Frame, Panel, Series, side_by_side
+from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.style import COLOURS
 from trainer.positional.rescaling import RESCALINGS, rescaled
 from trainer.positional.spectrum import Spectrum
 
 FACTOR = 4
 """Factor of the extension if the text is not longer than the training length."""
-Case = Literal["trained", "unscaled", "pi", "ntk", "yarn"]
-"""The training length, or the longer one without rescaling or with one of
-:data:`~trainer.positional.rescaling.RESCALINGS`."""
-TITLES: dict[Case, str] = {
+TITLES = {
     "trained": "as trained",
     "unscaled": "not rescaled",
     "pi": "PI",
     "ntk": "NTK",
     "yarn": "YaRN",
 }
+"""Cases: the training length, or the longer one without rescaling or with one of
+:data:`~trainer.positional.rescaling.RESCALINGS`."""
 
 
 class ExtendedBounds:
-    """Collect features under context extensions: the model's means, judged by the bounds of
-    rescaled frequencies (App. C).
+    """Features under context extensions: the model's means, which ``search`` collects, judged by
+    the bounds of rescaled frequencies (App. C).
 
     Bounds are for the training length C as trained, and for the text's length, or 4 C if the text
     is not longer than C, in each of the cases of :data:`TITLES`.
@@ -50,28 +48,23 @@ class ExtendedBounds:
         self.C = target.training_length
         self.length = target.length if target.length > self.C else FACTOR * self.C
         self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
-        self._search = OffsetFeatureSearch()
+        self.search = OffsetFeatureSearch()
 
-    def _change(self, case: Case, spectrum: Spectrum) -> Spectrum:
+    def _change(self, case: str, spectrum: Spectrum) -> Spectrum:
         if case not in RESCALINGS:
             return spectrum
         return rescaled(spectrum, RESCALINGS[case], self.C, self.length / self.C)
 
-    def _at(self, case: Case) -> int:
+    def _at(self, case: str) -> int:
         return self.C if case == "trained" else self.length
 
-    def update(self, heads: Heads) -> None:
-        """Add one layer."""
-        self._search.update(heads)
-
-    def results(self) -> dict[Case, OffsetFeatures]:
+    def results(self) -> dict[str, OffsetFeatures]:
         """Return features by case, the model as trained first."""
         return {
-            case: self._search.result(self._at(case), partial(self._change, case))
-            for case in TITLES
+            case: self.search.result(self._at(case), partial(self._change, case)) for case in TITLES
         }
 
-    def findings(self, results: dict[Case, OffsetFeatures]) -> tuple[str, ...]:
+    def findings(self, results: dict[str, OffsetFeatures]) -> tuple[str, ...]:
         """Report how many large features are still within both bounds."""
         before = results["trained"].recall[0]
         if not before.positives:
@@ -86,7 +79,7 @@ class ExtendedBounds:
             f"{RADII[0]:g} or more: {within}; as trained, at {self.C:,}, {percent(before.lower)}.",
         )
 
-    def grid(self, results: dict[Case, OffsetFeatures]) -> Grid:
+    def grid(self, results: dict[str, OffsetFeatures]) -> Grid:
         """Make a table of both bounds and their recall by method."""
         return Grid(
             caption=(

@@ -7,7 +7,7 @@ They show all pairs, the strongest heads, and how stable angles are (Rotary Offs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,15 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
-from trainer.analysis.arrays import Array
+from trainer.analysis.arrays import SIDES, Array
 from trainer.analysis.offset_features.measure import (
-    COLUMNS,
     RADII,
-    STABILITY_COLUMNS,
     TURN,
     HeadView,
     OffsetFeatures,
-    Stability,
     contributions,
 )
-from trainer.analysis.studies.section import Picture, Rows, long_rows
+from trainer.analysis.studies.section import Part, Picture, Rows, column_rows, long_rows
 from trainer.plotting.lines import legend_above, panel_grid
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.points import HeadCloud, head_points, index_bar
@@ -66,14 +63,12 @@ class Feature:
     """The pair of a head with the longest means, among pairs under the upper bound if there are any
     (``possible``).
 
-    ``strength``: product of the lengths of both means. ``turns``: radians a token of all pairs of
-    the head.
+    ``strength``: product of the lengths of both means.
     """
 
     possible: bool
     strength: float
     pair: int
-    turns: Array
     view: HeadView
 
     @property
@@ -89,11 +84,9 @@ class Feature:
 
 def first_possible(features: OffsetFeatures) -> list[int]:
     """Return the first pair under the upper bound of every spectrum that has one."""
-    firsts: dict[tuple[int, int], int] = {}
-    columns = (features.layer, features.head, features.pair)
-    for layer, head, pair in zip(*(column[features.possible] for column in columns), strict=True):
-        firsts[layer, head] = min(int(pair), firsts.get((layer, head), int(pair)))
-    return sorted(set(firsts.values()))
+    heads = np.column_stack([features.layer, features.head])[features.possible]
+    _, first = np.unique(heads, axis=0, return_index=True)
+    return np.unique(features.pair[features.possible][first]).tolist()
 
 
 def scatter(features: OffsetFeatures) -> Picture:
@@ -148,8 +141,8 @@ def scatter(features: OffsetFeatures) -> Picture:
             "dotted: the radii of the table. Large pairs should lie right of the upper bound and "
             "above the lower one."
         ),
-        header=COLUMNS,
-        rows=list(zip(*(getattr(features, name).tolist() for name in COLUMNS), strict=True)),
+        header=tuple(features.columns),
+        rows=column_rows(features.columns.values()),
     )
 
 
@@ -157,9 +150,9 @@ def channels(shown: Sequence[Feature]) -> Picture:
     """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
     columns = min(COLUMNS_OF_MAPS, len(shown))
     maps = {
-        f"{feature.head}, {name}": getattr(feature.view, attribute)
+        f"{feature.head}, {name}": feature.view.maps[side]
         for start in range(0, len(shown), columns)
-        for name, attribute in (("queries", "query_map"), ("keys", "key_map"))
+        for side, name in SIDES.items()
         for feature in shown[start : start + columns]
     }
     size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
@@ -184,14 +177,11 @@ def channels(shown: Sequence[Feature]) -> Picture:
         header=("layer", "head", "of", "channel", "from_token", "activation"),
         rows=long_rows(
             {
-                (feature.view.layer, feature.view.head, name): values
+                (feature.view.layer, feature.view.head, side): feature.view.maps[side]
                 for feature in shown
-                for name, values in (
-                    ("query", feature.view.query_map),
-                    ("key", feature.view.key_map),
-                )
+                for side in SIDES
             },
-            places=range(0, view.cell * view.key_map.shape[1], view.cell),
+            places=range(0, view.cell * view.maps["key"].shape[1], view.cell),
         ),
     )
 
@@ -218,7 +208,7 @@ def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
 
 def points_of_head(feature: Feature, trained: int, pairs: Sequence[int]) -> Picture:
     """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
-    view, turns = feature.view, feature.turns * trained / TURN
+    view, turns = feature.view, feature.view.inv_freq * trained / TURN
     drawn = [pair for pair in pairs if pair < view.pairs] or range(view.pairs)
     panels = [(feature, pair, f"{pair}: {_rounded(turns[pair])} turns") for pair in drawn]
     return Picture(
@@ -261,7 +251,7 @@ def _draw_clouds(
         figure = blank(0.4 + (6.6 / columns if small else 2.3) * rows)
         grid = panel_grid(figure, len(panels), columns, x="first channel", y="second channel")
         for axes, (feature, pair, title) in zip(grid, panels, strict=True):
-            turned = float(feature.turns[pair]) * trained
+            turned = float(feature.view.inv_freq[pair]) * trained
             _draw_cloud(axes, *feature.view.points(pair), turned, small=small)
             axes.set_title(title, pad=2 if small else 3, fontsize=6 if small else 8)
         legend_of_lines(figure, grid[:1])
@@ -270,16 +260,10 @@ def _draw_clouds(
 
 def _draw_cloud(axes: Axes, query: Array, key: Array, turned: float, *, small: bool) -> None:
     """Draw queries and keys ``[T, 2]``; ``turned``: rotation within the context length, radians."""
+    look: dict[str, Any] = {"alpha": 0.35, "linewidths": 0, "rasterized": True}
     for points, colour, name in ((query, BLUE, "queries"), (key, ORANGE, "keys")):
-        axes.scatter(
-            points[:, 0],
-            points[:, 1],
-            s=0.6 if small else 2,
-            color=colour,
-            alpha=0.35,
-            linewidths=0,
-            rasterized=True,
-        )
+        x, y = points.T
+        axes.scatter(x, y, s=0.6 if small else 2, color=colour, **look)
         axes.plot([], [], "o", markersize=4, color=colour, alpha=0.6, label=name)
     for points, colour in ((query, BLUE), (key, ORANGE)):
         mean = points.mean(axis=0)
@@ -297,12 +281,9 @@ def _draw_cloud(axes: Axes, query: Array, key: Array, turned: float, *, small: b
     arc = Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN, linewidth=width)
     axes.add_patch(arc)
     axes.plot([], [], color=GREEN, label="turn of the query within C")
-    star: dict[str, Any] = {
-        "markeredgecolor": BLACK,
-        "markeredgewidth": 0.5,
-        "markersize": 5 if small else 8,
-    }
-    axes.plot(*key[0], "*", color=ORANGE, label="key of the first token", **star)
+    star: dict[str, Any] = {"markeredgecolor": BLACK, "markeredgewidth": 0.5}
+    star |= {"markersize": 5 if small else 8, "label": "key of the first token"}
+    axes.plot(*key[0], "*", color=ORANGE, **star)
     axes.axhline(0, color=GREY, linewidth=0.5)
     axes.axvline(0, color=GREY, linewidth=0.5)
     axes.grid(visible=False)
@@ -378,20 +359,28 @@ def _draw_terms(
     return figure
 
 
-def stable_angles(stability: Stability, layers: int) -> Picture:
-    """Draw circular variance by radius, of queries and of keys (Fig. 2)."""
-    clouds = [
-        HeadCloud(
-            title=name,
-            layer=stability.layer[side],
-            x=stability.radius[side],
-            y=stability.variance[side],
-            x_label="radius of the mean",
-            y_label="circular variance of the angle",
+def stability_part(stability: Mapping[str, Array], layers: int) -> Part:
+    """Draw circular variance by radius (Fig. 2), and compare the tenth of pairs with the longest
+    means with the others.
+
+    ``stability``: see :meth:`AngleStability.result`.
+    """
+    clouds, findings = [], []
+    for name, of_keys in (("queries", False), ("keys", True)):
+        among = stability["of_keys"] == of_keys
+        layer, radius, variance = (
+            stability[column][among] for column in ("layer", "radius", "variance")
         )
-        for name, side in (("queries", ~stability.of_keys), ("keys", stability.of_keys))
-    ]
-    return Picture(
+        labels = ("radius of the mean", "circular variance of the angle")
+        clouds.append(HeadCloud(layer, radius, variance, *labels, name))
+        long = radius > np.quantile(radius, LONG)
+        if long.any():
+            findings.append(
+                f"The tenth of the pairs of {name} with the longest means has a median circular "
+                f"variance of {np.median(variance[long]):.2f}, the others "
+                f"{np.median(variance[~long]):.2f}."
+            )
+    picture = Picture(
         name="offset_angle_stability",
         figure=head_points(clouds, layers),
         caption=(
@@ -399,27 +388,10 @@ def stable_angles(stability: Stability, layers: int) -> Picture:
             "by the radius of its mean: 0 if it never varies, 1 if angles cancel. A point a head "
             "and pair, coloured by layer. Pairs with long means should lie below."
         ),
-        header=STABILITY_COLUMNS,
-        rows=list(
-            zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)
-        ),
+        header=tuple(stability),
+        rows=column_rows(stability.values()),
     )
-
-
-def stability_findings(stability: Stability) -> list[str]:
-    """Compare how much angles vary between the tenth of pairs with the longest means and the
-    others."""
-    text = []
-    for name, side in (("queries", ~stability.of_keys), ("keys", stability.of_keys)):
-        radius, variance = stability.radius[side], stability.variance[side]
-        long = radius > np.quantile(radius, LONG)
-        if long.any():
-            a, b = np.median(variance[long]), np.median(variance[~long])
-            text.append(
-                f"The tenth of the pairs of {name} with the longest means has a median circular "
-                f"variance of {a:.2f}, the others {b:.2f}."
-            )
-    return text
+    return Part(tuple(findings), (picture,))
 
 
 def percent(share: float | None) -> str:

@@ -14,7 +14,7 @@ about theta, the rotation by one token: "these are features that select for the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,40 +22,28 @@ from trainer.analysis.arrays import Array, finite, to_json
 from trainer.analysis.attention import sampled_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features.measure import TURN, OffsetFeatures
-from trainer.analysis.studies.section import Grid, Part, Picture, Rows
+from trainer.analysis.studies.section import Grid, Part, Picture, column_rows
 from trainer.common.words import counted
 from trainer.plotting.points import HeadCloud, head_points
 
+SINK = 0.1
+"""Least attention on the first token of a head with a sink."""
+SHOWN = 10
+Columns = Mapping[str, Array]
+Row = dict[str, float]
 
-@dataclass(frozen=True)
-class SinkPart:
-    """Effect of ``pair`` on a query head's attention on the first token, means over queries.
 
-    ``weight``: that attention; ``without``: without the pair's part of the scores; ``control``:
-    without another pair's part, NaN if there is no other. ``first_key``: length of the first key in
-    the pair, before the encoding, over the length of the mean key. ``margin``: the scaled margin of
-    the scores; ``parts`` ``[pairs]``: the part of each pair.
+def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> Row | None:
+    """Measure the effect of ``pair`` on a query head's attention on the first token, means over all
+    texts and sampled queries; return None if no query sees another key than the first.
+
+    ``attention``: that attention; ``attention_without``: without the pair's part of the scores;
+    ``explained``: share of it that disappears then, negative if attention grows;
+    ``attention_without_fast_pair``: without the part of the pair ``control``, NaN if that is None.
+    ``first_key``: length of the first key in the pair, before the encoding, over the length of the
+    mean key. ``margin``: the scaled margin of the scores, with its part from the pair and the pair
+    with the largest part.
     """
-
-    layer: int
-    head: int
-    pair: int
-    weight: float
-    without: float
-    control: float
-    first_key: float
-    margin: float
-    parts: Array
-
-    @property
-    def explained(self) -> float:
-        """Share of the attention that disappears without the pair; negative if attention grows."""
-        return 1 - self.without / max(self.weight, np.finfo(float).tiny)
-
-
-def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) -> SinkPart | None:
-    """Measure one query head over all texts; return None if no query sees another key than the
-    first."""
     sampled = sampled_attention(heads, head)
     if sampled is None:
         return None
@@ -68,72 +56,43 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, positions - 1] / positions[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
-    turning = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0)
+    parts = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0).tolist()
     keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
     first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
-    return SinkPart(
-        layer=heads.layer,
-        head=head,
-        pair=pair,
-        weight=weight(),
-        without=weight(pair),
-        control=math.nan if control is None else weight(control),
-        first_key=float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
-        margin=float(by_channel.sum()),
-        parts=turning.cpu().numpy(),
-    )
+    attention, without = weight(), weight(pair)
+    return {
+        "layer": heads.layer,
+        "head": head,
+        "pair": pair,
+        "attention": attention,
+        "attention_without": without,
+        "explained": 1 - without / max(attention, np.finfo(float).tiny),
+        "attention_without_fast_pair": math.nan if control is None else weight(control),
+        "first_key": float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
+        "margin": float(by_channel.sum()),
+        "margin_of_pair": parts[pair],
+        "strongest_pair": parts.index(max(parts)),
+        "margin_of_strongest": max(parts),
+    }
 
 
-SINK = 0.1
-"""Least attention on the first token of a head with a sink."""
-SHOWN = 10
-SINK_HEADER = (
-    *("layer", "head", "pair", "attention", "attention_without", "explained"),
-    *("attention_without_fast_pair", "first_key"),
-    *("margin", "margin_of_pair", "strongest_pair", "margin_of_strongest"),
-)
+def sinks_part(rows: Sequence[Row], layers: int) -> Part:
+    """Report the effect of each head's strongest pair under the upper bound on its sink; empty if
+    no head has such a pair.
 
-
-Columns = dict[str, Array]
-
-
-class OffsetSinks:
-    """Collect the effect of each head's strongest pair under the upper bound on its sink."""
-
-    def __init__(self) -> None:
-        self._parts: list[SinkPart] = []
-
-    def update(self, heads: Heads, head: int, pair: int, fast: int | None) -> None:
-        """Add one head of a layer, the pair to leave out, and a faster one to compare with."""
-        if (sink := sink_part(heads, head, pair, fast)) is not None:
-            self._parts.append(sink)
-
-    def part(self, layers: int) -> Part:
-        """Return a figure, a table and findings; empty if no head has such a pair.
-
-        ``layers``: number of the model's layers.
-        """
-        if not self._parts:
-            return Part()
-        rows = [_sink_row(sink) for sink in self._parts]
-        columns = dict(zip(SINK_HEADER, map(np.array, zip(*rows, strict=True)), strict=True))
-        order = np.argsort(-columns["attention"], kind="stable")
-        order = order[columns["attention"][order] >= SINK]
-        sinks = {name: values[order] for name, values in columns.items()}
-        return Part(
-            findings=tuple(_sink_findings(sinks, len(rows))),
-            pictures=(_sink_picture(columns, rows, layers),),
-            grids=(_sink_table(sinks),) if len(order) else (),
-            numbers={"sinks": {name: to_json(values) for name, values in columns.items()}},
-        )
-
-
-def _sink_row(sink: SinkPart) -> tuple[float, ...]:
-    best = int(sink.parts.argmax())
-    return (
-        *(sink.layer, sink.head, sink.pair, sink.weight, sink.without, sink.explained),
-        *(sink.control, sink.first_key),
-        *(sink.margin, float(sink.parts[sink.pair]), best, float(sink.parts[best])),
+    ``rows``: see :func:`sink_row`; ``layers``: number of the model's layers.
+    """
+    if not rows:
+        return Part()
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    order = np.argsort(-columns["attention"], kind="stable")
+    order = order[columns["attention"][order] >= SINK]
+    sinks = {name: values[order] for name, values in columns.items()}
+    return Part(
+        findings=tuple(_sink_findings(sinks, len(rows))),
+        pictures=(_sink_picture(columns, layers),),
+        grids=(_sink_table(sinks),) if len(order) else (),
+        numbers={"sinks": {name: to_json(values) for name, values in columns.items()}},
     )
 
 
@@ -162,27 +121,15 @@ def _sink_findings(sinks: Columns, heads: int) -> list[str]:
     ]
 
 
-def _sink_picture(columns: Columns, rows: Rows, layers: int) -> Picture:
-    layer, first = columns["layer"], "attention on the first token"
-    panels = (
-        HeadCloud(
-            title="",
-            layer=layer,
-            x=columns["attention"],
-            y=columns["attention_without"],
-            x_label=first,
-            y_label=f"{first}\nwithout the pair",
-            diagonal=True,
-        ),
-        HeadCloud(
-            title="",
-            layer=layer,
-            x=columns["margin"],
-            y=columns["margin_of_pair"],
-            x_label="score of the first key over others",
-            y_label="of it, the pair's",
-        ),
-    )
+def _sink_picture(columns: Columns, layers: int) -> Picture:
+    first, score = "attention on the first token", "score of the first key over others"
+    panels = [
+        HeadCloud(columns["layer"], columns[x], columns[y], *labels, diagonal=diagonal)
+        for x, y, labels, diagonal in (
+            ("attention", "attention_without", (first, f"{first}\nwithout the pair"), True),
+            ("margin", "margin_of_pair", (score, "of it, the pair's"), False),
+        )
+    ]
     return Picture(
         name="offset_sinks",
         figure=head_points(panels, layers),
@@ -194,8 +141,8 @@ def _sink_picture(columns: Columns, rows: Rows, layers: int) -> Picture:
             "the score of the first key lies above the mean of the other keys in sight (before a "
             "softcap), and the pair's part of that."
         ),
-        header=SINK_HEADER,
-        rows=rows,
+        header=tuple(columns),
+        rows=column_rows(columns.values()),
     )
 
 
@@ -210,14 +157,8 @@ def _sink_table(sinks: Columns) -> Grid:
             "pair with the largest part."
         ),
         header=(
-            "head",
-            "pair",
-            "attention",
-            "without",
-            "explained",
-            "score",
-            "the pair's",
-            "largest",
+            *("head", "pair", "attention", "without", "explained"),
+            *("score", "the pair's", "largest"),
         ),
         rows=[
             (
@@ -234,66 +175,54 @@ def _sink_table(sinks: Columns) -> Grid:
 
 LOUD = 0.9
 """Quantile of radii from which a head's fastest pair counts as large."""
-
-STEP_HEADER = (
-    *("layer", "head", "pair", "inv_freq", "query_radius", "key_radius", "angle", "steps"),
-    *("attention", "attention_without"),
-)
-
-
-class OffsetSteps:
-    """Collect the effect of every head's fastest pair on attention on the token before."""
-
-    def __init__(self) -> None:
-        self._fastest: dict[tuple[int, int, int], list[float]] = {}
-
-    def update(self, heads: Heads) -> None:
-        """Add one layer: for each head that rotates, attention on the token before, as it is and
-        without the head's fastest pair."""
-        C = heads.training_length
-        for head in range(heads.q.shape[1]):
-            spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
-            if not spectrum.rotates or (sampled := sampled_attention(heads, head)) is None:
-                continue
-            pair = int(np.argmax(spectrum.inv_freq))
-            rows = range(len(sampled.positions))
-            self._fastest[heads.layer, head, pair] = [
-                float(weights[:, rows, sampled.positions - 1].double().mean())
-                for weights in (sampled.weights(), sampled.weights(without=pair))
-            ]
-
-    def part(self, features: OffsetFeatures, layers: int) -> Part:
-        """Return a figure, a table and findings; ``layers``: number of the model's layers."""
-        if not self._fastest:
-            return Part()
-        places = zip(features.layer, features.head, features.pair, strict=True)
-        row_of_place = {place: row for row, place in enumerate(places)}
-        rows = np.array([row_of_place[place] for place in self._fastest])
-        columns = {name: getattr(features, name)[rows] for name in STEP_HEADER[:7]}
-        # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
-        turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
-        columns["steps"] = turned / columns["inv_freq"] - 0.5
-        columns["attention"], columns["attention_without"] = np.array([*self._fastest.values()]).T
-        return Part(
-            findings=tuple(_step_findings(columns)),
-            pictures=(_step_picture(columns, layers),),
-            grids=(_step_table(columns),),
-            numbers={"steps": {name: to_json(columns[name]) for name in STEP_HEADER}},
-        )
+OF_PAIR = ("layer", "head", "pair", "inv_freq", "query_radius", "key_radius", "angle")
+FastestPairs = dict[tuple[int, int, int], list[float]]
+"""Attention on the token before, as it is and without the pair, by layer, head and its fastest
+pair."""
 
 
-def _at_a_step(columns: Columns) -> Array:
-    """Select pairs whose term is largest at distance 1, among whole distances."""
-    return (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
+def fastest_pairs(heads: Heads) -> FastestPairs:
+    """Measure the effect of the fastest pair of each head that rotates."""
+    C = heads.training_length
+    measured: FastestPairs = {}
+    for head in range(heads.q.shape[1]):
+        spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
+        if not spectrum.rotates or (sampled := sampled_attention(heads, head)) is None:
+            continue
+        pair = int(np.argmax(spectrum.inv_freq))
+        rows = range(len(sampled.positions))
+        measured[heads.layer, head, pair] = [
+            float(weights[:, rows, sampled.positions - 1].double().mean())
+            for weights in (sampled.weights(), sampled.weights(without=pair))
+        ]
+    return measured
 
 
-def _large(columns: Columns) -> Array:
-    radius = columns["key_radius"]
-    return radius >= np.quantile(radius, LOUD)
+def steps_part(fastest: FastestPairs, features: OffsetFeatures, layers: int) -> Part:
+    """Report the effect of every head's fastest pair on attention on the token before; ``layers``:
+    number of the model's layers."""
+    if not fastest:
+        return Part()
+    places = zip(features.layer, features.head, features.pair, strict=True)
+    row_of_place = {place: row for row, place in enumerate(places)}
+    rows = np.array([row_of_place[place] for place in fastest])
+    columns = {name: getattr(features, name)[rows] for name in OF_PAIR}
+    # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
+    turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
+    columns["steps"] = turned / columns["inv_freq"] - 0.5
+    columns["attention"], columns["attention_without"] = np.array([*fastest.values()]).T
+    return Part(
+        findings=tuple(_step_findings(columns)),
+        pictures=(_step_picture(columns, layers),),
+        grids=(_step_table(columns),),
+        numbers={"steps": {name: to_json(values) for name, values in columns.items()}},
+    )
 
 
 def _step_findings(columns: Columns) -> list[str]:
-    at_step, large = _at_a_step(columns), _large(columns)
+    # Of whole distances, 1 has the largest term.
+    at_step = (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
+    large = columns["key_radius"] >= np.quantile(columns["key_radius"], LOUD)
     by_chance = float(np.minimum(columns["inv_freq"] / TURN, 1).mean())
     heads, least = counted(int(large.sum()), "head"), columns["key_radius"][large].min()
     text = [
@@ -318,26 +247,11 @@ def _step_findings(columns: Columns) -> list[str]:
 
 def _step_picture(columns: Columns, layers: int) -> Picture:
     layer, before = columns["layer"], "attention on the token before"
-    radius, angle = "radius of the mean key", "angle φ in steps of a token"
+    labels = ("radius of the mean key", "angle φ in steps of a token")
+    was, now = columns["attention"], columns["attention_without"]
     panels = (
-        HeadCloud(
-            title="",
-            layer=layer,
-            x=columns["key_radius"],
-            y=columns["steps"],
-            x_label=radius,
-            y_label=angle,
-            level=1.0,
-        ),
-        HeadCloud(
-            title="",
-            layer=layer,
-            x=columns["attention"],
-            y=columns["attention_without"],
-            x_label=before,
-            y_label=f"{before}\nwithout the pair",
-            diagonal=True,
-        ),
+        HeadCloud(layer, columns["key_radius"], columns["steps"], *labels, level=1.0),
+        HeadCloud(layer, was, now, before, f"{before}\nwithout the pair", diagonal=True),
     )
     return Picture(
         name="offset_steps",
@@ -350,8 +264,8 @@ def _step_picture(columns: Columns, layers: int) -> Picture:
             "means over queries in the last three quarters of the training length; points below "
             "the dotted line lose such attention without the pair."
         ),
-        header=STEP_HEADER,
-        rows=list(zip(*(columns[name].tolist() for name in STEP_HEADER), strict=True)),
+        header=tuple(columns),
+        rows=column_rows(columns.values()),
     )
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, cell_means
+from trainer.analysis.arrays import Array, Averages, Side, cell_means
 from trainer.analysis.capture import Heads
 from trainer.positional.spectrum import Spectrum
 
@@ -74,9 +75,8 @@ class OffsetFeatures:
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
-    :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
-    ``scale``: factor on the dot product of a query and a key in the scores, times the encoding's
-    factor (YaRN's attention factor, a temperature).
+    :class:`Bounds`. ``scale``: factor on the dot product of a query and a key in the scores, times
+    the encoding's factor (YaRN's attention factor, a temperature).
     """
 
     context_length: int
@@ -90,9 +90,48 @@ class OffsetFeatures:
     possible: Array
     lower_bound: Array
     scale: Array
-    share: float
-    mean_lower_bound: float | None
-    recall: list[Recall]
+
+    @property
+    def share(self) -> float:
+        """Share of possible pairs."""
+        return float(self.possible.mean()) if len(self.possible) else 0.0
+
+    @property
+    def mean_lower_bound(self) -> float | None:
+        """Mean over the possible pairs; None if there are none."""
+        return float(self.lower_bound[self.possible].mean()) if self.possible.any() else None
+
+    @cached_property
+    def recall(self) -> list[Recall]:
+        """Counts for each of :data:`RADII`."""
+        return [self._recall(radius) for radius in RADII]
+
+    def _recall(self, radius: float) -> Recall:
+        large = self.key_radius >= radius
+        possible, angle, lower = (
+            column[large] for column in (self.possible, self.angle, self.lower_bound)
+        )
+
+        def share(predicted: Array) -> float | None:
+            return float(predicted.mean()) if len(predicted) else None
+
+        return Recall(
+            radius=radius,
+            positives=int(large.sum()),
+            upper=share(possible),
+            lower=share(possible & (angle >= lower)),
+            relaxed=share(possible & (angle >= lower - 0.1)),
+        )
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """The table of pairs by column."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+    def only(self, rows: Array) -> OffsetFeatures:
+        """Select some entries, by their indices."""
+        chosen = {name: column[rows] for name, column in self.columns.items()}
+        return replace(self, **chosen)
 
     def summary(self) -> dict[str, Any]:
         """Return the share, the mean lower bound and the recall, for JSON."""
@@ -156,7 +195,7 @@ class OffsetFeatureSearch:
                         "scale": self._scales[layer] * encoding_scale,
                     }
                 )
-        return _counted(C, joined_columns(tables))
+        return OffsetFeatures(C, **joined_columns(tables))
 
 
 def joined_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
@@ -165,76 +204,29 @@ def joined_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
     return {name: np.concatenate([table[name] for table in filled]) for name in tables[0]}
 
 
-COLUMNS = (
-    "layer",
-    "head",
-    "pair",
-    "inv_freq",
-    "query_radius",
-    "key_radius",
-    "angle",
-    "possible",
-    "lower_bound",
-    "scale",
-)
-"""Columns of the table of pairs, by their names in :class:`OffsetFeatures`."""
-
-
 def _complex(vector: Array, pairs: int) -> Array:
     """Combine rotated channels m and m + pairs into complex numbers."""
     return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
 
 
-def _counted(context_length: int, columns: Mapping[str, Array]) -> OffsetFeatures:
-    possible, lower = columns["possible"], columns["lower_bound"]
-    return OffsetFeatures(
-        context_length,
-        **columns,
-        share=float(possible.mean()) if len(possible) else 0.0,
-        mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
-        recall=[_recall(columns, radius) for radius in RADII],
-    )
-
-
-def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
-    large = columns["key_radius"] >= radius
-    possible, angle = columns["possible"][large], columns["angle"][large]
-    lower = columns["lower_bound"][large]
-
-    def share(predicted: Array) -> float | None:
-        return float(predicted.mean()) if len(predicted) else None
-
-    return Recall(
-        radius=radius,
-        positives=int(large.sum()),
-        upper=share(possible),
-        lower=share(possible & (angle >= lower)),
-        relaxed=share(possible & (angle >= lower - 0.1)),
-    )
-
-
 def common_pairs(
     first: OffsetFeatures, second: OffsetFeatures
 ) -> tuple[OffsetFeatures, OffsetFeatures]:
-    """Restrict both to the entries (layer, head, pair) they share, in the same order.
-
-    The counts are recomputed over these entries.
-    """
+    """Restrict both to the entries (layer, head, pair) they share, in the same order."""
     keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (first, second)]
     _, *rows = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
-    return _only(first, rows[0]), _only(second, rows[1])
+    return first.only(rows[0]), second.only(rows[1])
 
 
 def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
     """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
-    columns = {name: getattr(features, name) for name in COLUMNS}
-    columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
-    return _counted(by.context_length, columns)
-
-
-def _only(features: OffsetFeatures, rows: Array) -> OffsetFeatures:
-    columns = {name: getattr(features, name)[rows] for name in COLUMNS}
-    return _counted(features.context_length, columns)
+    return replace(
+        features,
+        context_length=by.context_length,
+        inv_freq=by.inv_freq,
+        possible=by.possible,
+        lower_bound=by.lower_bound,
+    )
 
 
 def contributions(
@@ -252,29 +244,8 @@ def contributions(
     return size[:, None] * np.cos(turned)
 
 
-STABILITY_COLUMNS = "of_keys", "layer", "head", "pair", "radius", "variance"
-
-
-@dataclass(frozen=True)
-class Stability:
-    """Stability of the angles of every rotated pair of every query head and of every key-value
-    head, one entry each (Fig. 2).
-
-    ``of_keys``: whether the entry is of keys, whose ``head`` is a key-value head. ``radius``:
-    length of the mean over all positions, before the encoding. ``variance``: circular variance of
-    the angles a_1 .. a_n, 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they cancel.
-    """
-
-    of_keys: Array
-    layer: Array
-    head: Array
-    pair: Array
-    radius: Array
-    variance: Array
-
-
 class AngleStability:
-    """Collect means, and means of directions, of every layer before its encoding."""
+    """Collect means, and means of directions, of every layer before its encoding (Fig. 2)."""
 
     def __init__(self) -> None:
         self._averages = Averages()
@@ -289,8 +260,15 @@ class AngleStability:
         k = [_means(x, spectra[i]) for i, x in enumerate(heads.k.unbind(1))]
         self._averages.add(heads.layer, q=torch.stack(q, dim=1), k=torch.stack(k, dim=1))
 
-    def result(self) -> Stability:
-        """Compute the stability over all positions and texts seen so far."""
+    def result(self) -> dict[str, Array]:
+        """Return columns with an entry for each rotated pair of each query head and each key-value
+        head.
+
+        ``of_keys``: whether the entry is of keys, whose ``head`` is a key-value head. ``radius``:
+        length of the mean over all positions and texts, before the encoding. ``variance``: circular
+        variance of the angles a_1 .. a_n, 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they
+        cancel.
+        """
         tables: list[dict[str, Any]] = []
         for name, group in (("q", self._group), ("k", 1)):
             means = self._averages.stacked(name)
@@ -307,7 +285,7 @@ class AngleStability:
                             "variance": 1 - np.hypot(*direction[:, moving]),
                         }
                     )
-        return Stability(**joined_columns(tables))
+        return joined_columns(tables)
 
 
 def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
@@ -332,41 +310,41 @@ class HeadView:
     """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
     7, 12 and 13).
 
-    Pair m of ``pairs`` is channels m and m + pairs. ``query``, ``key``: ``[n, D]``, one token in
-    ``step``. ``query_map``, ``key_map``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
+    Pair m of ``pairs`` is channels m and m + pairs. ``inv_freq`` ``[pairs]``: radians a token.
+    ``tokens``: ``[n, D]``, one token in ``step``.
+    ``maps``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
     """
 
     layer: int
     head: int
-    pairs: int
+    inv_freq: Array
     step: int
     cell: int
-    query: Array
-    key: Array
-    query_map: Array
-    key_map: Array
+    tokens: dict[Side, Array]
+    maps: dict[Side, Array]
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return len(self.inv_freq)
 
     def points(self, pair: int) -> tuple[Array, Array]:
         """Return queries and keys of one pair, ``[n, 2]`` each."""
         channels = [pair, pair + self.pairs]
-        return self.query[:, channels], self.key[:, channels]
+        return self.tokens["query"][:, channels], self.tokens["key"][:, channels]
 
 
 def head_view(heads: Heads, head: int) -> HeadView:
     """Sample query head ``head``; the size of the result does not grow with the text."""
-    kv, length = head // heads.queries_per_key, heads.q.shape[2]
-    of_q, of_k = heads.q[0, head], heads.k[0, kv]
+    kv, length, C = head // heads.queries_per_key, heads.q.shape[2], heads.training_length
+    vectors: dict[Side, Tensor] = {"query": heads.q[0, head], "key": heads.k[0, kv]}
     step, cell = -(-length // POINTS), -(-length // CELLS)
-    query, key = (x[::step].cpu().numpy().copy() for x in (of_q, of_k))
-    query_map, key_map = (cell_means(x.T, cell).cpu().numpy() for x in (of_q, of_k))
     return HeadView(
         layer=heads.layer,
         head=head,
-        pairs=len(heads.encoding.spectra[kv].inv_freq),
+        inv_freq=np.array(heads.encoding.spectra[kv].at(C, C).inv_freq),
         step=step,
         cell=cell,
-        query=query,
-        key=key,
-        query_map=query_map,
-        key_map=key_map,
+        tokens={side: x[::step].cpu().numpy().copy() for side, x in vectors.items()},
+        maps={side: cell_means(x.T, cell).cpu().numpy() for side, x in vectors.items()},
     )

@@ -22,12 +22,17 @@ from trainer.analysis.offset_features.figures import (
     percent,
     points_of_head,
     scatter,
-    stability_findings,
-    stable_angles,
+    stability_part,
 )
-from trainer.analysis.offset_features.heads import OffsetSinks, OffsetSteps
+from trainer.analysis.offset_features.heads import (
+    FastestPairs,
+    Row,
+    fastest_pairs,
+    sink_row,
+    sinks_part,
+    steps_part,
+)
 from trainer.analysis.offset_features.measure import (
-    COLUMNS,
     AngleStability,
     OffsetFeatures,
     bounds,
@@ -52,8 +57,8 @@ class OffsetFeaturesStudy(Study):
         self._extended = ExtendedBounds(target)
         self._features: list[Feature] = []
         self._stability = AngleStability()
-        self._sinks = OffsetSinks()
-        self._steps = OffsetSteps()
+        self._sinks: list[Row] = []
+        self._fastest: FastestPairs = {}
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
@@ -71,33 +76,27 @@ class OffsetFeaturesStudy(Study):
             q=heads.q.mean(dim=2, keepdim=True, dtype=torch.float64),
             k=heads.k.mean(dim=2, keepdim=True, dtype=torch.float64),
         )
-        self._extended.update(means)
+        self._extended.search.update(means)
         self._stability.update(heads)
-        self._steps.update(heads)
+        self._fastest |= fastest_pairs(heads)
         strongest = [
             best for head in range(heads.q.shape[1]) if (best := self._strongest(means, head))
         ]
         for possible, _, head, pair, fast in strongest:
-            if possible:
-                self._sinks.update(heads, head, pair, fast)
+            if possible and (row := sink_row(heads, head, pair, fast)) is not None:
+                self._sinks.append(row)
         if self.target.chosen:
             chosen = {head for layer, head in self.target.chosen if layer == heads.layer}
             strongest = [pair for pair in strongest if pair[2] in chosen]
         else:
             strongest = sorted(strongest, reverse=True)[:1]
-        for possible, strength, head, pair, _ in strongest:
-            turns = self._spectrum(means, head)
-            view = head_view(heads, head)
-            self._features.append(
-                Feature(possible=possible, strength=strength, pair=pair, turns=turns, view=view)
-            )
+        self._features += [
+            Feature(possible, strength, pair, head_view(heads, head))
+            for possible, strength, head, pair, _ in strongest
+        ]
         self._features.sort(key=lambda feature: (not feature.possible, -feature.strength))
         if not self.target.chosen:
             del self._features[SHOWN:]
-
-    def _spectrum(self, means: Heads, head: int) -> Array:
-        C, spectra = self.target.training_length, means.encoding.spectra
-        return np.array(spectra[head // means.queries_per_key].at(C, C).inv_freq)
 
     def _strongest(
         self, means: Heads, head: int
@@ -127,20 +126,24 @@ class OffsetFeaturesStudy(Study):
         tables."""
         results = self._extended.results()
         features = results["trained"]
-        stability, layers = self._stability.result(), len(self.target.model.layout.layers)
+        layers = len(self.target.model.layout.layers)
+        stability = stability_part(self._stability.result(), layers)
         first = Part(
-            findings=(*_findings(features, self._features), *stability_findings(stability)),
-            pictures=(scatter(features), stable_angles(stability, layers), *self._heads(features)),
+            findings=(*_findings(features, self._features), *stability.findings),
+            pictures=(scatter(features), *stability.pictures, *self._heads(features)),
             grids=(table(features), self._extended.grid(results)),
             numbers={
                 "context_length": features.context_length,
                 "extended_length": self._extended.length,
                 "methods": {TITLES[case]: bounded.summary() for case, bounded in results.items()},
-                "features": {name: to_json(getattr(features, name)) for name in COLUMNS},
+                "features": {name: to_json(column) for name, column in features.columns.items()},
             },
         )
         last = Part(self._extended.findings(results), (self._extended.picture(features),))
-        effects = (self._sinks.part(layers), self._steps.part(features, layers))
+        effects = (
+            sinks_part(self._sinks, layers),
+            steps_part(self._fastest, features, layers),
+        )
         return Section(
             key=self.key,
             title=self.title,

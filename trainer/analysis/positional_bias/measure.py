@@ -59,23 +59,12 @@ def positional_biases(rows: Rows) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class BiasGradients:
-    """Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and dA^c/dW_K (Fig. 4).
+def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Array]:
+    """Compute the Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and of dA^c/dW_K (Fig. 4),
+    averaged over the texts ``ids`` ``[B, T]``.
 
-    A^c is the head's, and the states that enter its layer are constants.
-    """
-
-    shift: int
-    query: Array
-    key: Array
-
-
-def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
-    """Compute the gradients of A^c for every head; norms are averaged over the texts ``ids`` ``[B,
-    T]``.
-
-    ``shift``: 0 for the diagonal head, 1 for the previous token.
+    A^c is the head's, and the states that enter its layer are constants. ``shift``: 0 for the
+    diagonal head, 1 for the previous token.
     """
     averages = Averages()
 
@@ -84,16 +73,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     ) -> None:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
-        heads = Heads(
-            layer=layer,
-            encoding=model.layout.layers[layer],
-            q=q.detach().float(),
-            k=k.detach().float(),
-            rotated_q=rotated_q.detach().float(),
-            rotated_k=rotated_k.detach().float(),
-            training_length=model.layout.training_length,
-            **softmax,
-        )
+        heads = Heads.of_layer(model.layout, layer, q, k, rotated_q, rotated_k, **softmax)
         norms = []
         for head in range(q.shape[1]):
             grad_q, grad_k = _score_gradients(heads, head, shift)
@@ -110,7 +90,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     with _graph_of_one_layer(model, observe):
         for row in ids.to(model.device):
             model.hidden_states(row[None])
-    return BiasGradients(shift=shift, query=averages.stacked("query"), key=averages.stacked("key"))
+    return averages.stacked("query"), averages.stacked("key")
 
 
 @torch.no_grad()
@@ -290,9 +270,6 @@ def _measure(
     for version, layout in versions.items():
         layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
         decoder.layout = replace(layout, layers=tuple(layers))
-        norms = [
-            np.hypot(gradients.query, gradients.key).mean(axis=1)
-            for gradients in (bias_gradients(decoder, text, shift) for shift in (0, 1))
-        ]
+        norms = [np.hypot(*bias_gradients(decoder, text, shift)).mean(axis=1) for shift in (0, 1)]
         measured[version] = np.stack(norms), prefix_spreads(decoder, text)
     return measured

@@ -74,7 +74,6 @@ def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> 
     }
 
 
-@torch.no_grad()
 def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
     """Average attention ``[distances]`` on the key 0, 1, 2, ... tokens back, over queries with such
     a key (Fig. 7)."""
@@ -91,7 +90,6 @@ def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
     return (total / (heads.q.shape[0] * torch.arange(T, T - distances, -1))).numpy()
 
 
-@torch.no_grad()
 def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
     """Average attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
 
@@ -109,7 +107,6 @@ def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
     return torch.stack(diagonals).cpu().numpy()
 
 
-@torch.no_grad()
 def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
     """Compute the total variation distance ``[Hq]``, 0 to 1, between a layer's attention in two
     readings of the same texts, mean over some queries."""
@@ -226,63 +223,6 @@ def _encoded(heads: Heads) -> Heads:
     return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
 
 
-@dataclass(frozen=True)
-class NeedleShift:
-    """Attention of a prompt's last token around the needle, as trained and under YaRN (Fig. 8).
-
-    ``head``: (layer, query head) of the rotating head that attends most to the needle.
-    ``on_needle``: its attention on the needle, and ``near_needle``: on each token from 8 before the
-    needle to 8 after it, both as ``trained`` and under ``yarn``. ``first``: position of the first
-    of these tokens relative to the needle's first token. ``tokens``: number of tokens of a prompt.
-    """
-
-    head: tuple[int, int]
-    on_needle: dict[str, float]
-    near_needle: dict[str, Array]
-    first: int
-    tokens: int
-
-
-@torch.no_grad()
-def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | None:
-    """Read the prompts as trained and under YaRN with s = 2; return None if no head rotates."""
-    rotating = rotating_heads(model)
-    if not rotating.any():
-        return None
-    ids, needle = prompt.ids, prompt.needle
-    T = ids.shape[1]
-    shown = slice(max(0, needle.start - REACH), min(T, needle.stop + REACH))
-    inside = slice(needle.start - shown.start, needle.stop - shown.start)
-
-    def last_token() -> Array:
-        """Return ``[layers, query heads, shown]``, mean over the prompts."""
-        attention: list[Array] = []
-
-        def on_layer(heads: Heads) -> None:
-            rows = [
-                head_attention(heads, head, slice(T - 1, T))[:, 0, shown].double().mean(dim=0)
-                for head in range(heads.q.shape[1])
-            ]
-            attention.append(torch.stack(rows).cpu().numpy())
-
-        capture(model, ids, on_layer)
-        return np.stack(attention)
-
-    trained = last_token()
-    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
-        scaled = last_token()
-    on_needle = trained[..., inside].sum(axis=-1)
-    place = _highest(on_needle, rotating)
-    near_needle = {"trained": trained[place], "yarn": scaled[place]}
-    return NeedleShift(
-        head=place,
-        on_needle={name: float(values[inside].sum()) for name, values in near_needle.items()},
-        near_needle=near_needle,
-        first=shown.start - needle.start,
-        tokens=T,
-    )
-
-
 def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
     """Report attention under YaRN (Fig. 7 and 8)."""
     if measured is None:
@@ -345,7 +285,7 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
         ],
     )
     label = "attention on other keys\n(total variation)"
-    cloud = HeadCloud.of_layers("", bias, measured.shift, "Aᶜ, the larger of the two", label)
+    cloud = HeadCloud.of_layers(bias, measured.shift, "Aᶜ, the larger of the two", label)
     heads = Picture(
         name="shift_under_yarn",
         figure=head_points([cloud], len(bias)),
@@ -360,35 +300,59 @@ def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
     )
     numbers = {
         "repeated_tokens": measured.half,
-        "positional_head": list(measured.positional),
-        "semantic_head": list(measured.semantic),
+        "positional_head": measured.positional,
+        "semantic_head": measured.semantic,
         "uniform_recall": measured.uniform,
-        "recall": measured.recall.tolist(),
-        "shift": measured.shift.tolist(),
-        "rank_correlation": correlation if np.isfinite(correlation) else None,
-        "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
-        "around": {name: curve.tolist() for name, curve in measured.near_repeat.items()},
+        "recall": measured.recall,
+        "shift": measured.shift,
+        "rank_correlation": correlation,
+        "profile": measured.profile,
+        "around": measured.near_repeat,
     }
     return Part(tuple(findings), (curves, heads), numbers={"yarn": numbers})
 
 
-def needle_part(measured: NeedleShift | None) -> Part:
-    """Report attention of a needle prompt's last token under YaRN (Fig. 8)."""
-    if measured is None:
+@torch.no_grad()
+def needle_part(model: LanguageModel, prompt: NeedlePrompt | None) -> Part:
+    """Report the attention of the prompts' last token around the needle, as trained and under YaRN
+    with s = 2, in the rotating head that attends most to the needle (Fig. 8)."""
+    if prompt is None:
         return Part(
             (
                 "Attention on a needle under YaRN was left out: texts and the training length have "
                 "no room for a statement and its question.",
             )
         )
-    trained, rescaled = (100 * measured.on_needle[name] for name in LAYOUTS)
-    token = f"The last token of a needle prompt of {measured.tokens:,} tokens"
-    head, curves = _head(measured.head), measured.near_needle
-    offsets = range(measured.first, measured.first + len(curves["yarn"]))
+    needle, T = prompt.needle, prompt.ids.shape[1]
+    shown = slice(max(0, needle.start - REACH), min(T, needle.stop + REACH))
+    inside = slice(needle.start - shown.start, needle.stop - shown.start)
+
+    def last_token() -> Array:
+        """Return ``[layers, query heads, shown]``, mean over the prompts."""
+        attention: list[Array] = []
+
+        def on_layer(heads: Heads) -> None:
+            rows = [
+                head_attention(heads, head, slice(T - 1, T))[:, 0, shown].double().mean(dim=0)
+                for head in range(heads.q.shape[1])
+            ]
+            attention.append(torch.stack(rows).cpu().numpy())
+
+        capture(model, prompt.ids, on_layer)
+        return np.stack(attention)
+
+    trained = last_token()
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
+        scaled = last_token()
+    place = _highest(trained[..., inside].sum(axis=-1), rotating_heads(model))
+    curves = {"trained": trained[place], "yarn": scaled[place]}
+    on_needle = {name: float(curve[inside].sum()) for name, curve in curves.items()}
+    token = f"The last token of a needle prompt of {T:,} tokens"
+    offsets = range(shown.start - needle.start, shown.stop - needle.start)
     frame = Frame("key, tokens from the needle's first", "attention of the last token")
     picture = Picture(
         name="needle_under_yarn",
-        figure=side_by_side([Panel(head, _lines(curves, offsets), frame)]),
+        figure=side_by_side([Panel(_head(place), _lines(curves, offsets), frame)]),
         caption=(
             f"{token}: its attention on the tokens around the needle, which begins at 0, in the "
             "head that attends most to it, as trained and under YaRN."
@@ -396,15 +360,11 @@ def needle_part(measured: NeedleShift | None) -> Part:
         header=("layout", "offset", "attention"),
         rows=long_rows({(name,): curve for name, curve in curves.items()}, places=offsets),
     )
-    numbers = {
-        "head": list(measured.head),
-        "tokens": measured.tokens,
-        "on_needle": measured.on_needle,
-        "around": {name: curve.tolist() for name, curve in curves.items()},
-    }
+    numbers = {"head": place, "tokens": T, "on_needle": on_needle, "around": curves}
     finding = (
-        f"{token} attends most to the needle in {head}, with {trained:.1f}%; under "
-        f"YaRN with s = 2 it is {rescaled:.1f}%."
+        f"{token} attends most to the needle in {_head(place)}, with "
+        f"{100 * on_needle['trained']:.1f}%; under YaRN with s = 2 it is "
+        f"{100 * on_needle['yarn']:.1f}%."
     )
     return Part((finding,), (picture,), numbers={"needle": numbers})
 
@@ -459,10 +419,7 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
             for pair in pairs
         ],
     )
-    numbers = {
-        f"{s:g}": {name: gamma.tolist() for name, gamma in gammas.items()}
-        for s, gammas in factors.items()
-    }
+    numbers = {f"{s:g}": gammas for s, gammas in factors.items()}
     return Part(tuple(findings), (picture,), numbers={"rescaling_factors": numbers})
 
 

@@ -21,7 +21,6 @@ from trainer.analysis.positional_bias.measure import (
 from trainer.analysis.positional_bias.rescaling import (
     factors_part,
     needle_part,
-    needle_shift,
     yarn_part,
     yarn_shift,
 )
@@ -85,10 +84,9 @@ class PositionalBiasStudy(Study):
         parts = [Part(numbers={"tokens": self._length})]
         parts += [heads_part(bias), fresh_part(fresh), spread_part(spread, fresh)]
         if rotating:
-            prompt = self.target.prompt
             parts += [
                 yarn_part(yarn_shift(model, self.target.ids, strongest), strongest),
-                needle_part(None if prompt is None else needle_shift(model, prompt)),
+                needle_part(model, self.target.prompt),
                 factors_part(rotating[0], self.target.training_length),
             ]
         else:
@@ -151,8 +149,7 @@ def heads_part(biases: Mapping[str, Array]) -> Part:
         header=("layer", "head", "diagonal", "previous"),
         rows=wide_rows(list(biases.values())),
     )
-    numbers = {kind: bias.tolist() for kind, bias in biases.items()}
-    return Part(tuple(findings), (picture,), numbers=numbers)
+    return Part(tuple(findings), (picture,), numbers=dict(biases))
 
 
 def fresh_part(fresh: FreshResult | None) -> Part:
@@ -202,11 +199,7 @@ def fresh_part(fresh: FreshResult | None) -> Part:
             for row in wide_rows([norms[:, 0], norms[:, 1]])
         ],
     )
-    numbers = {
-        "encoding": fresh.encoding,
-        "tokens": fresh.tokens,
-        "gradients": {version: norms.tolist() for version, norms in fresh.gradients.items()},
-    }
+    numbers = {"encoding": fresh.encoding, "tokens": fresh.tokens, "gradients": fresh.gradients}
     return Part(tuple(findings), (picture,), numbers={"fresh": numbers})
 
 
@@ -247,8 +240,7 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
         header=("version", "seed", "blocks", "spread"),
         rows=long_rows({(version,): norms for version, norms in spreads.items()}),
     )
-    numbers = {version: norms.tolist() for version, norms in spreads.items()}
-    return Part((f"{finding}.",), (picture,), numbers={"prefix_spread": numbers})
+    return Part((f"{finding}.",), (picture,), numbers={"prefix_spread": spreads})
 
 
 def _over_layers(version: str, values: Array) -> Series:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,21 +15,16 @@ Rows = list[tuple[Any, ...]]
 
 
 def long_rows(
-    values: Mapping[tuple[Any, ...], Array],
-    *,
-    places: Sequence[Any] | None = None,
-    known: bool = False,
+    values: Mapping[tuple[Any, ...], Array], *, places: Sequence[Any] | None = None
 ) -> Rows:
     """Return a row for each number of some arrays: the array's key, the index, and the number.
 
-    ``places``: meanings of the last index, such as lengths in tokens; None: itself. ``known``:
-    leave out NaN.
+    ``places``: meanings of the last index, such as lengths in tokens; None: itself.
     """
     return [
         (*key, *index[:-1], index[-1] if places is None else places[index[-1]], float(value))
         for key, array in values.items()
         for index, value in np.ndenumerate(array)
-        if not known or np.isfinite(value)
     ]
 
 
@@ -39,6 +34,11 @@ def wide_rows(columns: Sequence[Array]) -> Rows:
         (*index, *(float(values[index]) for values in columns))
         for index in np.ndindex(columns[0].shape)
     ]
+
+
+def column_rows(columns: Iterable[Array]) -> Rows:
+    """Return the rows of columns ``[n]``."""
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Section:
     ``text``: a paragraph on the measure and how to read it. ``formula``: plain text
     with Unicode signs, one formula a line, set by :mod:`trainer.report.mathml`. ``source``: paper,
     section, figures. ``findings``: sentences about this model, computed from its numbers.
-    ``numbers``: all numbers, for JSON.
+    ``numbers``: all numbers, for JSON; arrays become lists, and numbers that are not finite None.
     """
 
     key: str
@@ -84,6 +84,19 @@ class Section:
     pictures: tuple[Picture, ...] = ()
     grids: tuple[Grid, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", _plain(self.numbers))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

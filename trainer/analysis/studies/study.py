@@ -60,7 +60,7 @@ class Target:
     @property
     def rotates(self) -> bool:
         """Whether any head rotates."""
-        return any(spectrum.rotates for spectrum in self.model.layout.spectra)
+        return self.model.layout.rotates
 
     @property
     def pair_axis(self) -> str:
