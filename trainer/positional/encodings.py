@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import adapter
+from trainer.common.formats import first_problem
 from trainer.common.plugins import REGISTRIES, failure, plugin_of
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
@@ -112,8 +116,14 @@ def make_spectrum(
             raise
         reason = f"encoding {name!r} failed: {failure(error, plugin)}."
         raise UserError.at("plugins", f"{plugin!r}: {reason}") from error
-    if plugin is not None and (misfit := _misfit(spectrum)):
-        raise UserError.at("plugins", f"{plugin!r}: encoding {name!r}: expected {misfit}.")
+    if plugin is not None:
+        result = f"{plugin!r}: encoding {name!r}: expected a Spectrum of numbers"
+        if not isinstance(spectrum, Spectrum):
+            raise UserError.at("plugins", f"{result}, got {type(spectrum).__name__}.")
+        try:  # tensors and arrays become plain numbers
+            spectrum = adapter(Spectrum).validate_python(spectrum.to_dict())
+        except ValidationError as error:
+            raise UserError.at("plugins", f"{result}; {first_problem(error)}.") from None
     if spectrum.rotary_dim > head_dim:
         raise UserError.at(
             where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
@@ -136,38 +146,6 @@ def make_spectrum(
             f"most {MOST_FREQUENCY:,.0f}.",
         )
     return spectrum
-
-
-def _misfit(spectrum: object) -> str | None:
-    """Return which part of an encoding's result was expected to be what, and what it is; None if
-    all are right."""
-    if not isinstance(spectrum, Spectrum):
-        return f"a Spectrum, got {_kind(spectrum)}"
-    if not isinstance(spectrum.temperature, Temperature):
-        return f"a Temperature as temperature of its Spectrum, got {_kind(spectrum.temperature)}"
-    for name, value in _leaves(spectrum.to_dict()):
-        if not isinstance(value, int | float | str | None):
-            right = "a tuple of floats" if name.endswith("inv_freq") else "a float"
-            return f"{right} as {name} of its Spectrum, got {_kind(value)}"
-    return None
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value with its package, such as ``torch.Tensor``."""
-    package, name = type(value).__module__.partition(".")[0], type(value).__name__
-    return name if package == "builtins" else f"{package}.{name}"
-
-
-def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in groups and tuples, each with its dotted name."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _leaves(value, f"{name}.{key}".lstrip("."))
-    elif isinstance(values, tuple):
-        for index, value in enumerate(values):
-            yield from _leaves(value, f"{name}[{index}]")
-    else:
-        yield name, values
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

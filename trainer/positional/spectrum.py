@@ -8,8 +8,12 @@ empty one; the decoder only reads it. C, the training length in tokens, belongs 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer.common.fields import configuration
 
 MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
 """Limits of a temperature; within them logits are finite at any length."""
@@ -17,9 +21,11 @@ MOST_FREQUENCY = 1e6
 """Limit in radians per token; angles of larger frequencies exceed the range of kernels."""
 Frequencies = tuple[float, ...]
 """Radians per token, one number per pair."""
+Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+"""Length of sequences, in tokens."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Temperature:
     """Factor on the attention logits at length n: ``scale * (1 + coefficient * ln s) ** exponent``.
 
@@ -38,7 +44,7 @@ class Temperature:
     exponent: float = 1.0
     scale: float = 1.0
     per: Literal["sequence", "query"] = "sequence"
-    reference: int | None = None
+    reference: Length | None = None
     steps: bool = False
 
     @property
@@ -75,7 +81,7 @@ class Temperature:
         return Temperature(scale=factor)
 
 
-@dataclass(frozen=True)
+@configuration
 class Stretch:
     """Slowing of a head's pairs by an extension with factor s.
 
@@ -103,7 +109,7 @@ class Stretch:
         return before + self.attention * math.log(factor)
 
 
-@dataclass(frozen=True)
+@configuration
 class LongFrequencies:
     """Frequencies in sequences of n > ``length`` tokens, if they differ.
 
@@ -117,10 +123,10 @@ class LongFrequencies:
     inv_freq: Frequencies
     stretch: Stretch | None = None
     growth: float = 1.0
-    reference: int | None = None
+    reference: Length | None = None
 
 
-@dataclass(frozen=True)
+@configuration
 class Spectrum:
     """Encoding of one head.
 
@@ -184,20 +190,3 @@ class Spectrum:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Spectrum:
-        """Build a spectrum from what :meth:`to_dict` returned, also after a round trip through
-        JSON."""
-        long = values["long"]
-        if long is not None:
-            stretch = long["stretch"]
-            if stretch is not None:
-                shares, power = tuple(stretch["kept"]), tuple(stretch["power"])
-                stretch = Stretch(shares, power, stretch["attention"])
-            inv_freq = tuple(long["inv_freq"])
-            long = LongFrequencies(**long | {"inv_freq": inv_freq, "stretch": stretch})
-        temperature = Temperature(**values["temperature"])
-        inv_freq = tuple(values["inv_freq"])
-        changed = {"inv_freq": inv_freq, "temperature": temperature, "long": long}
-        return cls(**values | changed)
