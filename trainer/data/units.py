@@ -164,14 +164,8 @@ def prepare_units(
 ) -> bool:
     """Prepare one part of a plan's units; return whether the units of all parts are done.
 
-    Args:
-        plan: plan stored in ``directory``.
-        config: source of the text.
-        directory: directory of the prepared text.
-        part: (which, of how many) parts, from 1.
-        workers: number of processes that tokenize.
-        report: called with the progress.
-        wait: wait for another process that does the same work, instead of raising an error.
+    ``part``: (which, of how many) parts, from 1. ``wait``: wait for another process that does the
+    same work, instead of raising an error.
 
     Raises:
         UserError: a file cannot be read, or too many rows are malformed.
