@@ -87,7 +87,7 @@ def smollm2() -> Pair:
 
     directory = model_directory()
     if not directory.is_dir():
-        fetch()
+        fetch(directory)
     pretrained = read_pretrained(str(directory))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert pretrained.tokenizer is not None

@@ -12,11 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
-
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.common.fields import adapter
-from trainer.common.formats import first_problem
 from trainer.common.plugins import REGISTRIES, failure, plugin_of
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
@@ -80,12 +76,8 @@ def make_spectrum(
 ) -> Spectrum:
     """Return the spectrum of a registered encoding.
 
-    Args:
-        name: a key of :data:`ENCODINGS`.
-        head_dim: channels per head, even.
-        training_length: C, in tokens.
-        values: parameters that differ from the encoding's defaults.
-        variant: name in the configuration, if it is not the encoding's.
+    ``values``: parameters that differ from the encoding's defaults. ``variant``: name in the
+    configuration, if it is not the encoding's.
 
     Raises:
         UserError: the name, a parameter's name or a parameter's value is wrong, or the encoding
@@ -117,13 +109,7 @@ def make_spectrum(
         reason = f"encoding {name!r} failed: {failure(error, plugin)}."
         raise UserError.at("plugins", f"{plugin!r}: {reason}") from error
     if plugin is not None:
-        result = f"{plugin!r}: encoding {name!r}: expected a Spectrum of numbers"
-        if not isinstance(spectrum, Spectrum):
-            raise UserError.at("plugins", f"{result}, got {type(spectrum).__name__}.")
-        try:  # tensors and arrays become plain numbers
-            spectrum = adapter(Spectrum).validate_python(spectrum.to_dict())
-        except ValidationError as error:
-            raise UserError.at("plugins", f"{result}; {first_problem(error)}.") from None
+        spectrum = _of_numbers(spectrum, f"{plugin!r}: encoding {name!r}")
     if spectrum.rotary_dim > head_dim:
         raise UserError.at(
             where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
@@ -146,6 +132,26 @@ def make_spectrum(
             f"most {MOST_FREQUENCY:,.0f}.",
         )
     return spectrum
+
+
+def _of_numbers(spectrum: object, place: str) -> Spectrum:
+    """Return a plugin's spectrum with plain numbers in place of tensors and arrays.
+
+    Raises:
+        UserError: it is no spectrum.
+    """
+    from pydantic import ValidationError  # slow import, which --help does without
+
+    from trainer.common.fields import adapter
+    from trainer.common.formats import first_problem
+
+    expected = f"{place}: expected a Spectrum of numbers"
+    if not isinstance(spectrum, Spectrum):
+        raise UserError.at("plugins", f"{expected}, got {type(spectrum).__name__}.")
+    try:
+        return adapter(Spectrum).validate_python(spectrum.to_dict())
+    except ValidationError as error:
+        raise UserError.at("plugins", f"{expected}; {first_problem(error)}.") from None
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

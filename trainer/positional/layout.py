@@ -331,10 +331,7 @@ class Layout:
 def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Problem]:
     """Check a :data:`LayerChoice`; return a problem for each rule it breaks.
 
-    Args:
-        key: its configuration key.
-        layers: the choice.
-        count: number of layers of the model (None: unknown, so that indices are not checked).
+    ``count``: number of layers of the model (None: unknown, so that indices are not checked).
     """
     if isinstance(layers, str) and layers not in LAYER_WORDS:
         message = (

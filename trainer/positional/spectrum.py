@@ -8,12 +8,8 @@ empty one; the decoder only reads it. C, the training length in tokens, belongs 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
-
-from trainer.common.fields import configuration
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
 """Limits of a temperature; within them logits are finite at any length."""
@@ -21,11 +17,11 @@ MOST_FREQUENCY = 1e6
 """Limit in radians per token; angles of larger frequencies exceed the range of kernels."""
 Frequencies = tuple[float, ...]
 """Radians per token, one number per pair."""
-Length = Annotated[int, Field(ge=1, lt=1 << 31)]
-"""Length of sequences, in tokens."""
+READ = {"extra": "forbid", "allow_inf_nan": False}
+"""How pydantic reads stored values: without unknown keys and infinite numbers."""
 
 
-@configuration
+@dataclass(frozen=True)
 class Temperature:
     """Factor on the attention logits at length n: ``scale * (1 + coefficient * ln s) ** exponent``.
 
@@ -40,11 +36,12 @@ class Temperature:
     ``scale`` for a given extension.
     """
 
+    __pydantic_config__ = READ
     coefficient: float = 0.0
     exponent: float = 1.0
     scale: float = 1.0
     per: Literal["sequence", "query"] = "sequence"
-    reference: Length | None = None
+    reference: int | None = None
     steps: bool = False
 
     @property
@@ -81,7 +78,7 @@ class Temperature:
         return Temperature(scale=factor)
 
 
-@configuration
+@dataclass(frozen=True)
 class Stretch:
     """Slowing of a head's pairs by an extension with factor s.
 
@@ -89,6 +86,7 @@ class Stretch:
     channels are multiplied by 1 + ``attention`` ln s. Both are the identity at s = 1.
     """
 
+    __pydantic_config__ = READ
     kept: Frequencies
     power: Frequencies
     attention: float = 0.0
@@ -109,7 +107,7 @@ class Stretch:
         return before + self.attention * math.log(factor)
 
 
-@configuration
+@dataclass(frozen=True)
 class LongFrequencies:
     """Frequencies in sequences of n > ``length`` tokens, if they differ.
 
@@ -119,14 +117,15 @@ class LongFrequencies:
     sequences; None, in layouts that earlier versions stored: the training length.
     """
 
+    __pydantic_config__ = READ
     length: int
     inv_freq: Frequencies
     stretch: Stretch | None = None
     growth: float = 1.0
-    reference: Length | None = None
+    reference: int | None = None
 
 
-@configuration
+@dataclass(frozen=True)
 class Spectrum:
     """Encoding of one head.
 
@@ -139,6 +138,7 @@ class Spectrum:
     usual case: the same at any length.
     """
 
+    __pydantic_config__ = READ
     inv_freq: Frequencies = ()
     temperature: Temperature = Temperature()
     alibi: bool = False

@@ -11,8 +11,10 @@ from pydantic import Field, ValidationError
 from trainer.common.fields import adapter
 from trainer.common.formats import first_problem
 from trainer.positional.layout import Layout, from_first_format
-from trainer.positional.spectrum import Length, Spectrum
+from trainer.positional.spectrum import Spectrum
 
+Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+"""Length of sequences, in tokens."""
 Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 
 
@@ -75,9 +77,13 @@ def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
 
 
 def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
+    long = spectrum.long
+    for reference in (spectrum.temperature.reference, None if long is None else long.reference):
+        if reference is not None and reference < 1:
+            raise ValueError(f"layout: a spectrum refers to a length of {reference} tokens")
     if spectrum.rotary_dim > head_size:
         raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
-    if (long := spectrum.long) is not None:
+    if long is not None:
         stretch = long.stretch
         counted = (long.inv_freq, *((stretch.kept, stretch.power) if stretch else ()))
         if any(len(numbers) != len(spectrum.inv_freq) for numbers in counted):
