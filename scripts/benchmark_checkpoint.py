@@ -23,8 +23,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from benchmarks import table_of
 from rich.console import Console
-from rich.table import Table
 
 from trainer.commands.train import read_config
 from trainer.data.corpus import prepare_corpus
@@ -89,13 +89,11 @@ def main() -> None:
                 saving[kind].append(third)
                 after[kind].append(fourth)
     usual = median(normal)
-    table = Table(
-        title=f"{options.model}, {options.batch} x {options.length} tokens, "
-        f"{options.threads} threads: a step takes {usual:.2f} s",
-        width=100,
+    table = table_of(
+        f"{options.model}, {options.batch} x {options.length} tokens, {options.threads} threads: a "
+        f"step takes {usual:.2f} s",
+        *("checkpoint", "step that saves", "x a step", "step after it", "x a step"),
     )
-    for column in ("checkpoint", "step that saves", "x a step", "step after it", "x a step"):
-        table.add_column(column, justify="left" if column == "checkpoint" else "right")
     for kind in kinds:
         cells = []
         for times in (saving[kind], after[kind]):

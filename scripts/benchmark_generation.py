@@ -16,37 +16,23 @@ from trainer import __version__  # noqa: F401 - before torch, which reads how th
 
 # isort: split
 import argparse
-import sys
-import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import transformers
+from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
 
 from trainer.generation.generate import generate
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.positional.config import PositionalConfig, build_layout
 
 SMOLLM2_135M = ModelConfig(576, 1536, 30, 9, 3, vocab_size=49_152)
 TINY = ModelConfig(64, 128, 2, 4, 2, vocab_size=512)
 Generate = Callable[[int], object]
 Times = dict[str, list[float]]
-
-
-def ours(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """Build our decoder with random weights."""
-    layout = build_layout(
-        PositionalConfig(layers=["rope"]),
-        num_layers=config.num_hidden_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_size,
-        training_length=2048,
-    )
-    return Decoder(config, layout).to(dtype)
 
 
 def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
@@ -68,7 +54,7 @@ def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
 
 def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> dict[str, Generate]:
     """Return functions, ours and theirs, that generate ``count`` tokens after ``[B, T]`` ids."""
-    model = ours(config, dtype)
+    model = random_decoder(config, 2048).to(dtype)
     hf = theirs(model, dtype)
     mask, prompts = torch.ones_like(ids), ids.tolist()
 
@@ -78,26 +64,19 @@ def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> d
     return {"ours": lambda count: generate(model, prompts, count), "transformers": hf_generate}
 
 
-def seconds(function: Generate, count: int) -> float:
-    """Return the seconds that ``count`` new tokens take."""
-    start = time.perf_counter()
-    function(count)
-    return time.perf_counter() - start
-
-
 def measure(functions: dict[str, Generate], options: argparse.Namespace) -> tuple[Times, Times]:
     """Return the seconds of prefill and of decoding ``new - 1`` tokens in each round."""
     prefill: Times = {name: [] for name in functions}
     decode: Times = {name: [] for name in functions}
     for function in functions.values():
         function(3)
-    for repeat in range(options.repeats):
-        # Alternate the order, so that neither side always runs second.
-        for name in functions if repeat % 2 == 0 else reversed(functions):
-            first = seconds(functions[name], 1)
-            prefill[name].append(first)
-            decode[name].append(seconds(functions[name], options.new) - first)
-        print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr)
+
+    def turn(name: str) -> None:
+        first = seconds(functions[name], 1)
+        prefill[name].append(first)
+        decode[name].append(seconds(functions[name], options.new) - first)
+
+    take_turns(list(functions), options.repeats, turn)
     return prefill, decode
 
 
@@ -108,26 +87,17 @@ def compare(precision: str, batch: int, options: argparse.Namespace) -> Table:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocab_size or 0, (batch, options.prompt), generator=generator)
     times = measure(contestants(config, dtype, ids), options)
-    table = Table(
-        title=f"{precision}, batch {batch}, prompts of {options.prompt} tokens, {options.new} new, "
+    table = table_of(
+        f"{precision}, batch {batch}, prompts of {options.prompt} tokens, {options.new} new, "
         f"{options.threads} threads",
-        width=100,
+        *("", "ours tokens/s", "transformers tokens/s", "ratio (quartiles)"),
     )
-    for column in ("", "ours tokens/s", "transformers tokens/s", "ratio (quartiles)"):
-        table.add_column(column, justify="right" if column else "left")
     for part, part_times, count in zip(
         ("prefill", "decode"), times, (options.prompt, options.new - 1), strict=True
     ):
         rates = [f"{batch * count / median(part_times[name]):,.1f}" for name in part_times]
         table.add_row(part, *rates, ratio(part_times["transformers"], part_times["ours"]))
     return table
-
-
-def ratio(reference: list[float], times: list[float]) -> str:
-    """Return the median of the rounds' speed ratios, with quartiles."""
-    ratios = [a / b for a, b in zip(reference, times, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from benchmarks import table_of
 from rich.console import Console
-from rich.table import Table
 
 from trainer.runs.checkpoints import digests, write_manifest_and_rename
 from trainer.runs.state import Tensors, save
@@ -111,18 +111,11 @@ def main() -> None:
     for _ in range(options.repeats):
         for way in WAYS:
             measurements[way].append(measure(way, tensors, 3.0))
-    table = Table(title=f"{options.gigabytes} GB, medians of {options.repeats}", width=100)
-    columns = (
-        "written by",
-        "launches per second",
-        "x nothing",
-        "blocked",
-        "a checkpoint",
-        "longest pause",
-        "written in",
+    table = table_of(
+        f"{options.gigabytes} GB, medians of {options.repeats}",
+        *("written by", "launches per second", "x nothing", "blocked", "a checkpoint"),
+        *("longest pause", "written in"),
     )
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
     usual = median(rate for rate, *_ in measurements["nothing"])
     for way in WAYS:
         rate, blocked, longest, took = (

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import numpy as np
 import torch
 import transformers
+from benchmarks import random_decoder, ratio, table_of, take_turns
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from trainer.commands.train import read_config
@@ -45,7 +45,6 @@ from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export.directory import export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
-from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
 STATEMENTS = "statements"
@@ -78,14 +77,7 @@ def nano() -> Pair:
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
     shape = read_config(["model=nano"]).model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
-    layout = build_layout(
-        PositionalConfig(layers=["rope"]),
-        num_layers=config.num_hidden_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_size,
-        training_length=64,
-    )
-    return exported("nano", Decoder(config, layout), tokenizer)
+    return exported("nano", random_decoder(config, 64), tokenizer)
 
 
 def smollm2() -> Pair:
@@ -95,7 +87,7 @@ def smollm2() -> Pair:
 
     directory = model_directory()
     if not directory.is_dir():
-        fetch()
+        fetch(directory)
     pretrained = read_pretrained(str(directory))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert pretrained.tokenizer is not None
@@ -187,21 +179,20 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
     outputs: dict[str, list[str]] = {}
     for contestant in contestants.values():  # warm up
         contestant([replace(prompt, tokens=prompt.tokens[-64:]) for prompt in prompts[:2]])
-    for number in range(options.rounds):
-        # Alternate the order, so that neither side always runs second.
-        for name in contestants if number % 2 == 0 else reversed(contestants):
-            start = time.perf_counter()
-            outputs[name] = contestants[name](prompts)
-            times[name].append(time.perf_counter() - start)
-        print(f"{pair.name}, {task_name}: round {number + 1} of {options.rounds}", file=sys.stderr)
+
+    def turn(name: str) -> None:
+        start = time.perf_counter()
+        outputs[name] = contestants[name](prompts)
+        times[name].append(time.perf_counter() - start)
+
+    print(f"{pair.name}, {task_name}", file=sys.stderr)
+    take_turns(list(contestants), options.rounds, turn)
     same = sum(a == b for a, b in zip(*outputs.values(), strict=True))
     scores = [score(text, p.answers) for text, p in zip(outputs["ours"], prompts, strict=True)]
-    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return [
         f"{pair.name}, {task_name}, {length} tokens",
         *(f"{len(prompts) / median(seconds):,.2f}" for seconds in times.values()),
-        f"{median(ratios):.2f} ({low:.2f}-{high:.2f})",
+        ratio(times["transformers"], times["ours"]),
         f"{same}/{len(prompts)}",
         f"{100 * sum(scores) / len(scores):.1f}%",
     ]
@@ -230,9 +221,10 @@ def main() -> None:
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     pair = replace(pair, ours=pair.ours.to(dtype).eval(), theirs=pair.theirs.to(dtype).eval())
     default = ["standard"] if options.model == "smollm2" else [STATEMENTS, "standard"]
-    table = Table(title=f"{options.precision}, {options.threads} threads, {options.rounds} rounds")
-    for column in ("", "ours trials/s", "transformers", "ratio (quartiles)", "same", "score"):
-        table.add_column(column, justify="right" if column else "left")
+    table = table_of(
+        f"{options.precision}, {options.threads} threads, {options.rounds} rounds",
+        *("", "ours trials/s", "transformers", "ratio (quartiles)", "same", "score"),
+    )
     for task in options.task or default:
         table.add_row(*compare(pair, task, options))
     Console(width=100).print(table)

@@ -26,13 +26,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from benchmarks import random_decoder
 from rich.console import Console
 from rich.table import Table
 
 from trainer.commands.train import read_config
 from trainer.evaluation.loss import losses_by_position
-from trainer.model.decoder import Decoder
-from trainer.positional.config import PositionalConfig, build_layout
 
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
@@ -49,14 +48,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     encoding, reads = CASES[case]
     config = replace(read_config(["model=nano"]).model, vocab_size=VOCABULARY)
-    layout = build_layout(
-        PositionalConfig(layers=[encoding]),
-        num_layers=config.num_hidden_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_size,
-        training_length=TRAINED,
-    )
-    model = Decoder(config, layout).eval()
+    model = random_decoder(config, TRAINED, encoding).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
     losses_by_position(model, windows[:, :TRAINED], 0, 16384)  # warm-up
     before, start = peak(), time.perf_counter()

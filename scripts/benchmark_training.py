@@ -42,16 +42,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
+from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
 
 from trainer.model.config import ModelConfig, SoftmaxConfig
-from trainer.model.decoder import Decoder
 from trainer.model.linear import onednn_product
-from trainer.positional.config import PositionalConfig, build_layout
 
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
 VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")
@@ -83,17 +82,10 @@ def ours(
     vocab: int, variant: str, compiled: bool, length: int
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
     """Build our decoder; return it with its loss."""
-    layout = build_layout(
-        PositionalConfig(layers=["nope" if "NoPE" in variant else "rope"]),
-        num_layers=LAYERS,
-        num_key_value_heads=HEADS,
-        head_dim=WIDTH // HEADS,
-        training_length=length,
-    )
     softmax = SOFTMAXES.get(variant, SoftmaxConfig())
     shape = WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab
     config = ModelConfig(*shape, tie_word_embeddings=False, softmax=softmax)
-    model = Decoder(config, layout)
+    model = random_decoder(config, length, "nope" if "NoPE" in variant else "rope")
     if compiled:
         for block in model.layers:
             block.compile()
@@ -158,13 +150,6 @@ def make_step(
     return step, counted
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def ceiling(precision: str) -> float:
     """Return the best measured rate of matrix products, in operations per second."""
     best = 0.0
@@ -219,24 +204,18 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
         for _ in range(options.warmup):
             steps[name]()
     times: dict[tuple[str, bool], list[float]] = {name: [] for name in names}
-    for repeat in range(options.repeats):
-        # Alternate the order, so that none always follows the same neighbour.
-        for name in names if repeat % 2 == 0 else reversed(names):
-            times[name].append(seconds(steps[name]))
-        print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr)
+    take_turns(names, options.repeats, lambda name: times[name].append(seconds(steps[name])))
     top = ceiling(precision)
     tokens = max(1, BATCH * LENGTH // options.length) * options.length
-    table = Table(
-        title=f"{precision}, vocabulary {vocab:,}, {options.threads} threads; "
-        f"matrix ceiling {top / 1e12:.2f} TFLOP/s",
-        width=100,
-    )
     ratios_to = f"x {reference} eager", f"x {reference} compiled"
-    for column in ("variant", "tokens/s", "of ceiling", *ratios_to, "peak MiB"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
+    table = table_of(
+        f"{precision}, vocabulary {vocab:,}, {options.threads} threads; "
+        f"matrix ceiling {top / 1e12:.2f} TFLOP/s",
+        *("variant", "tokens/s", "of ceiling", *ratios_to, "peak MiB"),
+    )
     for name in names:
         ratios = [
-            _ratio(times[(reference, kind)], times[name]) if (reference, kind) in times else ""
+            ratio(times[(reference, kind)], times[name]) if (reference, kind) in times else ""
             for kind in (False, True)
         ]
         rate = tokens / median(times[name])
@@ -250,13 +229,6 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
             f"{memory:,.0f}" if memory is not None else "",
         )
     return table
-
-
-def _ratio(reference: list[float], times: list[float]) -> str:
-    """Return the median of the rounds' speed ratios, with quartiles."""
-    ratios = [a / b for a, b in zip(reference, times, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 
 @contextmanager
@@ -289,9 +261,8 @@ def training_rate(threads: int, environment: dict[str, str]) -> float:
 
 def beside(threads: int) -> Table:
     """Measure a run alone and next to a busy process, with both settings of thread waiting."""
-    table = Table(title=f"{' '.join(NANO)}, {threads} threads, tokens/s", width=100)
-    for column in ("thread waiting", "idle cores", "beside a busy process", "speed kept"):
-        table.add_column(column, justify="left" if column == "thread waiting" else "right")
+    columns = "thread waiting", "idle cores", "beside a busy process", "speed kept"
+    table = table_of(f"{' '.join(NANO)}, {threads} threads, tokens/s", *columns)
     for name, environment in WAITING.items():
         print(f"measuring {name}", file=sys.stderr)
         idle = training_rate(threads, environment)

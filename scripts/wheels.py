@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.common.errors import UserError
+from trainer.common.files import checksum
 
 
 def download_wheel(requirement: str, directory: Path) -> Path:
@@ -34,7 +36,23 @@ def check_sum(path: Path, sha256: str) -> None:
     Raises:
         UserError: the file has another checksum.
     """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sha256:
+    if (digest := checksum(path)) != sha256:
         raise UserError.at("", f"{path.name} has the SHA-256 {digest}, not {sha256}.")
+
+
+def fetch_and_print(
+    about: str, target: Path, is_there: bool, fetch: Callable[[Path], None]
+) -> None:
+    """Call ``fetch`` with ``target`` unless it is there already; print only ``target`` on stdout.
+
+    ``about``: printed by ``--help``.
+    """
+    argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    if not is_there:
+        try:
+            fetch(target)
+        except UserError as error:
+            sys.exit(str(error))
+    print(target)

@@ -11,7 +11,7 @@ import pytest
 from trainer.commands.plan import PlanKeys
 from trainer.commands.sbatch import SlurmConfig
 from trainer.common.fields import validated
-from trainer.data.prepare_config import PrepareConfig
+from trainer.data.config import PrepareConfig
 from trainer.runs.config import RunConfig
 from trainer.workflows.requests import (
     AnalysisRequest,

@@ -172,7 +172,7 @@ def test_many_words_make_ids_of_four_bytes(config, tmp_path):
     tokenizer = Tokenizer(WordLevel(words, unk_token=END_OF_TEXT))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     corpus = prepare_corpus(config, TokenizerConfig(path=str(tmp_path / "tokenizer.json")))
-    assert corpus.train.places[0].ids.dtype == np.uint32
+    assert corpus.train.places[0].ids.dtype == "<u4"
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])

@@ -16,7 +16,7 @@ from tests.reference import attention_layer, turned, watch_attention
 from trainer.common.errors import UserError
 from trainer.common.plugins import load_plugins
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, make_spectrum
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, Temperature
 
 
 def spectrum(name, head_dim=64, training_length=4096, **parameters):
@@ -249,30 +249,16 @@ def test_a_plugin_whose_encoding_has_another_signature_is_named(tmp_path, signat
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ("torch.ones(4)", ": expected a Spectrum, got torch.Tensor."),
+        ("torch.ones(4)", ": expected a Spectrum of numbers, got Tensor."),
         (
-            "Spectrum(torch.ones(4))",
-            ": expected a tuple of floats as inv_freq of its Spectrum, got torch.Tensor.",
-        ),
-        (
-            "Spectrum([1.0])",
-            ": expected a tuple of floats as inv_freq of its Spectrum, got list.",
-        ),
-        (
-            "Spectrum(tuple(torch.ones(4)))",
-            ": expected a float as inv_freq[0] of its Spectrum, got torch.Tensor.",
-        ),
-        (
-            "Spectrum((1.0,), rotary_scale=torch.ones(()))",
-            ": expected a float as rotary_scale of its Spectrum, got torch.Tensor.",
+            "Spectrum(('fast',))",
+            ": expected a Spectrum of numbers; inv_freq.0: Input should be a valid number, unable "
+            "to parse string as a number.",
         ),
         (
             "Spectrum((1.0,), 0.1)",
-            ": expected a Temperature as temperature of its Spectrum, got float.",
-        ),
-        (
-            "Spectrum((1.0,), Temperature(torch.ones(())))",
-            ": expected a float as temperature.coefficient of its Spectrum, got torch.Tensor.",
+            ": expected a Spectrum of numbers; temperature: Input should be a dictionary or an "
+            "instance of Temperature.",
         ),
         ("Spectrum((1 / 0,))", " failed: ZeroDivisionError: division by zero (line 6)."),
     ],
@@ -280,6 +266,31 @@ def test_a_plugin_whose_encoding_has_another_signature_is_named(tmp_path, signat
 def test_a_plugin_whose_encoding_returns_something_else_is_named(
     tmp_path, monkeypatch, result, message
 ):
+    plugin = loaded_plugin(tmp_path, monkeypatch, result)
+    with pytest.raises(UserError) as error:
+        spectrum("mine", 8)
+    assert str(error.value) == f"plugins: {str(plugin)!r}: encoding 'mine'{message}"
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ("Spectrum(torch.ones(2))", Spectrum((1.0, 1.0))),
+        ("Spectrum([1.0])", Spectrum((1.0,))),
+        ("Spectrum(tuple(torch.ones(2)))", Spectrum((1.0, 1.0))),
+        ("Spectrum((1.0,), rotary_scale=torch.ones(()))", Spectrum((1.0,))),
+        ("Spectrum((), Temperature(torch.ones(())))", Spectrum((), Temperature(1.0))),
+    ],
+)
+def test_tensors_of_a_plugin_become_numbers(tmp_path, monkeypatch, result, expected):
+    loaded_plugin(tmp_path, monkeypatch, result)
+    made = spectrum("mine", 8)
+    assert made == expected
+    assert repr(made) == repr(expected)
+
+
+def loaded_plugin(tmp_path, monkeypatch, result):
+    """Load a plugin with an encoding ``mine`` that returns this expression; return its path."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "import torch\n"
@@ -291,9 +302,7 @@ def test_a_plugin_whose_encoding_returns_something_else_is_named(
     )
     monkeypatch.setitem(ENCODINGS, "mine", None)  # forgotten after the test
     load_plugins([str(plugin)])
-    with pytest.raises(UserError) as error:
-        spectrum("mine", 8)
-    assert str(error.value) == f"plugins: {str(plugin)!r}: encoding 'mine'{message}"
+    return plugin
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_by_default_no_layer_keeps_its_encoding():
     ("chosen", "changed"), [([0, 2], [0, 2]), ([-1], [3]), ([-4, 0], [0]), ([], [])]
 )
 def test_chosen_layers_and_only_those(chosen, changed):
-    after = drop(MIXED, layers=chosen)
+    after = drop(MIXED, ChangeConfig(layers=chosen))
     assert dropped_layers(after) == changed
     for i in set(range(4)) - set(changed):
         assert after.layers[i] == MIXED.layers[i]
@@ -54,13 +54,13 @@ def test_chosen_layers_and_only_those(chosen, changed):
 @pytest.mark.parametrize("index", [4, -5])
 def test_a_layer_that_does_not_exist_is_refused(index):
     with pytest.raises(ValueError, match=f"layer {index} does not exist in a model of 4"):
-        drop(MIXED, layers=[0, index])
+        drop(MIXED, ChangeConfig(layers=[0, index]))
 
 
 @given(subsets, st.booleans())
 def test_dropping_twice_is_dropping_once(layers, qk_norm):
-    once = drop(MIXED, layers=layers, qk_norm=qk_norm)
-    assert drop(once, layers=layers, qk_norm=qk_norm) == once
+    once = drop(MIXED, ChangeConfig(layers=layers), qk_norm=qk_norm)
+    assert drop(once, ChangeConfig(layers=layers), qk_norm=qk_norm) == once
 
 
 @pytest.mark.parametrize("steps", [0, 4])
@@ -78,7 +78,7 @@ def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding(steps):
 
 
 def test_qk_norm_comes_on_only_where_the_encoding_went():
-    after = drop(MIXED, layers=[0, 1], qk_norm=True)
+    after = drop(MIXED, ChangeConfig(layers=[0, 1]), qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
 
 
@@ -87,7 +87,7 @@ def test_qk_norm_is_never_turned_off():
 
 
 def test_another_encoding_may_take_the_place():
-    after = drop(MIXED, layers=[1], to=SLOW)
+    after = drop(MIXED, ChangeConfig(layers=[1]), to=SLOW)
     assert after.layers[1].spectra == (SLOW, SLOW)
 
 
@@ -115,7 +115,7 @@ def left_of(spectrum, *factors):
     ],
 )
 def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
-    after = drop(LAYOUT, layers=[1], heads=heads, qk_norm=True)
+    after = drop(LAYOUT, ChangeConfig(layers=[1], heads=heads), qk_norm=True)
     assert after.layers[1].spectra == spectra
     assert after.layers[1].window == 16
     assert after.layers[0] == after.layers[2] == LAYOUT.layers[0]
@@ -125,7 +125,7 @@ def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
 @pytest.mark.parametrize("head", [4, -5])
 def test_a_head_that_does_not_exist_is_refused(head):
     with pytest.raises(ValueError, match=f"head {head} does not exist in a model of 4 key-value"):
-        drop(LAYOUT, heads=[head])
+        drop(LAYOUT, ChangeConfig(heads=[head]))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_head_that_does_not_exist_is_refused(head):
     ],
 )
 def test_pairs_beyond_a_limit_stand_still(limits, factors):
-    after = drop(LAYOUT, **limits, heads=[0])
+    after = drop(LAYOUT, ChangeConfig(**limits, heads=[0]))
     assert after.layers[0].spectra[0].inv_freq == left_of(PAIRS, *factors)
     assert after.layers[0].spectra[1:] == LAYOUT.layers[0].spectra[1:]
 
@@ -147,7 +147,8 @@ def test_pairs_beyond_a_limit_stand_still(limits, factors):
 def test_pairs_that_take_exactly_so_many_tokens_still_turn():
     (turn,) = Spectrum((0.5,)).wavelengths
     layout = Layout(C, (LayerEncoding.of_heads((Spectrum((0.5,)),)),))
-    assert drop(layout, slower_than=turn) == drop(layout, faster_than=turn) == layout
+    assert drop(layout, ChangeConfig(slower_than=turn)) == layout
+    assert drop(layout, ChangeConfig(faster_than=turn)) == layout
 
 
 def test_long_frequencies_stand_still_with_the_others_and_go_with_the_last():
@@ -155,10 +156,10 @@ def test_long_frequencies_stand_still_with_the_others_and_go_with_the_last():
     grown = LongFrequencies(C, slow, ntk_aware(slow, C), growth=2.0)
     spectrum = Spectrum(PAIRS.inv_freq, rotary_scale=1.5, long=grown)
     layout = Layout(C, (LayerEncoding.of_heads((spectrum,)),))
-    (slower,) = drop(layout, slower_than=20.0).spectra
+    (slower,) = drop(layout, ChangeConfig(slower_than=20.0)).spectra
     assert slower.long.inv_freq == left_of(Spectrum(slow), 1, 1, 0)
     assert (slower.long.length, slower.long.growth, slower.rotary_scale) == (C, 2.0, 1.5)
-    assert drop(layout, slower_than=1.0).spectra == (NOPE,)
+    assert drop(layout, ChangeConfig(slower_than=1.0)).spectra == (NOPE,)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_angles_shrink_linearly_to_the_drop(done, share):
     small = left_of(SLOWER, share, share, share) if share else ()
     assert frequencies == [small, SLOWER.inv_freq, small]
     assert [layer.window for layer in after.layers] == [16] * 3
-    assert done < 4 or after == drop(LAYOUT, layers=[0, 2])
+    assert done < 4 or after == drop(LAYOUT, ChangeConfig(layers=[0, 2]))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_only_the_pairs_to_drop_shrink():
     head, other, *_ = shrunk(LAYOUT, POSITIONAL, change, 6, 1).layers[0].spectra
     assert head.inv_freq == left_of(PAIRS, 1, 1, 0.75)
     assert other == PAIRS
-    assert shrunk(LAYOUT, POSITIONAL, change, 6, 4) == drop(LAYOUT, slower_than=20.0, heads=[0])
+    assert shrunk(LAYOUT, POSITIONAL, change, 6, 4) == drop(LAYOUT, change)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +210,10 @@ def test_a_configured_drop_replaces_encodings():
         PositionalConfig(encodings={"rope": {"base": 100.0}}),
         num_layers=1, num_key_value_heads=1, head_dim=6, training_length=C,
     ).spectra  # fmt: skip
-    assert after == drop(LAYOUT, layers=[2], to=rope, qk_norm=True)
+    assert after == drop(LAYOUT, ChangeConfig(layers=[2]), to=rope, qk_norm=True)
     assert dropped_layout(LAYOUT, POSITIONAL, ChangeConfig(), 6) == drop(LAYOUT)
     some = ChangeConfig(heads=[1], faster_than=20.0)
-    assert dropped_layout(LAYOUT, POSITIONAL, some, 6) == drop(LAYOUT, heads=[1], faster_than=20.0)
+    assert dropped_layout(LAYOUT, POSITIONAL, some, 6) == drop(LAYOUT, some)
 
 
 @pytest.mark.parametrize("anneal", ["angles", "heads"])

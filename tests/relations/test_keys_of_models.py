@@ -18,6 +18,7 @@ from tests.relations.keys import (
 )
 from tests.relations.leaves import with_value
 from trainer.common.errors import UserError
+from trainer.common.fields import adapter
 from trainer.evaluation.methods import _identity as layout_key
 from trainer.interchange.export.plan import make_plan
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
@@ -40,7 +41,7 @@ LAYER = LayerEncoding(((FULL, 1), (Spectrum(), 1)), 16, True, None)
 def as_in_files(spectrum):
     """Return a spectrum's plain values, which are checked to be all of it."""
     values = json.loads(json.dumps(spectrum.to_dict()))
-    assert Spectrum.from_dict(values) == spectrum
+    assert adapter(Spectrum).validate_python(values) == spectrum
     return values
 
 
@@ -83,7 +84,7 @@ def exported(model):
 
 BEGINNING = "the weights that it began with"
 KEYS = {
-    "a stored spectrum": Key(FULL, as_in_files),
+    "a stored spectrum": Key(FULL, as_in_files, other={"temperature.per": "sequence"}),
     "a layer in the key of a fit": Key(
         LAYER,
         lambda layer: layout_key(Layout(32, (layer,))),

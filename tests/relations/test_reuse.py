@@ -106,7 +106,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             *("exit_codes.exit_codes", "exit_codes.leaving_ranks", "errors.collecting"),
-            *("errors.renaming", "preparing.of_mixture", "units.reporting_failures"),
+            *("errors.renaming", "units.reporting_failures"),
             *("sweep.noting_failure", "experiment.naming_longer_runs"),
             "errors.saying_how_to_do_the_rest",
         ),

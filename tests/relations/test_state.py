@@ -45,7 +45,7 @@ STATEFUL = {
     ),
     **dict.fromkeys(
         (
-            *("Progress", "ShardWriter", "_Worker", "_Counter", "_Reader", "Outcomes", "_Trial"),
+            *("Progress", "FlatWriter", "_Worker", "_Counter", "_Reader", "Outcomes", "_Trial"),
             *("Claims", "StandIn", "RunLock", "Notice", "Stopping", "_Tracker"),
             *("SendSignal", "Profiling", "CollectiveTimeouts", "Watchdog", "CheckpointClock"),
         ),

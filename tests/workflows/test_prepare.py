@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.data.config import DataConfig
-from trainer.data.prepare_config import PrepareConfig
+from trainer.data.config import DataConfig, PrepareConfig
 from trainer.data.units import Advance
 from trainer.workflows import prepare
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.config import DataConfig
-from trainer.data.prepare_config import PrepareConfig
+from trainer.data.config import DataConfig, PrepareConfig
 from trainer.workflows.requests import (
     AnalysisConfig,
     AnalysisRequest,

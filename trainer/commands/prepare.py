@@ -11,7 +11,7 @@ from trainer.commands.train import read_run
 from trainer.common.errors import Problem
 from trainer.common.fields import configuration
 from trainer.common.processes import stopping_at_once
-from trainer.data.prepare_config import PrepareConfig
+from trainer.data.config import PrepareConfig
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed

@@ -50,14 +50,9 @@ class Problem:
     def renamed(self, keys: Mapping[str, str]) -> Problem:
         """Return the same problem under another name of its key or of a group that holds it."""
         for old, new in keys.items():
-            if is_within(self.key, old):
+            if self.key == old or self.key.startswith((f"{old}.", f"{old}[")):
                 return replace(self, key=new + self.key[len(old) :])
         return self
-
-
-def is_within(key: str, group: str) -> bool:
-    """Whether ``key`` is ``group`` or one of the keys in it."""
-    return key == group or key.startswith((f"{group}.", f"{group}["))
 
 
 class UserError(Exception):

@@ -78,14 +78,9 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
 
 
 def check_format(number: Any, newest: int, key: str, file: str, otherwise: str) -> None:
-    """Check that this version can read a format.
+    """Check that this version can read format ``number`` of a file, :data:`FIRST` if it has none.
 
-    Args:
-        number: the number in the file, or :data:`FIRST` if the file has none.
-        newest: the newest format that this version reads.
-        key: the configuration key that led there.
-        file: names the file.
-        otherwise: what the user can do instead of installing a newer version.
+    ``otherwise``: what the user can do instead of installing a newer version.
 
     Raises:
         UserError: the format is newer, or not a whole number.

@@ -43,11 +43,8 @@ def try_lock(file: IO[str]) -> bool | None:
 def locked(path: Path, key: str, doing: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock on a file; warn if the file system has no locks. The file is not removed.
 
-    Args:
-        path: the file. A file that a killed process left behind is not locked.
-        key: the configuration key that an error about the lock names.
-        doing: what the process that holds it does, such as ``packs 'DIRECTORY'``.
-        wait: wait until the lock is free.
+    A file that a killed process left behind is not locked. ``doing``: what the process that holds
+    the lock does, such as ``packs 'DIRECTORY'``, for an error about ``key``.
 
     Raises:
         UserError: another process holds the lock, and ``wait`` is false.

@@ -61,13 +61,9 @@ def stopping_at_once(
 ) -> Iterator[None]:
     """Let signals end the block by an exception, so that it removes its temporary files.
 
-    For work that only writes whole files.
-
-    Args:
-        progress: how far the work was; the name of the signal follows.
-        numbers: the signals.
-        first: called when a signal comes.
-        is_resumable: whether the same command resumes from the finished files.
+    For work that only writes whole files. ``progress``: how far the work was; the name of the
+    signal follows. ``first``: called when a signal comes. ``is_resumable``: whether the same
+    command resumes from the finished files.
 
     Raises:
         PreemptedError: a signal came.

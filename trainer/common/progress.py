@@ -25,9 +25,8 @@ FIRST_LINE, LONGEST_SILENCE = 30.0, 600.0
 class Progress:
     """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
 
-    Shows steps, the loss if there is one, tokens per second and the time left. ``silent`` shows
-    nothing, for all ranks but the first. ``after``: seconds of work before anything is shown.
-    ``unit``: what is counted in place of tokens.
+    ``silent`` shows nothing, for all ranks but the first. ``after``: seconds of work before
+    anything is shown. ``unit``: what is counted in place of tokens.
     """
 
     def __init__(

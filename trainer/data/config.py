@@ -1,4 +1,4 @@
-"""The ``data`` and ``tokenizer`` configuration groups."""
+"""The ``data``, ``tokenizer`` and ``prepare`` configuration groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from trainer.common.fields import (
     Natural,
     OptionalText,
     Positive,
+    Processes,
     Share,
     configuration,
     validated,
 )
-from trainer.data.order import PERIOD
 
+PERIOD = 10_000
+"""Samples in which each text of a mixture has exactly its share."""
 LARGEST_VOCABULARY = 1_000_000
 """Entries of a tokenizer that is trained here."""
 MOST_NAMES = 16
@@ -259,3 +261,31 @@ class TokenizerConfig:
                 f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
                 f"{self.vocab_size}.",
             )
+
+
+@configuration
+class PrepareConfig:
+    """Which part of the text is prepared, by how many processes."""
+
+    part: str | int = "1/1"
+    """Part of the text, as 3/16 for the third of 16 that processes or nodes prepare one each."""
+    workers: Processes | None = None
+    """Processes that tokenise, or threads that verify; null: one a core."""
+
+    def problems(self) -> list[Problem]:
+        """Check the values."""
+        match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
+        if match is not None and 1 <= int(match[1]) <= int(match[2]):
+            return []
+        return [
+            Problem(
+                "prepare.part",
+                f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
+            )
+        ]
+
+    @property
+    def number_of(self) -> tuple[int, int]:
+        """Number of the part, from 1, and the number of parts."""
+        number, _, parts = str(self.part).partition("/")
+        return int(number), int(parts)

@@ -110,13 +110,10 @@ def prepare_corpus(
 ) -> Corpus:
     """Open the configured text; prepare it first if it is small and on this machine.
 
-    Args:
-        config: source of the text.
-        tokenizer_config: its tokenizer.
-        tokenizer: tokenizer to use if ``tokenizer_config`` names none, instead of training one.
-        alone: whether no other process waits for this one; only then is text prepared here.
-        wanted: fingerprints of the texts as they were read before. A text that is prepared with its
-            fingerprint is used even if its source has changed since.
+    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one. ``alone``:
+    whether no other process waits for this one; only then is text prepared here. ``wanted``:
+    fingerprints of the texts as they were read before. A text that is prepared with its fingerprint
+    is used even if its source has changed since.
 
     Raises:
         UserError: the text or tokenizer cannot be read, the text is too short, it must be prepared

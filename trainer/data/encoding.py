@@ -95,7 +95,7 @@ def cut(text: str) -> list[str]:
         end = end if end > 0 else begin + LONGEST_WORK
         parts.append(text[begin:end])
         begin = end
-    return [*parts, text[begin:]] if parts else [text]
+    return [*parts, text[begin:]]
 
 
 _encoder: Encoder | None = None

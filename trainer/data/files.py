@@ -44,11 +44,7 @@ PIECE = 8192
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
-    """Return the suffix that selects a file's reader, and its compression.
-
-    Raises:
-        ValueError: the suffix is unknown.
-    """
+    """Return the suffix that selects a file's reader, or "" if it has none, and its compression."""
     bare, compression = _uncompressed(path)
     if bare.endswith(".json") and compression:  # naming of C4 and Dolma
         return ".jsonl", compression
@@ -57,7 +53,7 @@ def kind_of(path: str) -> tuple[str, str | None]:
     for kind in KINDS:
         if bare.endswith(kind) and not (compression and kind in (".parquet", ".arrow")):
             return kind, compression
-    raise ValueError(path)
+    return "", compression
 
 
 def _uncompressed(path: str) -> tuple[str, str | None]:
@@ -104,16 +100,13 @@ def find_files(patterns: list[str], key: str) -> list[File]:
         if problem:
             problems.append(Problem(key, f"{problem}."))
         for path, size in matched.items():
-            try:
-                kind_of(path)
-            except ValueError:
+            if not kind_of(path)[0]:
                 problems.append(Problem(key, f"{path!r} is not in {READABLE}, .md or .rst."))
-            else:
-                if not size:
-                    problems.append(Problem(key, f"{path!r} is empty."))
-                # One file may be named twice, in two spellings.
-                whole = path if "://" in path else str(Path(path).absolute())
-                sizes.setdefault(whole, (path, size))
+            elif not size:
+                problems.append(Problem(key, f"{path!r} is empty."))
+            # One file may be named twice, in two spellings.
+            whole = path if "://" in path else str(Path(path).absolute())
+            sizes.setdefault(whole, (path, size))
     raise_all(problems)
     root = _common_root(list(sizes))
     return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(sizes.items())]
@@ -205,12 +198,8 @@ def _remote(pattern: str) -> dict[str, int]:
 
 def _is_read(path: str, pattern: str) -> bool:
     """Whether a directory or glob that matches a file includes it."""
-    try:
-        kind_of(path)
-    except ValueError:
-        return False
     ends_in_markup = [_uncompressed(name)[0].endswith(MARKUP) for name in (path, pattern)]
-    return ends_in_markup != [True, False]
+    return bool(kind_of(path)[0]) and ends_in_markup != [True, False]
 
 
 def _common_root(paths: list[str]) -> str:
@@ -375,28 +364,21 @@ def _columns(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator
 def _batches(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[pa.Array]:
     if kind == ".parquet":
         table = pq.ParquetFile(file)
-        _check_column(table.schema_arrow, text_field, path)
-        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-            yield batch.column(0)
-        return
-    source = pa.PythonFile(file, mode="r")
-    magic = source.read(6)
-    source.seek(0)
-    if magic == b"ARROW1":
-        reader = pa.ipc.open_file(source)
-        _check_column(reader.schema, text_field, path)
-        for index in range(reader.num_record_batches):
-            yield reader.get_batch(index).column(text_field)
-        return
-    stream = pa.ipc.open_stream(source)
-    _check_column(stream.schema, text_field, path)
-    for batch in stream:
-        yield batch.column(text_field)
-
-
-def _check_column(schema: pa.Schema, text_field: str, path: str) -> None:
+        schema, batches = table.schema_arrow, table.iter_batches(256, columns=[text_field])
+    else:
+        source = pa.PythonFile(file, mode="r")
+        magic = source.read(6)
+        source.seek(0)
+        if magic == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = pa.ipc.open_stream(source)
+        schema = reader.schema
     if text_field not in schema.names:
         raise UserError.at(
             "data.text_field",
             f"{path!r} has no field {text_field!r}; it has {', '.join(schema.names)}.",
         )
+    for batch in batches:
+        yield batch.column(text_field)

@@ -107,9 +107,6 @@ def mix_needles(
     Args:
         text: ``[B, T]`` tokens.
         counters: ``[B]`` sample numbers, the only source of randomness besides ``seed``.
-        vocabulary: names and numbers.
-        config: share, numbers of names and mentions, weight.
-        seed: seed of the run.
         end: the token after each document, if attention stays within documents: only mentions in
             the same document then answer a question.
 
@@ -183,9 +180,7 @@ def make_trials(
     Args:
         text: ``[N, L]`` tokens, the haystacks; the first token stays first.
         counters: ``[N]`` trial numbers, the only source of randomness besides ``seed``.
-        vocabulary: names and numbers.
         needles: number of statements per trial, with distinct names and numbers.
-        seed: seed of the trials.
         changes: how many of the statements have the requested name and an earlier number. The
             model then needs their order; it answers one of ``1 + changes`` trials without.
 

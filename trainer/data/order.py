@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.config import PERIOD
+
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -20,9 +22,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 ROUNDS = 8
 """Rounds of the Feistel network. Four make a pseudorandom permutation of a large domain (Luby and
 Rackoff 1988); small domains need more."""
-
-PERIOD = 10_000
-"""Samples in which each text of a mixture has exactly its share."""
 
 
 def _mix(x: Words) -> Words:

@@ -8,12 +8,10 @@ packed. Empty room is padded with end-of-text tokens that do not count in the lo
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,16 +23,7 @@ from trainer.common.files import write_atomically
 from trainer.common.locks import locked
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
-from trainer.data.shards import (
-    FlatFile,
-    Packing,
-    Table,
-    TableName,
-    TokenStream,
-    read_json,
-    wrong_bytes,
-    wrong_size,
-)
+from trainer.data.shards import FlatFile, FlatWriter, Packing, TableName, TokenStream, read_json
 
 
 class Blocks(Protocol):
@@ -73,22 +62,18 @@ class BestFitBlocks:
     def __init__(self, text: Prepared, length: int) -> None:
         self.text, self.length = text, length
         tables = _tables(text.directory, length)
-        if not tables or (problem := _size_problem(text.directory, length, tables)):
+        if not tables or (problem := _size_problem(tables)):
             why = f"cannot be read: {problem}" if tables else "are missing"
             raise UserError.at(
                 "data.packing",
                 f"the blocks of {str(text.directory)!r} for sequences of {length} tokens {why}; "
                 "`python -m trainer prepare` makes them.",
             )
-        self._sequences, self._pieces = tables["blocks"].count - 1, tables["starts"].count
-        self._tables = {
-            name: FlatFile(packing_path(text.directory, length, name), TABLES[name])
-            for name in TABLES
-        }
+        self._tables = tables
 
     def __len__(self) -> int:
         """Return the number of sequences."""
-        return self._sequences
+        return self._tables["blocks"].count - 1
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
         """Return documents one after the other, padded with end-of-text tokens.
@@ -96,12 +81,12 @@ class BestFitBlocks:
         Raises:
             UserError: a table is damaged.
         """
-        tokens = len(self.text.train)
+        tokens, pieces = len(self.text.train), self._tables["starts"].count
         sequences = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
         for row, index in enumerate(indices.tolist()):
             first, end = self._tables["blocks"].read(index, 2).tolist()
-            if not 0 <= first <= end <= self._pieces:
+            if not 0 <= first <= end <= pieces:
                 raise self._damaged()
             starts, lengths = (
                 self._tables[name].read(first, end - first).tolist()
@@ -135,7 +120,7 @@ def packing_path(directory: Path, length: int, table: str) -> Path:
 def is_packed(directory: Path, length: int) -> bool:
     """Whether the packing for this length is complete."""
     tables = _tables(directory, length)
-    return bool(tables) and _size_problem(directory, length, tables) is None
+    return bool(tables) and _size_problem(tables) is None
 
 
 def packing_problems(directory: Path) -> list[str]:
@@ -147,28 +132,27 @@ def packing_problems(directory: Path) -> list[str]:
         tables = _tables(directory, length)
         if not tables:
             problems.append(f"{path.name} is damaged")
-        problem = _size_problem(directory, length, tables)
-        for name, table in tables.items():
-            problem = problem or wrong_bytes(packing_path(directory, length, name), table.sha256)
+        problem = next(filter(None, (table.problem() for table in tables.values())), None)
         problems += [problem] if problem else []
     return problems
 
 
-def _tables(directory: Path, length: int) -> dict[TableName, Table]:
-    """Return what was written of each table; empty if any table is missing."""
+def _tables(directory: Path, length: int) -> dict[TableName, FlatFile]:
+    """Return the tables as they were written; empty if any table is missing."""
     try:
         tables = read_json(packing_path(directory, length, "json"), Packing).tables
     except (OSError, ValueError):
         return {}
-    return tables if tables.keys() == TABLES.keys() else {}
-
-
-def _size_problem(directory: Path, length: int, tables: dict[TableName, Table]) -> str | None:
-    sizes = {
-        packing_path(directory, length, name): table.count * np.dtype(TABLES[name]).itemsize
+    if tables.keys() != TABLES.keys():
+        return {}
+    return {
+        name: FlatFile(packing_path(directory, length, name), TABLES[name], *astuple(table))
         for name, table in tables.items()
     }
-    return next(filter(None, (wrong_size(path, size) for path, size in sizes.items())), None)
+
+
+def _size_problem(tables: dict[TableName, FlatFile]) -> str | None:
+    return next(filter(None, (table.size_problem() for table in tables.values())), None)
 
 
 def pack(text: Prepared, length: int) -> None:
@@ -182,43 +166,29 @@ def pack(text: Prepared, length: int) -> None:
 
 
 def _pack(text: Prepared, length: int) -> None:
-    suffix = f".{os.uname().nodename}.{os.getpid()}.tmp"
-    final = {name: packing_path(text.directory, length, name) for name in TABLES}
-    temporary = {name: path.with_name(f".{path.name}{suffix}") for name, path in final.items()}
-    files = {name: path.open("wb") for name, path in temporary.items()}
-    counts, sums = dict.fromkeys(TABLES, 0), {name: hashlib.sha256() for name in TABLES}
+    writers = {name: FlatWriter(packing_path(text.directory, length, name)) for name in TABLES}
 
     def write(name: TableName, numbers: NDArray[Any]) -> None:
-        data = numbers.astype(TABLES[name]).tobytes()
-        files[name].write(data)
-        sums[name].update(data)
-        counts[name] += len(numbers)
+        writers[name].add(numbers.astype(TABLES[name]))
 
     try:
         write("blocks", np.zeros(1, np.int64))
         offset, pieces = 0, 0
         for place in text.train.places:
-            for starts, lengths in _best_fit(place.ends(), length):
+            ends = place.ends.read(0, place.shard.documents)
+            for starts, lengths in _best_fit(ends, length):
                 write("starts", np.concatenate(starts) + offset)
                 write("lengths", np.concatenate(lengths))
-                ends = pieces + np.cumsum([len(block) for block in starts])
-                write("blocks", ends)
-                pieces = int(ends[-1])
+                of_blocks = pieces + np.cumsum([len(block) for block in starts])
+                write("blocks", of_blocks)
+                pieces = int(of_blocks[-1])
             offset += place.shard.tokens
-        for name, file in files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            temporary[name].replace(final[name])
-        tables = {name: Table(counts[name], sums[name].hexdigest()) for name in TABLES}
+        tables = {name: writer.finish() for name, writer in writers.items()}
         path = packing_path(text.directory, length, "json")
         write_atomically(path, json.dumps(asdict(Packing(tables))), durable=True)
     finally:
-        for name, file in files.items():
-            try:
-                file.close()
-            finally:
-                temporary[name].unlink(missing_ok=True)
+        for writer in writers.values():
+            writer.discard()
 
 
 def _best_fit(

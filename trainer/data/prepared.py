@@ -14,7 +14,7 @@ from trainer.common.errors import UserError, is_transient, os_reason
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.plan import FORMAT, digest, request_digest
-from trainer.data.shards import Manifest, Place, TokenStream, read_json
+from trainer.data.shards import FlatFile, Manifest, Place, TokenStream, read_json
 from trainer.data.tokenizer import vocabulary_size
 
 
@@ -115,8 +115,10 @@ def open_prepared(directory: Path) -> Prepared:
         ]
         for split in SPLITS
     }
-    sizes = (place.size_problem() for split in SPLITS for place in places[split])
-    if problems := list(filter(None, sizes)):
+    files = [
+        file for split in SPLITS for place in places[split] for file in (place.ids, place.ends)
+    ]
+    if problems := list(filter(None, (file.size_problem() for file in files))):
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise UserError.at("data", f"{where}: {problems[0]}{more}; {again}.")
     streams = {split: TokenStream(places[split]) for split in SPLITS}
@@ -126,7 +128,6 @@ def open_prepared(directory: Path) -> Prepared:
 def verify(prepared: Prepared, threads: int) -> list[str]:
     """Compare all files with the manifest's checksums; return a clause for each that differs."""
     streams = (prepared.train, prepared.validation, prepared.test)
-    places = [place for stream in streams for place in stream.places]
+    files = [file for stream in streams for place in stream.places for file in place.files]
     with ThreadPoolExecutor(threads) as pool:
-        problems = pool.map(lambda place: place.size_problem() or place.checksum_problem(), places)
-        return list(filter(None, problems))
+        return list(filter(None, pool.map(FlatFile.problem, files)))

@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, near_path, raise_all
+from trainer.common.errors import Problem, UserError, near_path, raise_all, renaming
 from trainer.common.fields import adapter
 from trainer.common.processes import cores
 from trainer.data.config import DataConfig, TokenizerConfig
@@ -318,13 +318,6 @@ def prepare_command() -> str:
     return shlex.join(["python", "-m", "trainer", "prepare", *(words or ["+experiment=NAME"])])
 
 
-@contextmanager
-def of_mixture(config: DataConfig, name: str) -> Iterator[None]:
+def of_mixture(config: DataConfig, name: str) -> AbstractContextManager[None]:
     """Re-attribute errors about one text of a mixture to that text's keys."""
-    try:
-        yield
-    except UserError as error:
-        if not config.mixture:
-            raise
-        keys = {"data": f"data.mixture.{name}"}
-        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
+    return renaming(data=f"data.mixture.{name}") if config.mixture else nullcontext()

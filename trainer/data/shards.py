@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from trainer.common.errors import UserError, is_transient, os_reason
-from trainer.common.files import checksum, write_atomically
+from trainer.common.files import checksum
 from trainer.common.formats import Count, check_format, read_as, read_plain
 from trainer.data.encoding import Encoded, Split
 from trainer.data.order import Integers
@@ -79,7 +80,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Table:
-    """One file of a packing: its number of entries and its SHA-256 checksum."""
+    """One file of numbers: how many it holds, and its SHA-256 checksum."""
 
     count: Count
     sha256: Checksum
@@ -115,19 +116,23 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, name: str = 
     return read_as(path, kind)
 
 
+@dataclass(frozen=True)
 class FlatFile:
-    """One file of numbers of one type, all below ``below`` if it is given.
+    """One file of ``count`` numbers of type ``dtype``, all below ``below`` if it is given.
 
     The file is read and not memory-mapped. On a network file system, a missing page would fetch
     megabytes, and an unreadable one would kill the process instead of raising an error.
     """
 
-    def __init__(self, path: Path, dtype: str, below: int | None = None) -> None:
-        self.path, self.dtype, self.below = path, np.dtype(dtype), below
+    path: Path
+    dtype: str
+    count: int
+    sha256: str
+    below: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open file: another process opens its own."""
-        return {"path": self.path, "dtype": self.dtype, "below": self.below}
+        return {name: value for name, value in vars(self).items() if name != "_file"}
 
     @cached_property
     def _file(self) -> FileIO:
@@ -150,7 +155,7 @@ class FlatFile:
         into, done = numbers.view(np.uint8).data, 0
         while done < len(into):
             try:
-                position = start * self.dtype.itemsize + done
+                position = start * numbers.itemsize + done
                 read = os.preadv(self._file.fileno(), [into[done:]], position)
             except OSError as error:
                 raise self._error(error) from error
@@ -165,62 +170,83 @@ class FlatFile:
             )
         return numbers
 
+    def size_problem(self) -> str | None:
+        """Return a clause if the file lacks its expected size, or None."""
+        expected = self.count * np.dtype(self.dtype).itemsize
+        try:
+            actual = self.path.stat().st_size
+        except FileNotFoundError:
+            return f"{self.path.name} is missing"
+        except OSError as error:
+            return f"{self.path.name} cannot be read ({os_reason(error)})"
+        if actual == expected:
+            return None
+        return f"{self.path.name} has {actual:,} bytes instead of {expected:,}"
 
-def wrong_size(path: Path, size: int) -> str | None:
-    """Return a clause describing why a file lacks its expected size, or None."""
-    try:
-        actual = path.stat().st_size
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read ({os_reason(error)})"
-    return None if actual == size else f"{path.name} has {actual:,} bytes instead of {size:,}"
+    def problem(self) -> str | None:
+        """Return a clause if the file has the wrong size or checksum, or None."""
+        if problem := self.size_problem():
+            return problem
+        try:
+            same = checksum(self.path) == self.sha256
+        except OSError as error:
+            return f"{self.path.name} cannot be read ({os_reason(error)})"
+        return None if same else f"{self.path.name} is not what was written"
 
 
-def wrong_bytes(path: Path, sha256: str) -> str | None:
-    """Return a clause if a file's checksum differs, or None."""
-    try:
-        return None if checksum(path) == sha256 else f"{path.name} is not what was written"
-    except OSError as error:
-        return f"{path.name} cannot be read ({os_reason(error)})"
+class FlatWriter:
+    """Writer of one file of numbers; only a complete file gets its final name."""
 
-
-class ShardWriter:
-    """Writer of one shard under a temporary name; only complete files get their final name."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.name, self.tokens = name, 0
-        self._directory = directory
-        self._temporary = directory / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp"
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+        name = f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp"
+        self._temporary = path.with_name(name)
         self._file = self._temporary.open("wb")
         self._sum = hashlib.sha256()
-        self._ends: list[NDArray[np.uint32]] = []
 
-    def add(self, encoded: Encoded) -> None:
-        """Append documents."""
-        data = encoded.ids.tobytes()
+    def add(self, numbers: NDArray[Any]) -> None:
+        """Append numbers, in their own type."""
+        data = numbers.tobytes()
         self._file.write(data)
         self._sum.update(data)
-        self._ends.append((self.tokens + encoded.lengths.cumsum()).astype("<u4"))
-        self.tokens += len(encoded.ids)
+        self.count += len(numbers)
 
-    def finish(self) -> Shard:
-        """Flush the files to disk and rename them; return the shard."""
-        ends = np.concatenate(self._ends).astype("<u4")
+    def finish(self) -> Table:
+        """Flush the file to disk and rename it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        write_atomically(self._directory / f"{self.name}.ends", ends.tobytes(), durable=True)
-        self._temporary.replace(self._directory / f"{self.name}.bin")
-        of_ends = hashlib.sha256(ends.tobytes()).hexdigest()
-        return Shard(self.name, self.tokens, len(ends), self._sum.hexdigest(), of_ends)
+        self._temporary.replace(self.path)
+        return Table(self.count, self._sum.hexdigest())
 
     def discard(self) -> None:
-        """Remove the unfinished file."""
-        try:
-            self._file.close()  # closing flushes, which fails on a full disk
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        """Remove the file if it is unfinished."""
+        with suppress(OSError):  # closing flushes, which fails on a full disk
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class ShardWriter:
+    """Writer of the two files of one shard."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
+        self.ids, self.ends = (FlatWriter(directory / f"{name}{end}") for end in (".bin", ".ends"))
+
+    def add(self, encoded: Encoded) -> None:
+        """Append documents."""
+        self.ends.add((self.ids.count + encoded.lengths.cumsum()).astype("<u4"))
+        self.ids.add(encoded.ids)
+
+    def finish(self) -> Shard:
+        """Complete both files; return the shard."""
+        ends, ids = self.ends.finish(), self.ids.finish()
+        return Shard(self.name, ids.count, ends.count, ids.sha256, ends.sha256)
+
+    def discard(self) -> None:
+        """Remove unfinished files."""
+        self.ids.discard()
+        self.ends.discard()
 
 
 @dataclass(frozen=True)
@@ -235,27 +261,19 @@ class Place:
     @property
     def ids(self) -> FlatFile:
         """File of all its token ids."""
-        return FlatFile(self._path(".bin"), self.dtype, below=self.vocabulary)
+        path, shard = self.directory / f"{self.shard.name}.bin", self.shard
+        return FlatFile(path, self.dtype, shard.tokens, shard.sha256, self.vocabulary)
 
-    def ends(self) -> NDArray[np.uint32]:
-        """Read the ends of its documents, in tokens."""
-        return FlatFile(self._path(".ends"), "<u4").read(0, self.shard.documents)
+    @property
+    def ends(self) -> FlatFile:
+        """File of the ends of its documents, in tokens."""
+        path, shard = self.directory / f"{self.shard.name}.ends", self.shard
+        return FlatFile(path, "<u4", shard.documents, shard.ends_sha256)
 
-    def size_problem(self) -> str | None:
-        """Return a clause if a file of the shard has the wrong size, or None."""
-        bytes_of_ids = self.shard.tokens * np.dtype(self.dtype).itemsize
-        return wrong_size(self._path(".bin"), bytes_of_ids) or wrong_size(
-            self._path(".ends"), self.shard.documents * 4
-        )
-
-    def checksum_problem(self) -> str | None:
-        """Return a clause if a file of the shard has the wrong checksum, or None."""
-        return wrong_bytes(self._path(".bin"), self.shard.sha256) or wrong_bytes(
-            self._path(".ends"), self.shard.ends_sha256
-        )
-
-    def _path(self, suffix: str) -> Path:
-        return self.directory / f"{self.shard.name}{suffix}"
+    @property
+    def files(self) -> tuple[FlatFile, FlatFile]:
+        """Both files."""
+        return self.ids, self.ends
 
 
 OPEN = 128
@@ -285,7 +303,7 @@ class TokenStream:
         """Return the first documents with their end-of-text tokens, at most ``tokens`` in total."""
         documents: list[NDArray[Any]] = []
         for place in self.places:
-            ends = place.ends()
+            ends = place.ends.read(0, place.shard.documents)
             ends = ends[: int(np.searchsorted(ends, tokens, side="right"))]
             if len(ends):
                 documents += np.split(place.ids.read(0, int(ends[-1])), ends[:-1])

@@ -22,12 +22,9 @@ SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
-    """Train a byte-level BPE of ``vocab_size`` entries, plus ``words`` as whole tokens.
+    """Train a byte-level BPE of ``vocab_size`` entries, bytes and end-of-text token included.
 
-    Args:
-        texts: text to learn merges from.
-        vocab_size: number of entries, including the 256 bytes and the end-of-text token.
-        words: tokens added after training, matched wherever they occur, leading space included.
+    ``words``: tokens added after training, matched wherever they occur, leading space included.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

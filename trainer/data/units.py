@@ -164,14 +164,8 @@ def prepare_units(
 ) -> bool:
     """Prepare one part of a plan's units; return whether the units of all parts are done.
 
-    Args:
-        plan: plan stored in ``directory``.
-        config: source of the text.
-        directory: directory of the prepared text.
-        part: (which, of how many) parts, from 1.
-        workers: number of processes that tokenize.
-        report: called with the progress.
-        wait: wait for another process that does the same work, instead of raising an error.
+    ``part``: (which, of how many) parts, from 1. ``wait``: wait for another process that does the
+    same work, instead of raising an error.
 
     Raises:
         UserError: a file cannot be read, or too many rows are malformed.
@@ -238,7 +232,8 @@ def write_manifest(plan: Plan, directory: Path) -> None:
             "data.validation and data.test.",
         )
     for shard in (shard for split in SPLITS for shard in shards[split]):
-        if problem := Place(directory, shard, plan.dtype).size_problem():
+        sizes = (file.size_problem() for file in Place(directory, shard, plan.dtype).files)
+        if problem := next(filter(None, sizes), None):
             raise UserError.at(
                 "data.cache_dir",
                 f"{str(directory)!r}: {problem}; remove the directory and prepare the text again.",
@@ -329,7 +324,7 @@ def _prepare_unit(
             done += step
             report(Advance(step, sum(len(documents.ids) for documents in encoded.values())))
             train = writers.get("train")
-            if train is not None and train.tokens * np.dtype(plan.dtype).itemsize >= SHARD:
+            if train is not None and train.ids.count * np.dtype(plan.dtype).itemsize >= SHARD:
                 _commit(directory, unit, piece, writers, batch, last=False)
                 piece += 1
         _commit(directory, unit, piece, writers, batch, last=True)

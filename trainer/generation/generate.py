@@ -61,10 +61,6 @@ def generate(
     meanwhile, see :meth:`Decoder.packed`.
 
     Args:
-        model: a decoder.
-        prompts: token ids, at least one each.
-        max_new_tokens: largest number of tokens to add to each prompt.
-        sampling: how tokens are drawn.
         end_tokens: tokens that end a sequence.
         never_first: tokens that may not be the first new token.
         on_token: called with a prompt's index and each new token, for instance to print it;

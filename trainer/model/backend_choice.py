@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -101,17 +102,22 @@ def backend_problem(name: str, accelerator: str) -> Problem | None:
 
 def flash_problem() -> str | None:
     """Return why the package flash-attn, generation 2, cannot be used, or None."""
-    try:
-        installed = version("flash-attn")
-    except PackageNotFoundError:
-        others = [name for name in OTHER_FLASH if _is_installed(name)]
-        if others:
-            return f"is not installed ({others[0]} is, with another interface)"
-        return "is not installed"
+    installed = _version_of("flash-attn")
+    if installed is None:
+        other = next(filter(_version_of, OTHER_FLASH), None)
+        return "is not installed" + (f" ({other} is, with another interface)" if other else "")
     if not installed.startswith("2."):
         return f"is of version {installed} instead of 2"
     error = _import_error("flash_attn")
-    return None if error is None else _cannot_load(error)
+    return None if error is None else f"cannot be loaded ({_brief(error)})"
+
+
+def _version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @cache
@@ -134,20 +140,8 @@ def _is_missing(module: str, error: Exception) -> bool:
     return f"{module}.".startswith(f"{error.name}.")
 
 
-def _cannot_load(error: Exception) -> str:
-    return f"cannot be loaded ({_brief(error)})"
-
-
 def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"[:200]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def has_varlen() -> bool:
@@ -160,12 +154,7 @@ def has_varlen() -> bool:
 
 
 def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
-    """Return the configured backend, or the one that ``auto`` selects.
-
-    Args:
-        name: as configured.
-        accelerator: "cpu" or "cuda".
-        needs: requirements of the model.
+    """Return the configured backend, or the one that ``auto`` selects on "cpu" or "cuda".
 
     Raises:
         UserError: the configured backend cannot run here, or does not meet the requirements.
@@ -173,7 +162,7 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
     if name != "auto":
         if problem := backend_problem(name, accelerator):
             raise UserError(problem)
-        if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
+        if name in ("flash", "varlen") and (why := next(_kernel_problems(name, needs), None)):
             raise UserError.at(
                 "model.attention_backend", f"{name!r} {why}; choose 'auto' or 'flex'."
             )
@@ -182,33 +171,25 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
 
 
-def _kernel_problem(name: str, needs: Needs) -> str | None:
-    """Return which requirement the kernels of ``flash`` and ``varlen`` do not meet, or None."""
+def _kernel_problems(name: str, needs: Needs) -> Iterator[str]:
+    """Yield the requirements that the kernels of ``flash`` and ``varlen`` do not meet."""
+    softcaps = needs.softmax.softcap is not None
     if not needs.half:
-        return "computes in 16 bits only"
+        yield "computes in 16 bits only"
     if _capability() < (8, 0):
-        return "needs a GPU of the Ampere generation or later"
+        yield "needs a GPU of the Ampere generation or later"
     if needs.head_size > LARGEST_HEAD:
-        return f"takes heads of {LARGEST_HEAD} channels at most, and here they have more"
+        yield f"takes heads of {LARGEST_HEAD} channels at most, and here they have more"
     if needs.softmax.sinks:
-        return "has no gradient of attention sinks"
-    return _varlen_problem(needs) if name == "varlen" else _softcap_problem(needs)
-
-
-def _varlen_problem(needs: Needs) -> str | None:
-    if needs.softmax.softcap is not None:
-        return "knows no soft-caps"
-    if needs.biased:
-        return "knows no ALiBi"
-    if needs.head_size % 8:
-        return f"takes heads whose size is a multiple of 8, which {needs.head_size} is not"
-    return None
-
-
-def _softcap_problem(needs: Needs) -> str | None:
-    if needs.softmax.softcap is None or int(version("flash-attn").split(".")[1]) >= 6:
-        return None
-    return "knows no soft-caps before version 2.6"
+        yield "has no gradient of attention sinks"
+    if name == "flash" and softcaps and int(version("flash-attn").split(".")[1]) < 6:
+        yield "knows no soft-caps before version 2.6"
+    if name == "varlen" and softcaps:
+        yield "knows no soft-caps"
+    if name == "varlen" and needs.biased:
+        yield "knows no ALiBi"
+    if name == "varlen" and needs.head_size % 8:
+        yield f"takes heads whose size is a multiple of 8, which {needs.head_size} is not"
 
 
 def _capability() -> tuple[int, int]:
@@ -233,14 +214,8 @@ def _suits_cudnn(needs: Needs) -> bool:
 def _newer_flash(needs: Needs, name: str) -> str | None:
     """Have torch compute flash attention with a later generation that works here.
 
-    Under SDPA and varlen_attn torch then calls it in place of its own kernels, in this process.
-
-    Args:
-        needs: what attention has to do.
-        name: the backend that is to use it, "sdpa" or "varlen".
-
-    Returns:
-        torch's name of the generation; None if none works here.
+    Under SDPA and varlen_attn (``name``: "sdpa", "varlen") torch then calls it in place of its own
+    kernels, in this process. Returns torch's name of the generation; None if none works here.
     """
     if not hasattr(torch_attention, "restore_flash_attention_impl"):  # torch 2.11 has it
         return None
@@ -274,7 +249,7 @@ def _flex_takes_flash(needs: Needs) -> bool:
     error = _import_error(module)
     if error is not None and _is_missing(module, error):
         return False
-    problem = trial_problem("flex_flash", needs) if error is None else _cannot_load(error)
+    problem = trial_problem("flex_flash", needs) if error is None else _brief(error)
     if problem is not None:
         log.warning("FlexAttention's kernels of FlashAttention-4 are not used: %s", problem)
     return problem is None
@@ -318,13 +293,13 @@ def _suitable(needs: Needs) -> Choice:
     """Choose the fastest backend on a GPU among those that work there."""
     if _suits_cudnn(needs):
         return Choice("sdpa", f"cuDNN's kernel: no masks, {needs.length:,} tokens", cudnn=True)
-    documents = needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None
+    documents = needs.documents and has_varlen() and not any(_kernel_problems("varlen", needs))
     name = "sdpa" if needs.are_plain else "varlen" if documents else None
     if name is not None and (kind := _newer_flash(needs, name)) is not None:
         return Choice(name, f"{'documents' if documents else 'no masks'}, with {kind}")
     if needs.are_plain and needs.half and _capability() >= (9, 0):
         return Choice("sdpa", "no masks; torch's own flash attention")
-    problem = flash_problem() or _kernel_problem("flash", needs)
+    problem = flash_problem() or next(_kernel_problems("flash", needs), None)
     if problem is None:
         return Choice("flash", "flash-attn is installed, in 16 bits")
     masked = needs.documents or needs.windows or needs.biased

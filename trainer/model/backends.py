@@ -264,12 +264,7 @@ def prepared(
 ) -> Mask:
     """Add to a mask what its backend needs, computed once for all layers that share it.
 
-    Args:
-        attend: the backend.
-        mask: mask of a batch.
-        shape: rows of the batch, and queries per row.
-        keys: keys per row.
-        device: device of queries and keys.
+    ``shape``: rows of the batch, and queries per row. ``keys``: keys per row.
     """
     rows, queries = shape
     if queries == 1 or mask.begins is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.common.fields import Count, Number, OptionalText, Positive, configuration
 
 Cap = Annotated[Number, Field(ge=0.001, le=1_000_000)]
@@ -110,23 +111,22 @@ class ModelConfig:
         block = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * block
 
-    def problems(self) -> list[Problem]:
+    @listed
+    def problems(self) -> Iterator[Problem]:
         """Check rules between fields; return a problem for each that is broken."""
-        problems = []
         heads, size = self.num_attention_heads, self.head_size
         if self.head_dim is None and self.hidden_size % heads:
-            message = (
+            yield Problem(
+                "model.num_attention_heads",
                 f"{heads} heads do not divide hidden_size {self.hidden_size}; choose a divisor or "
-                "set model.head_dim."
+                "set model.head_dim.",
             )
-            problems.append(Problem("model.num_attention_heads", message))
         elif size % 2:
             message = f"{size} is odd, but channels rotate in pairs; use {size + 1} or {size - 1}."
-            problems.append(Problem("model.head_dim", message))
+            yield Problem("model.head_dim", message)
         if heads % self.num_key_value_heads:
             message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
-            problems.append(Problem("model.num_key_value_heads", message))
-        return problems
+            yield Problem("model.num_key_value_heads", message)
 
 
 def problem_on_cpu(backend: str) -> Problem | None:

@@ -116,10 +116,8 @@ class Decoder(LanguageModel):
     def choose_products(self, device: str, compute: torch.dtype | None = None) -> None:
         """Choose how matrices are multiplied.
 
-        Args:
-            device: "cpu" or "cuda"; the weights' device unless they are offloaded.
-            compute: dtype of activations and products, including the residual stream; None: the
-                dtype of the weights.
+        ``device``: "cpu" or "cuda"; the weights' device unless they are offloaded. ``compute``:
+        dtype of activations and products, including the residual stream; None: the weights' dtype.
         """
         self.computes_on, self.compute_dtype = device, compute
         weights = self.norm.weight.dtype
@@ -209,14 +207,9 @@ class Decoder(LanguageModel):
         return choice
 
     def hidden_states(self, ids: Tensor, **options: Any) -> Tensor:
-        """Compute normalized states before the head.
+        """Compute normalized states ``[B, T, hidden_size]`` before the head for ids ``[B, T]``.
 
-        Args:
-            ids: ``[B, T]`` token ids.
-            options: documents, positions, cache and so on, see :meth:`ForwardPass.over`.
-
-        Returns:
-            ``[B, T, hidden_size]``, or the ``last`` positions only.
+        See :meth:`ForwardPass.over` for ``options``; with ``last``, only these positions.
         """
         attends = [block.self_attn.attend for block in self.layers]
         x = self.embed_tokens(ids)

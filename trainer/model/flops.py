@@ -27,12 +27,8 @@ def forward_flops(
 ) -> int:
     """Return the operations of one forward pass over one sequence, with logits at every position.
 
-    Args:
-        config: the shape; ``vocab_size`` must be set.
-        layout: its windows limit what a query sees, per layer.
-        length: tokens of the sequence.
-        documents: lengths in tokens of the documents that attention stays within (None: one
-            document).
+    ``layout``: its windows limit what a query sees, per layer. ``documents``: lengths in tokens of
+    the documents that attention stays within (None: one document).
 
     Raises:
         ValueError: the vocabulary is unknown, or the documents do not add up to ``length``.

@@ -18,7 +18,7 @@ from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.masks import Mask
 from trainer.positional.encodings import alibi_slopes
-from trainer.positional.layout import Intervention, Layout
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.rotation import Groups, head_groups
 
 if TYPE_CHECKING:
@@ -159,15 +159,13 @@ class ForwardPass:
     def _masks(self, layout: Layout, config: ModelConfig, attends: Sequence[Attend]) -> list[Mask]:
         """Return the mask of every layer; equal ones share the backend's preparation."""
         device, (rows, tokens) = self.positions.device, self.shape
-        slopes = bias_slopes(layout, config.num_attention_heads, device)
         queries = [tokens] * len(layout.layers)
         if self.last is not None:
             queries[-1] = min(self.last, tokens)
         distinct: dict[tuple[int | None, int, int], Mask] = {}
         masks = []
-        for attend, layer, slope, count in zip(
-            attends, layout.layers, slopes, queries, strict=True
-        ):
+        for attend, layer, count in zip(attends, layout.layers, queries, strict=True):
+            slope = bias_slopes(layer, config.num_attention_heads, device)
             window = layer.window if layer.window and layer.window < self.end else None
             key = window, id(slope), count
             if key not in distinct:
@@ -177,14 +175,10 @@ class ForwardPass:
         return masks
 
 
-def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor | None]:
-    """Return ALiBi's slopes ``[heads]`` for every layer; None if no head of a layer has a bias."""
-    distinct: dict[int, Tensor | None] = {}
-    for layer in layout.layers:
-        if id(layer) not in distinct:
-            biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-            distinct[id(layer)] = slopes_of(heads, biased, device) if any(biased) else None
-    return [distinct[id(layer)] for layer in layout.layers]
+def bias_slopes(layer: LayerEncoding, heads: int, device: torch.device) -> Tensor | None:
+    """Return ALiBi's slopes ``[heads]``; None if no head of the layer has a bias."""
+    biased = tuple(spectrum.alibi for spectrum in layer.spectra)
+    return slopes_of(heads, biased, device) if any(biased) else None
 
 
 @lru_cache

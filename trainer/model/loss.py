@@ -110,12 +110,7 @@ def replace_by_gradient(
 
     A GPU does so in one compiled kernel, which reads the logits twice and writes them once.
 
-    Args:
-        logits: products of a chunk, before the soft-cap.
-        targets: ``[N]`` token ids.
-        weights: ``[N]`` of the tokens, float32.
-        z_loss: as in :func:`linear_cross_entropy`.
-        softcap: likewise.
+    ``logits``: products of a chunk, before the soft-cap. ``targets``, ``weights``: ``[N]``.
 
     Returns:
         log-partition and logit of the target, both ``[N]`` float32.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from trainer.common.errors import Problem, UserError, did_you_mean
@@ -76,12 +76,8 @@ def make_spectrum(
 ) -> Spectrum:
     """Return the spectrum of a registered encoding.
 
-    Args:
-        name: a key of :data:`ENCODINGS`.
-        head_dim: channels per head, even.
-        training_length: C, in tokens.
-        values: parameters that differ from the encoding's defaults.
-        variant: name in the configuration, if it is not the encoding's.
+    ``values``: parameters that differ from the encoding's defaults. ``variant``: name in the
+    configuration, if it is not the encoding's.
 
     Raises:
         UserError: the name, a parameter's name or a parameter's value is wrong, or the encoding
@@ -112,8 +108,8 @@ def make_spectrum(
             raise
         reason = f"encoding {name!r} failed: {failure(error, plugin)}."
         raise UserError.at("plugins", f"{plugin!r}: {reason}") from error
-    if plugin is not None and (misfit := _misfit(spectrum)):
-        raise UserError.at("plugins", f"{plugin!r}: encoding {name!r}: expected {misfit}.")
+    if plugin is not None:
+        spectrum = _of_numbers(spectrum, f"{plugin!r}: encoding {name!r}")
     if spectrum.rotary_dim > head_dim:
         raise UserError.at(
             where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
@@ -138,36 +134,24 @@ def make_spectrum(
     return spectrum
 
 
-def _misfit(spectrum: object) -> str | None:
-    """Return which part of an encoding's result was expected to be what, and what it is; None if
-    all are right."""
+def _of_numbers(spectrum: object, place: str) -> Spectrum:
+    """Return a plugin's spectrum with plain numbers in place of tensors and arrays.
+
+    Raises:
+        UserError: it is no spectrum.
+    """
+    from pydantic import ValidationError  # slow import, which --help does without
+
+    from trainer.common.fields import adapter
+    from trainer.common.formats import first_problem
+
+    expected = f"{place}: expected a Spectrum of numbers"
     if not isinstance(spectrum, Spectrum):
-        return f"a Spectrum, got {_kind(spectrum)}"
-    if not isinstance(spectrum.temperature, Temperature):
-        return f"a Temperature as temperature of its Spectrum, got {_kind(spectrum.temperature)}"
-    for name, value in _leaves(spectrum.to_dict()):
-        if not isinstance(value, int | float | str | None):
-            right = "a tuple of floats" if name.endswith("inv_freq") else "a float"
-            return f"{right} as {name} of its Spectrum, got {_kind(value)}"
-    return None
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value with its package, such as ``torch.Tensor``."""
-    package, name = type(value).__module__.partition(".")[0], type(value).__name__
-    return name if package == "builtins" else f"{package}.{name}"
-
-
-def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in groups and tuples, each with its dotted name."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _leaves(value, f"{name}.{key}".lstrip("."))
-    elif isinstance(values, tuple):
-        for index, value in enumerate(values):
-            yield from _leaves(value, f"{name}[{index}]")
-    else:
-        yield name, values
+        raise UserError.at("plugins", f"{expected}, got {type(spectrum).__name__}.")
+    try:
+        return adapter(Spectrum).validate_python(spectrum.to_dict())
+    except ValidationError as error:
+        raise UserError.at("plugins", f"{expected}; {first_problem(error)}.") from None
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from trainer.common.errors import Problem, did_you_mean
-from trainer.common.fields import Integer
+from trainer.common.fields import Integer, adapter
 from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum, Temperature
 
@@ -314,7 +314,7 @@ class Layout:
     def from_dict(cls, values: dict[str, Any]) -> Layout:
         """Build a layout from values of :meth:`to_dict`, also of the first format."""
         values = from_first_format(values)
-        spectra = [Spectrum.from_dict(spectrum) for spectrum in values["spectra"]]
+        spectra = adapter(list[Spectrum]).validate_python(values["spectra"])
         return cls(
             values["training_length"],
             tuple(
@@ -331,10 +331,7 @@ class Layout:
 def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Problem]:
     """Check a :data:`LayerChoice`; return a problem for each rule it breaks.
 
-    Args:
-        key: its configuration key.
-        layers: the choice.
-        count: number of layers of the model (None: unknown, so that indices are not checked).
+    ``count``: number of layers of the model (None: unknown, so that indices are not checked).
     """
     if isinstance(layers, str) and layers not in LAYER_WORDS:
         message = (

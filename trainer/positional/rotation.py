@@ -40,14 +40,8 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
     """Compute cosines and sines of ``positions * inv_freq``, times the spectrum's ``rotary_scale``.
 
     The phase is reduced to one turn in float64 and only then rounded: in float32 the product itself
-    is off by 0.06 rad at position 10^6.
-
-    Args:
-        spectrum: the encoding.
-        positions: ``[..., T]`` integers, in tokens.
-
-    Returns:
-        Two float32 tensors ``[..., T, pairs]``.
+    is off by 0.06 rad at position 10^6. For ``[..., T]`` positions, in tokens, both tables are
+    ``[..., T, pairs]`` float32.
     """
     inv_freq = frequencies(spectrum.inv_freq, positions.device)
     phase = positions.to(torch.float64)[..., None] * inv_freq
@@ -123,12 +117,9 @@ def head_groups(
 ) -> list[Groups]:
     """Return the tables of every layer for one forward pass, computed once per distinct spectrum.
 
-    Args:
-        layout: the encodings of all layers.
-        positions: ``[T]`` or ``[B, T]``, of the tokens to encode.
-        lengths: tokens in the whole sequence, one number for all rows or one per row.
-        dtype: dtype of the cosines and sines. With that of the queries, :func:`rotate` rounds
-            nothing.
+    ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``lengths``: tokens in the whole
+    sequence, one number for all rows or one per row. ``dtype``: of the cosines and sines; with the
+    queries' dtype, :func:`rotate` rounds nothing.
     """
     if isinstance(lengths, int):
         return _groups_at(layout, positions, lengths, dtype)

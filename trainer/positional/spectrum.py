@@ -17,6 +17,8 @@ MOST_FREQUENCY = 1e6
 """Limit in radians per token; angles of larger frequencies exceed the range of kernels."""
 Frequencies = tuple[float, ...]
 """Radians per token, one number per pair."""
+READ = {"extra": "forbid", "allow_inf_nan": False}
+"""How pydantic reads stored values: without unknown keys and infinite numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Temperature:
     ``scale`` for a given extension.
     """
 
+    __pydantic_config__ = READ
     coefficient: float = 0.0
     exponent: float = 1.0
     scale: float = 1.0
@@ -83,6 +86,7 @@ class Stretch:
     channels are multiplied by 1 + ``attention`` ln s. Both are the identity at s = 1.
     """
 
+    __pydantic_config__ = READ
     kept: Frequencies
     power: Frequencies
     attention: float = 0.0
@@ -113,6 +117,7 @@ class LongFrequencies:
     sequences; None, in layouts that earlier versions stored: the training length.
     """
 
+    __pydantic_config__ = READ
     length: int
     inv_freq: Frequencies
     stretch: Stretch | None = None
@@ -133,6 +138,7 @@ class Spectrum:
     usual case: the same at any length.
     """
 
+    __pydantic_config__ = READ
     inv_freq: Frequencies = ()
     temperature: Temperature = Temperature()
     alibi: bool = False
@@ -184,20 +190,3 @@ class Spectrum:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Spectrum:
-        """Build a spectrum from what :meth:`to_dict` returned, also after a round trip through
-        JSON."""
-        long = values["long"]
-        if long is not None:
-            stretch = long["stretch"]
-            if stretch is not None:
-                shares, power = tuple(stretch["kept"]), tuple(stretch["power"])
-                stretch = Stretch(shares, power, stretch["attention"])
-            inv_freq = tuple(long["inv_freq"])
-            long = LongFrequencies(**long | {"inv_freq": inv_freq, "stretch": stretch})
-        temperature = Temperature(**values["temperature"])
-        inv_freq = tuple(values["inv_freq"])
-        changed = {"inv_freq": inv_freq, "temperature": temperature, "long": long}
-        return cls(**values | changed)

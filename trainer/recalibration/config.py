@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem
+from trainer.common.errors import Problem, listed
 from trainer.common.fields import (
     LARGEST,
     Count,
@@ -100,35 +101,27 @@ class ChangeConfig:
         parts += [f"pairs {' or '.join(pairs)}"] if pairs else []
         return f" of {', '.join(parts)}" if parts else ""
 
+    @listed
     def change_problems(
         self, key: str, num_layers: int, num_heads: int, steps: int, length: int
-    ) -> list[Problem]:
-        """Check the change for a model of this shape.
+    ) -> Iterator[Problem]:
+        """Check the change, the group at ``key``, for a model of this shape.
 
-        Args:
-            key: path of the group.
-            num_layers: layers of the model.
-            num_heads: key-value heads of the model.
-            steps: steps left after the drop.
-            length: tokens of a sequence after the drop.
+        ``steps``: left after the drop. ``length``: tokens of a sequence after the drop.
         """
-        problems: list[Problem] = []
-
-        def refuse(name: str, message: str) -> None:
-            problems.append(Problem(f"{key}.{name}", message))
-
+        windows = f"{key}.windows"
         if self.windows == []:
-            refuse("windows", "expected at least one entry, or null.")
+            yield Problem(windows, "expected at least one entry, or null.")
         if (count := len(self.windows or ())) > num_layers:
-            refuse(
-                "windows",
+            yield Problem(
+                windows,
                 f"expected one for each of the {num_layers} layers at most, got {count}: the last "
                 "ones would have no layer.",
             )
         for window in self.windows or []:
             if window is not None and window > length:
-                refuse(
-                    "windows",
+                yield Problem(
+                    windows,
                     f"a window of {window} tokens does not fit sequences of {length}; expected 1 "
                     f"to {length}, or null for none.",
                 )
@@ -138,30 +131,32 @@ class ChangeConfig:
         ):
             chosen = getattr(self, name)
             if chosen == []:
-                refuse(name, f"an empty list drops nothing; null means all {name}.")
+                yield Problem(
+                    f"{key}.{name}", f"an empty list drops nothing; null means all {name}."
+                )
             for index in chosen or []:
                 if not -count <= index < count:
-                    refuse(name, f"{noun} {index} does not exist in a model of {count} {plural}.")
+                    message = f"{noun} {index} does not exist in a model of {count} {plural}."
+                    yield Problem(f"{key}.{name}", message)
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
-            refuse(
-                "slower_than",
+            yield Problem(
+                f"{key}.slower_than",
                 f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
                 "them, or a slower_than above faster_than.",
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
-            refuse(
-                "to",
+            yield Problem(
+                f"{key}.to",
                 f"pairs, and what shrinks over steps, are dropped to nope alone, got {self.to!r}.",
             )
         if self.anneal_steps > steps:
-            refuse(
-                "anneal_steps",
+            yield Problem(
+                f"{key}.anneal_steps",
                 f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            refuse("anneal", "'heads' goes through all heads; leave out the choice.")
-        return problems
+            yield Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
 
 
 @configuration
@@ -197,6 +192,7 @@ class DropConfig(ChangeConfig):
             return round(self.at * max_steps)
         return self.at
 
+    @listed
     def problems(
         self,
         max_steps: int,
@@ -205,15 +201,14 @@ class DropConfig(ChangeConfig):
         num_heads: int,
         length: int,
         trained: bool = False,
-    ) -> list[Problem]:
+    ) -> Iterator[Problem]:
         """Check the drop for a run of this length and shape.
 
         ``length``: tokens of a sequence. ``trained``: the run begins with trained weights, which
         may be dropped before the first step.
         """
-        problems = []
         if self.at is not None and self.at_tokens is not None:
-            problems.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
+            yield Problem("drop", "give either drop.at or drop.at_tokens, not both.")
         step = self.step(max_steps, tokens_per_step)
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
@@ -229,7 +224,7 @@ class DropConfig(ChangeConfig):
                     "the run has a single step, and a drop needs one before it; give more steps "
                     "(trainer.max_steps or trainer.max_tokens), or drop=never."
                 )
-            problems.append(Problem(f"drop.{key}", message))
+            yield Problem(f"drop.{key}", message)
             step = None
         remaining = max_steps - (step or 0)
-        return problems + self.change_problems("drop", num_layers, num_heads, remaining, length)
+        yield from self.change_problems("drop", num_layers, num_heads, remaining, length)

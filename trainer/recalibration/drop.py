@@ -8,59 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Frequencies, Spectrum
 from trainer.recalibration.config import ChangeConfig
 
+EVERYTHING = ChangeConfig()
+"""Drop of all pairs in all heads of all layers at once."""
+NOPE = Spectrum()
+
 
 def drop(
     layout: Layout,
+    change: ChangeConfig = EVERYTHING,
     *,
-    layers: Collection[int] | None = None,
-    heads: Collection[int] | None = None,
-    to: Spectrum | None = None,
-    slower_than: float | None = None,
-    faster_than: float | None = None,
-    windows: Sequence[int | None] | None = None,
+    to: Spectrum = NOPE,
     qk_norm: bool = False,
 ) -> Layout:
-    """Replace the encoding of some layers; return the new layout.
+    """Replace the chosen encodings, and the windows of all layers; return the new layout.
 
-    Args:
-        layout: present layout of the model.
-        layers: indices, negative ones counted from the last; None for all.
-        heads: key-value heads of these layers, counted likewise.
-        to: new spectrum of every head; None for the empty one (NoPE).
-        slower_than: instead of replacing the spectrum, set to zero the frequencies of pairs that
-            take more tokens than this for a full turn.
-        faster_than: likewise for pairs that take fewer tokens than this.
-        windows: sliding windows of all layers, repeated over the depth; None keeps them.
-        qk_norm: also enable the query and key norms of these layers.
+    ``to``: new spectrum of every chosen head. If only some pairs are chosen, their frequencies are
+    set to zero instead. ``qk_norm``: also enable the query and key norms of these layers.
 
     Raises:
         ValueError: an index is out of range.
     """
-    target = to or Spectrum()
 
     def changed(spectrum: Spectrum) -> Spectrum:
-        if slower_than is None and faster_than is None:
-            return target
-        return _without_pairs(spectrum, slower_than, faster_than)
+        if not change.of_pairs:
+            return to
+        return _without_pairs(spectrum, change.slower_than, change.faster_than)
 
-    chosen = _indices(layers, len(layout.layers), "layer")
-    layout = _with_windows(layout, windows)
-    return replace(
-        layout,
-        layers=tuple(
-            replace(_of_heads(layer, heads, changed), qk_norm=layer.qk_norm or qk_norm)
-            if index in chosen
-            else layer
-            for index, layer in enumerate(layout.layers)
-        ),
-    )
+    return _changed(layout, change, changed, qk_norm)
+
+
+def _changed(
+    layout: Layout, change: ChangeConfig, new: Callable[[Spectrum], Spectrum], qk_norm: bool
+) -> Layout:
+    """Return the layout with ``new`` spectra of the chosen heads, norms and windows."""
+    chosen = _indices(change.layers, len(layout.layers), "layer")
+
+    def changed(index: int, layer: LayerEncoding) -> LayerEncoding:
+        if index in chosen:
+            layer = replace(_of_heads(layer, change.heads, new), qk_norm=layer.qk_norm or qk_norm)
+        if change.windows is None:
+            return layer
+        return replace(layer, window=change.windows[index % len(change.windows)])
+
+    return replace(layout, layers=tuple(changed(*item) for item in enumerate(layout.layers)))
 
 
 def shrunk(
@@ -75,9 +71,9 @@ def shrunk(
     to = spectrum_of(positional, change.to, head_dim, layout.training_length)
     if change.anneal == "heads":
         heads = len(layout.layers[0].spectra)
-        last = range(round(heads * remaining), heads)
-        return drop(layout, layers=change.layers, heads=last, to=to)
-    after = drop(layout, **_chosen(change), to=to)
+        last = list(range(round(heads * remaining), heads))
+        return drop(layout, replace(change, heads=last), to=to)
+    after = drop(layout, change, to=to)
     if not remaining:
         return after
 
@@ -98,42 +94,16 @@ def dropped_layout(
 ) -> Layout:
     """Return the layout directly after the drop that the configuration asks for.
 
-    Args:
-        layout: layout before the drop.
-        positional: parameters of encodings.
-        change: the configured drop; one in several steps has changed no encoding yet.
-        head_dim: channels per head.
-        qk_norm: also enable the query and key norms of these layers.
-
-    Windows change immediately, even if the drop takes several steps.
+    A drop in several steps has changed windows, but no encoding yet. ``qk_norm``: also enable the
+    query and key norms of these layers.
 
     Raises:
         UserError: the new encoding is impossible for this model.
     """
     if change.anneal_steps:
-        layout = _with_windows(layout, change.windows)
-        chosen = _indices(change.layers, len(layout.layers), "layer")
-        layers = (
-            replace(layer, qk_norm=layer.qk_norm or (qk_norm and index in chosen))
-            for index, layer in enumerate(layout.layers)
-        )
-        return replace(layout, layers=tuple(layers))
+        return _changed(layout, change, lambda spectrum: spectrum, qk_norm)
     to = spectrum_of(positional, change.to, head_dim, layout.training_length)
-    return drop(layout, **_chosen(change), to=to, windows=change.windows, qk_norm=qk_norm)
-
-
-def _with_windows(layout: Layout, windows: Sequence[int | None] | None) -> Layout:
-    if windows is None:
-        return layout
-    layers = (
-        replace(layer, window=windows[index % len(windows)])
-        for index, layer in enumerate(layout.layers)
-    )
-    return replace(layout, layers=tuple(layers))
-
-
-def _chosen(change: ChangeConfig) -> dict[str, Any]:
-    return {key: getattr(change, key) for key in ("layers", "heads", "slower_than", "faster_than")}
+    return drop(layout, change, to=to, qk_norm=qk_norm)
 
 
 def _of_heads(

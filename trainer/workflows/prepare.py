@@ -13,9 +13,9 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.processes import cores
 from trainer.common.progress import Progress
 from trainer.common.words import counted
+from trainer.data.config import PrepareConfig
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
-from trainer.data.prepare_config import PrepareConfig
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
