@@ -160,8 +160,7 @@ class Watchdog(Guard):
 
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Watch the next step."""
-        if not self._is_first_step:
-            watch(self.timeout)
+        watch(self.timeout, 10 if self._is_first_step else 1)
         self._is_first_step = False
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
