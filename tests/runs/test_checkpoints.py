@@ -30,6 +30,8 @@ from trainer.runs.checkpoints import (
     description,
     digests,
     find_checkpoint,
+    is_healthy,
+    last_healthy_checkpoint,
     load_decoder,
     newest_sound_checkpoint,
     read_state,
@@ -390,6 +392,34 @@ def test_what_a_rotation_keeps(some, keep, steps, remaining):
     rotate(some, TrainerConfig(**keep), frozenset(steps))
     assert steps_in(some) == remaining
     assert [path.name for path in some.glob(".*")] == [".step-000015.partial"]
+
+
+UNHEALTHY = ({"finite_parameters": False}, {"tally": {"skipped_in_a_row": 1.0}})
+
+
+@pytest.mark.parametrize("unhealthy", UNHEALTHY)
+@pytest.mark.parametrize(("keep", "remaining"), [(1, [6]), (2, [3, 6, 100])])
+def test_a_rotation_spares_healthy_checkpoints_before_others(some, unhealthy, keep, remaining):
+    for step in steps_in(some):
+        state = {"tally": {"skipped_in_a_row": 0.0}} | (unhealthy if step > 6 else {})
+        (some / step_name(step) / "state.json").write_text(json.dumps(state))
+    assert last_healthy_checkpoint(some, 12) == some / step_name(6)
+    assert last_healthy_checkpoint(some, 12, {6}) == some / step_name(3)
+    assert last_healthy_checkpoint(some, 5, {3}) is None
+    rotate(some, TrainerConfig(keep_checkpoints=keep))
+    assert steps_in(some) == [*remaining, 1_000_000]
+    # A newer healthy one takes the place of an older one.
+    state = {"tally": {"skipped_in_a_row": 0.0}, "finite_parameters": True}
+    (some / step_name(1_000_000) / "state.json").write_text(json.dumps(state))
+    rotate(some, TrainerConfig(keep_checkpoints=1))
+    assert steps_in(some) == [1_000_000]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"tally": null}', '{"tally": {}}'])
+def test_a_checkpoint_of_unknown_state_counts_as_healthy(tmp_path, content):
+    assert is_healthy(tmp_path)
+    (tmp_path / "state.json").write_text(content)
+    assert is_healthy(tmp_path)
 
 
 def test_what_a_run_does_not_go_on_from_is_set_aside(some):

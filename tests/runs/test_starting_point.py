@@ -149,7 +149,9 @@ def test_a_run_that_diverged_leaves_out_what_it_read_since(
     [
         ([], [[9, 8]]),
         ([[3, 4]], [[3, 4], [9, 8]]),  # the checkpoint has read on since
-        ([[9, 12]], [[9, 20]]),  # from the same checkpoint, which does not know of them
+        ([[9, 12]], [[6, 32]]),  # from the checkpoint before it, which does not know of them
+        ([[6, 4], [9, 12]], [[3, 48]]),
+        ([[3, 4], [6, 4], [9, 12]], [[3, 4], [6, 4], [9, 20]]),
         ([[3, 4], [10, 4]], [[3, 4], [9, 12]]),
     ],
 )
@@ -168,7 +170,7 @@ def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
     phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}
     config = replace(copied, phases=phases)
     assert rewind_run(config, 9, 12) == [[9, 4], [10, 8]]
-    assert rewind_run(config, 9, 12, [[9, 1], [10, 2]]) == [[9, 5], [10, 10]]
+    assert rewind_run(config, 9, 12, [[9, 1], [10, 2]]) == [[6, 17], [10, 10]]
 
 
 def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from trainer.training.callbacks.guards import (
     Rewind,
     Watchdog,
 )
+from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import StepCallback
 
 
@@ -77,16 +79,16 @@ def test_a_rewind_resumes_from_the_last_sound_step(run, monkeypatch):
 
 
 def test_a_second_broken_stretch_before_the_next_checkpoint_is_left_out_too(run, monkeypatch):
-    """Updates 7 and 8 break, and on the samples after those updates 8 and 9: both times the run
-    goes back to step 6, whose checkpoint knows of neither."""
+    """Updates 7 and 8 break, and on the samples after those updates 8 and 9: the run goes back to
+    step 6, and then to the checkpoint before it, which knows of neither."""
     first, second = range(28, 36), range(40, 48)
     read = poison(monkeypatch, lambda number: number in first or number in second)
     config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
     state = read_state(checkpoint_of(config))
-    # Samples 24 to 35, and then 36 to 47.
-    assert state["skips"] == [[6, 24]]
+    # Samples 24 to 35 first, and then 12 to 47.
+    assert state["skips"] == [[3, 36]]
     assert state["tally"]["skipped"] == 0
-    assert [n for n in read if n >= 48][:24] == list(range(48, 72))
+    assert [n for n in read if n >= 48][:36] == list(range(48, 84))
     assert [row["step"] for row in rows_of(config)] == list(range(1, 13))
     assert all(np.isfinite(row["loss"]) for row in rows_of(config))
 
@@ -96,6 +98,50 @@ def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
     monkeypatch.setattr("trainer.training.run.MAX_REWINDS", 2)
     with pytest.raises(UserError, match=r"went back 2 times.*learning rate"):
         run(trainer={"rewind_after": 2, "log_every": 1})
+
+
+def test_a_diverged_run_stops_and_keeps_its_last_healthy_checkpoint(run, monkeypatch):
+    """Updates 8 to 12 break; the same run resumes with a rewind."""
+    poison(monkeypatch, range(28, 48).__contains__)
+    monkeypatch.setattr(guards, "MOST_SKIPPED", 4)
+    changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+    with pytest.raises(UserError) as error:
+        run(trainer=changes)
+    message = (
+        r"not finite in steps 8 to 11; the last checkpoint before them is '\S+/step-000007'\. The "
+        r"same command with trainer\.rewind_after=8 goes back to it .*optimizer\.lr\) below 0\.0003"
+    )
+    assert re.search(message, str(error.value))
+    assert not error.value.is_transient  # SLURM does not requeue it
+    config, _ = run(trainer={**changes, "rewind_after": 4, "keep_checkpoints": 100})
+    assert read_state(checkpoint_of(config))["skips"] == [[7, 20]]
+    assert unused(config) == ["unused-step-000011", "unused-step-000012"]
+
+
+def test_a_run_that_diverges_at_its_end_is_not_finished(run, monkeypatch):
+    """Updates 8 to 12 of 12 break; the last one is no multiple of ``log_every``."""
+    poison(monkeypatch, range(28, 48).__contains__)
+    monkeypatch.setattr(guards, "MOST_SKIPPED", 5)
+    for _ in range(2):  # the second command trains nothing
+        with pytest.raises(UserError, match=r"not finite in steps 8 to 12; .*step-000006'"):
+            run(trainer={"log_every": 5})
+    config, _ = run(trainer={"log_every": 5, "rewind_after": 5})
+    assert read_state(checkpoint_of(config))["skips"] == [[6, 24]]
+
+
+def test_a_rewind_goes_past_a_checkpoint_whose_parameters_are_not_finite(run, monkeypatch):
+    broken, original = [], Transitions.on_train_batch_end
+
+    def break_once(callback, trainer, module, *arguments):
+        original(callback, trainer, module, *arguments)
+        if trainer.global_step == 9 and not broken:
+            broken.append(module.model.norm.weight.data.fill_(torch.inf))
+
+    monkeypatch.setattr(Transitions, "on_train_batch_end", break_once)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
+    state = read_state(checkpoint_of(config))
+    assert (state["skips"], state["finite_parameters"]) == ([[6, 20]], True)
+    assert unused(config) == ["unused-step-000009"]
 
 
 def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
@@ -135,7 +181,8 @@ def steps_of(callback, module=None, steps=6, micro_batches=2):
         (3, 3, (3, 6), [3, 6]),
         (3, 5, (1, 6), [3, 6]),  # before the first that was skipped, not the last three
         (4, 3, None, [3, 6]),
-        (None, 9, None, []),
+        (None, 31, None, [3, 6]),
+        (None, 32, (-26, 6), [3, 6]),  # ends with an error
     ],
 )
 def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, broken, looked):
@@ -147,7 +194,8 @@ def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, b
         return in_a_row if seen[-1] == 6 else 0
 
     callback = Rewind(RunConfig(trainer=TrainerConfig(rewind_after=limit, log_every=3)))
-    module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=skipped))
+    tally = SimpleNamespace(skipped_in_a_row=skipped)
+    module = SimpleNamespace(tally=tally, phase_ended=False)
     for trainer, _ in steps_of(callback, module):
         now[:] = [trainer]
     assert (callback.diverged, seen) == (broken, looked)
@@ -173,7 +221,7 @@ def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
         pass
     callback.on_train_end()
     callback.on_exception()
-    assert armed == [50.0, 5.0, 5.0, "over", "over"]
+    assert armed == [50.0, 50.0, 5.0, 5.0, "over", "over"]
     armed.clear()
     Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).on_train_start()
     assert armed == []

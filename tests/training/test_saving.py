@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,14 @@ from trainer.training.callbacks import saving
 
 ALONE = Ranks()
 RUNNING = SimpleNamespace(phase_ended=False)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """Timeouts that the watchdog was armed with; it would end the process of the tests."""
+    timeouts = []
+    monkeypatch.setattr(saving, "watch", timeouts.append)
+    return timeouts
 
 
 def steps_saved(minutes, every=1000, ranks=ALONE, clock=1.0):
@@ -192,6 +201,33 @@ def test_only_the_last_checkpoint_must_be_written(saved_by, caplog, asynchronous
     ]
     with pytest.raises(UserError, match=r"step 7 could not be written \(No space left\)"):
         saved_by(7, failing=(7,), asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize(("step_timeout", "longest"), [(5.0, 60.0), (90.0, 90.0), (None, None)])
+def test_a_write_may_take_as_long_as_one_rank_may_work(
+    monkeypatch, tmp_path, watched, step_timeout, longest
+):
+    """The watchdog of the step waits for it, and goes on; after training it stays off."""
+    config = RunConfig(
+        run_dir=str(tmp_path),
+        trainer=TrainerConfig(step_timeout=step_timeout),
+        strategy=StrategyConfig(timeouts=TimeoutConfig(one_rank=60.0)),
+    )
+    callback = saving.Saving(config, ALONE, None)
+
+    def write():
+        time.sleep(0.1)
+        watched.append("written")
+
+    assert callback.finish() is None
+    assert watched == []
+    callback._in_flight = "step-000003", callback._thread.submit(write)
+    callback.finish()
+    assert [x for x in watched if x] == [x for x in (longest, "written", step_timeout) if x]
+    watched.clear()
+    callback._in_flight = "step-000006", callback._thread.submit(write)
+    callback.teardown(None, None, "fit")
+    assert watched == ["written"]
 
 
 def test_errors_other_than_failed_writes_are_raised(saved_by):

@@ -17,10 +17,12 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +275,11 @@ def set_aside(paths: list[Path]) -> None:
 
 
 def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = frozenset()) -> None:
-    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step, the ``keep_best`` and
-    ``steps``."""
+    """Keep the last ``keep_checkpoints``, as many healthy ones, every ``keep_every``-th step, the
+    ``keep_best`` and ``steps``."""
     paths = regular_checkpoints(directory)
     retained = {*paths[-config.keep_checkpoints :], *(p for p in paths if step_of(p) in steps)}
+    retained |= set(islice(filter(is_healthy, reversed(paths)), config.keep_checkpoints))
     if config.keep_every:
         retained |= {path for path in paths if step_of(path) % config.keep_every == 0}
     if config.keep_best:
@@ -284,6 +287,31 @@ def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = froze
     for path in paths:
         if path not in retained:
             remove(path)
+
+
+def is_healthy(path: Path) -> bool:
+    """Whether a checkpoint's parameters are finite and its last update was not skipped.
+
+    True if unknown or damaged.
+    """
+    try:
+        state = read_plain(path / STATE)
+        skipped = state["tally"]["skipped_in_a_row"]
+        return not skipped and state.get("finite_parameters", True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def last_healthy_checkpoint(
+    directory: Path, step: int, passed_over: Container[int] = ()
+) -> Path | None:
+    """Return the newest healthy regular checkpoint of at most ``step`` steps, or None.
+
+    ``passed_over``: steps of checkpoints that do not count.
+    """
+    paths = [p for p in regular_checkpoints(directory) if step_of(p) <= step]
+    candidates = (p for p in reversed(paths) if step_of(p) not in passed_over)
+    return next(filter(is_healthy, candidates), None)
 
 
 def training_loss(path: Path) -> float:

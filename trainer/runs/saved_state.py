@@ -160,6 +160,8 @@ class RunState:
     """What was computed in which dtype, for people."""
     loss: float | None = None
     """Training loss in the last row of metrics."""
+    finite_parameters: bool = True
+    """Whether all parameters are finite."""
     skips: list[tuple[Count, Count]] = field(default_factory=list)
     """Pairs (step, samples left out from it on)."""
     ends: dict[str, Count] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import (
     damage_together,
     find_checkpoint,
+    last_healthy_checkpoint,
     model_config,
     newest_sound_checkpoint,
     read_state,
@@ -123,7 +124,8 @@ def rewind_run(
 ) -> list[list[int]]:
     """Set aside the checkpoints since a run diverged; return the samples to skip after resuming.
 
-    All ranks call this together.
+    A second rewind to the same step goes one checkpoint further back, since the damage may be older
+    than the first skipped update. All ranks call this together.
 
     Args:
         config: the run.
@@ -137,9 +139,7 @@ def rewind_run(
         Pairs (step, number of samples) for the steps from there on.
     """
     directory = Path(config.run_dir) / "checkpoints"
-    on_rank_zero(
-        lambda: set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
-    )
+    on_rank_zero(lambda: _go_back(directory, first_bad, {step for step, _ in skips}))
     newest = newest_sound_checkpoint(Path(config.run_dir)) or branch
     state = on_rank_zero(lambda: read_state(newest)) if newest is not None else {}
     step = state.get("step", 0)
@@ -152,6 +152,14 @@ def rewind_run(
         log.warning("Going back to step %d; %d samples are left out", step, lost)
         left_out.append([start, lost])
     return left_out
+
+
+def _go_back(directory: Path, first_bad: int, earlier: set[int]) -> None:
+    """Set aside all checkpoints after the one to resume from; ``earlier``: steps rewound to."""
+    target = last_healthy_checkpoint(directory, first_bad, earlier)
+    target = target or last_healthy_checkpoint(directory, first_bad)
+    paths = regular_checkpoints(directory)
+    set_aside([p for p in paths if target is None or step_of(p) > step_of(target)])
 
 
 def _orders_between(phases: Sequence[Phase], first: int, end: int) -> dict[int, int]:

@@ -103,7 +103,8 @@ class TrainerConfig:
     checkpoint_minutes: Positive | None = None
     """Minutes after a checkpoint until the next; null: by steps only."""
     keep_checkpoints: Count = 2
-    """Number of most recent checkpoints to keep; the one before the drop is always kept."""
+    """Number of most recent checkpoints to keep, and of those with finite weights and no update
+    just skipped; the one before the drop is always kept."""
     keep_every: Count | None = None
     """Steps between checkpoints that are all kept; null: none."""
     keep_best: Natural = 0
@@ -118,7 +119,7 @@ class TrainerConfig:
     never."""
     rewind_after: Count | None = None
     """Updates in a row without a finite gradient after which the run returns to its last
-    checkpoint and skips the samples since; null: never."""
+    checkpoint before them and skips the samples since; null: after 32 it ends with an error."""
     gc_every: Count | None = 1000
     """Steps between collections of Python's garbage, the same on all ranks; null: Python's own."""
     profile_steps: list[Count] = field(default_factory=list)

@@ -17,14 +17,19 @@ from lightning.pytorch.loggers.logger import Logger
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
-from trainer.common.words import same_command
+from trainer.common.words import remedy, same_command
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoints import check_same_model, damage_together, step_name
+from trainer.runs.checkpoints import (
+    check_same_model,
+    damage_together,
+    last_healthy_checkpoint,
+    step_name,
+)
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
@@ -112,6 +117,8 @@ def train(
             stretch = _stretch(config, corpus, start, skips)
             trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
+            if config.trainer.rewind_after is None:
+                raise _divergence(config, *trained.diverged, branch)
             rewinds += 1
             if rewinds == MAX_REWINDS:
                 raise UserError.at(
@@ -134,6 +141,26 @@ def train(
                 )
             torch.compiler.reset()  # compile for the next length, not for dynamic ones
         user_callbacks = make_callbacks(config.callbacks)
+
+
+def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> UserError:
+    """Return the error of a run that diverged and does not rewind; all ranks call this together.
+
+    ``last_good``: the step before the first of the skipped updates, which end with ``step``.
+    """
+    directory = Path(config.run_dir) / "checkpoints"
+    path = on_rank_zero(lambda: last_healthy_checkpoint(directory, last_good)) or branch
+    before, start = "no checkpoint lies before them", "begins again"
+    if path is not None:
+        before, start = f"the last checkpoint before them is {str(path)!r}", "goes back to it"
+    return UserError.at(
+        "trainer.rewind_after",
+        "the run stopped, because the loss or the gradient was not finite in steps "
+        f"{last_good + 1} to {step}; {before}. {same_command(config.overwrite).capitalize()} with "
+        f"trainer.rewind_after=8 {start} and leaves out the samples since; if that diverges too, "
+        f"begin another run with a learning rate (optimizer.lr) below {config.optimizer.lr:g}.",
+        remedy("nan"),
+    )
 
 
 @dataclass(frozen=True)
@@ -199,6 +226,7 @@ def _train_stretch(
         else:  # the checkpoint is the last one of the run
             assert start.run_state is not None
             step.transitions.restore(start.run_state)
+            step.rewind.judge(start.step, int(start.run_state.tally.skipped_in_a_row))
             on_rank_zero(partial(close, loggers))
             last_step = end
     diverged, request = step.rewind.diverged, step.stopping.request

@@ -23,7 +23,7 @@ step ends        measure the held-out loss for ``until``; end the phase         
                  write a row to all loggers                                          Metrics
                  save a checkpoint, by steps or by time; wait for the last one       Saving
                  save and stop on a signal or a time limit, all ranks together       Stopping
-                 stop to rewind; heartbeat; timeouts; collect garbage; profile       guards
+                 stop if it diverged; heartbeat; timeouts; collect garbage; profile  guards
 ===============  ==================================================================  ===============
 """
 
@@ -55,6 +55,7 @@ from trainer.training.callbacks.stopping import Stopping
 from trainer.training.callbacks.transitions import Transitions, effect_batch
 from trainer.training.lightning_trainer import set_steps_done
 from trainer.training.module import LanguageModule
+from trainer.training.optimizers import global_norm
 from trainer.training.user_callbacks import load_states, states_of
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Step:
         stretch, step, transitions = self.stretch, trainer.global_step, self.transitions
         layout = transitions.layout_before
         phase = phase_before(stretch.phases, step)
+        norm = global_norm(p.detach() for p in self.module.model.parameters())
         state = RunState(
             data=SavedData(**data_fingerprints(stretch.corpus, phase)),
             tally=self.module.tally.state(),
@@ -144,6 +146,7 @@ class Step:
             benchmarks=self.monitors.milestones,
             numerics=NUMERICS[stretch.run.trainer.precision],
             loss=self.metrics.last_loss,
+            finite_parameters=bool(norm.isfinite()),
             skips=stretch.skips,
             ends=self.ends,
             world_size=self.ranks.world_size,

@@ -43,33 +43,46 @@ def make_guards(config: RunConfig, ranks: Ranks) -> list[StepCallback]:
     return guards
 
 
+MOST_SKIPPED = 32
+"""Updates skipped in a row after which a run without ``trainer.rewind_after`` ends with an error.
+
+Loss spikes skip one update or a few. Skipped updates leave the weights as they are, so 32 batches
+have failed with the same weights.
+"""
+
+
 class Rewind(StepCallback):
     """Stops the run if ``trainer.rewind_after`` updates in a row were skipped.
 
-    The run then resumes from its last checkpoint before them and skips the samples since.
-    ``diverged`` holds the last sound step and the step of the stop. The count is read every
-    ``log_every`` steps together with the metrics, so that it causes no further host sync.
+    The run then resumes from its last checkpoint before them and skips the samples since. Without
+    this key it stops after :data:`MOST_SKIPPED` and ends with an error. ``diverged`` holds the last
+    sound step and the step of the stop. The count is read with each row of metrics, so that it
+    causes no further host sync.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.limit = config.trainer.rewind_after
+        self.rewinds = config.trainer.rewind_after is not None
+        self.limit = config.trainer.rewind_after or MOST_SKIPPED
         self.log_every = config.trainer.log_every
         self.diverged: tuple[int, int] | None = None
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Stop if the limit is reached."""
         step = trainer.global_step
-        if self.limit is None or step % self.log_every:
-            return
-        in_a_row = module.tally.skipped_in_a_row()
+        is_last = step == trainer.max_steps or module.phase_ended
+        if step % self.log_every == 0 or is_last:
+            self.judge(step, module.tally.skipped_in_a_row())
+            trainer.should_stop |= self.diverged is not None
+
+    def judge(self, step: int, in_a_row: int) -> None:
+        """Set ``diverged`` if the updates that were skipped ``in_a_row`` until ``step`` reach the
+        limit."""
         if in_a_row >= self.limit:
             self.diverged = step - in_a_row, step
             log.warning(
-                "Step %d: %d updates in a row had no finite loss and gradient; going back",
-                step,
-                in_a_row,
+                "Step %d: %d updates in a row had no finite loss and gradient; %s",
+                *(step, in_a_row, "going back" if self.rewinds else "stopping"),
             )
-            trainer.should_stop = True
 
 
 def watch(timeout: float | None, times: int = 1) -> None:
@@ -105,8 +118,7 @@ class Watchdog(StepCallback):
 
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Watch the next step."""
-        if not self._is_first_step:
-            watch(self.timeout)
+        watch(self.timeout, 10 if self._is_first_step else 1)
         self._is_first_step = False
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:

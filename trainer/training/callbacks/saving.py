@@ -33,6 +33,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
 from trainer.runs.saved_state import STATE
 from trainer.runs.state import Tensors, save, tensors_of
+from trainer.training.callbacks.guards import watch
 from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Saving(StepCallback):
         self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
         self.collect_state, self.permanent_steps = collect_state, permanent_steps
         self._command = same_command(config.overwrite)
+        self._one_rank = config.strategy.timeouts.one_rank
         self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
         self.last_saved = 0
         self.seconds = 0.0  # duration of the last write
@@ -66,9 +68,7 @@ class Saving(StepCallback):
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
         # The thread needs its own group: its collectives would mix with training's.
         self._group = (
-            group_of_threads(dist.group.WORLD, config.strategy.timeouts.one_rank)
-            if dist.is_initialized()
-            else None
+            group_of_threads(dist.group.WORLD, self._one_rank) if dist.is_initialized() else None
         )
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
@@ -126,7 +126,19 @@ class Saving(StepCallback):
         self._write(*checkpoint)
 
     def finish(self) -> str | None:
-        """Wait for the checkpoint being written; return the error of the last one, or None."""
+        """Wait for the checkpoint being written; return the error of the last one, or None.
+
+        The watchdog allows ``strategy.timeouts.one_rank`` for it if that is longer than a step.
+        """
+        if self._in_flight is None:
+            return self._problem
+        if (timeout := self.config.step_timeout) is not None:
+            watch(max(timeout, self._one_rank))
+        problem = self._wait()
+        watch(timeout)
+        return problem
+
+    def _wait(self) -> str | None:
         if self._in_flight is None:
             return self._problem
         name, work = self._in_flight
@@ -144,8 +156,8 @@ class Saving(StepCallback):
         return self._problem
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Wait for the checkpoint being written."""
-        self.finish()
+        """Wait for the checkpoint being written; the watchdog is off and stays off."""
+        self._wait()
         self._thread.shutdown()
 
     def _staged(self, tensors: Tensors) -> Tensors:
