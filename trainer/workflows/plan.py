@@ -327,9 +327,9 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
 
 
 def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[str, str]]:
-    total, precision = sum(operations.values()), request.config.trainer.precision
+    total, products = sum(operations.values()), request.config.trainer.products
     for gpu in (GPUS[key] for key in request.timed if key != CPU):
-        if (peak := dense_peak(gpu.name, precision)) is not None:
+        if (peak := dense_peak(gpu.name, products)) is not None:
             hours = total / (peak * request.mfu * 3600)
             yield (
                 f"{request.ranks} x {gpu.name}",
