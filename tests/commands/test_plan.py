@@ -17,7 +17,8 @@ from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config, parse
 from trainer.training.module import make_decoder
 from trainer.workflows import plan as plans
-from trainer.workflows.plan import flops, parameters
+from trainer.workflows.costs import flops
+from trainer.workflows.plan import parameters
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
@@ -74,6 +75,9 @@ def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypat
         "Disk",
     ):
         assert title in out
+    if measuring := re.search(r"evaluation ([\d.e+]+) operations, ([\d.e+-]+) times", out):
+        operations, share = map(float, measuring.groups())
+        assert share <= 0.05 or operations / share < 1e18  # the training
     if isinstance(told := COSTS.get(name), list):  # of small ones it is minutes on a CPU
         a100, h100, *_ = re.findall(r"([\d,]+) GPU-hours", out)
         assert [a100, h100] == [f"{hours:,}" for hours in told]

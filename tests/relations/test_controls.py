@@ -206,6 +206,15 @@ REMARKS = ("say_unusual_settings",)
 CHECKED = {
     **dict.fromkeys((f"remarks.{name}" for name in REMARKS), "below"),
     "remarks._other_budgets": "in say_unusual_settings",
+    **dict.fromkeys(
+        (
+            "costs.evaluation_operations",
+            "costs.remarks_on_costs",
+            "costs.say_costs",
+            "costs.training_operations",
+        ),
+        "tests/workflows/test_costs.py",
+    ),
     "arms.arm_problems": "in all checks",
     "arms.control_problems": "in experiment_problems",
     "arms.phase_configs": "in all checks",

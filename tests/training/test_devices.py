@@ -305,3 +305,20 @@ def test_a_device_is_known_by_its_whole_name(name, bf16, fp32):
     for precision, tera in (("bf16", bf16), ("fp32", fp32)):
         expected = None if tera is None else pytest.approx(tera * 1e12)
         assert dense_peak(name, precision) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 156),
+        ("NVIDIA A10", 62.5),
+        ("NVIDIA L40S", 183),
+        ("NVIDIA H100 80GB HBM3", 494.7),
+        ("NVIDIA H100 PCIe", 378),
+        ("AMD Instinct MI300X", 653.7),
+        ("Tesla T4", 8.1),  # no TF32: float32 as it is
+        ("NVIDIA A16", None),
+    ],
+)
+def test_tf32_peaks_are_those_of_data_sheets(name, tf32):
+    assert dense_peak(name, "tf32") == (tf32 and pytest.approx(tf32 * 1e12, rel=0.02))

@@ -41,7 +41,8 @@ A100 = "NVIDIA A100-SXM4-80GB"
     ("device", "name", "precision", "other", "peak"),
     [
         ("cuda", A100, "bf16", 312e12, 624e12),
-        ("cuda", A100, "fp32", 19.5e12, 39e12),
+        ("cuda", A100, "fp32", 156e12, 312e12),
+        ("cuda", A100, "fp32 without tf32", 19.5e12, 39e12),
         ("cuda", A100, "bf16", 125e12, 437e12),  # another GPU
         ("cuda", A100, "bf16", None, None),
         ("cuda", "another", "bf16", 312e12, None),
@@ -54,7 +55,8 @@ def test_speed_is_tokens_and_operations_a_second(
     """Four steps in ten seconds, two of them of measuring, on two GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(metrics, "all_gather", lambda value: [value, other])
-    config = RunConfig(trainer=TrainerConfig(precision=precision))
+    run = TrainerConfig(precision=precision[:4], tf32=not precision.endswith("tf32"))
+    config = RunConfig(trainer=run)
     callback = Metrics(config, Recorder(), None)
     timer = SimpleNamespace(read=lambda: {"compute": 8.0, "monitor": 2.0}, enter=lambda part: None)
     module = SimpleNamespace(timer=timer, device=torch.device(device), model=None)

@@ -533,6 +533,7 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
 ):
     opened, told = [], []
     names = ["set_environment", "set_threads", "open_gpus", "say_epochs", "say_unusual_settings"]
+    names.append("say_costs")
     for name in names:
         monkeypatch.setattr(experiment, name, lambda *_, name=name: told.append(name))
 

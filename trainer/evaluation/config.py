@@ -14,7 +14,7 @@ from trainer.data.config import MOST_NAMES
 from trainer.evaluation.longbench import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import Length, MethodsConfig
-from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import ALL_AT_ONCE, NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.scoring import list_problems
@@ -134,6 +134,25 @@ class EvaluationConfig(MethodsConfig):
         C = self.training_length or training_length
         lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
         return replace(self, training_length=C, lengths=lengths, tokens=None)
+
+    @property
+    def sequences(self) -> int:
+        """About how many sequences all tasks together read at each length.
+
+        LongBench without a limit counts 200 questions a task, which most of its tasks have.
+        """
+        needles, many_shot = self.needles, self.many_shot
+        counts = {
+            PERPLEXITY: self.windows,
+            KEY_TOKENS: self.windows,
+            STATEMENTS: needles.trials,
+            **dict.fromkeys(NEEDLE_TASKS, needles.trials * len(needles.depths)),
+            **dict.fromkeys(ALL_AT_ONCE, needles.trials),
+            RULER: self.ruler.trials * len(self.ruler.tasks),
+            LONGBENCH: (self.longbench.limit or 200) * len(self.longbench.tasks),
+            MANY_SHOT: many_shot.trials * len(many_shot.depths),
+        }
+        return sum(counts[task] for task in self.tasks)
 
     def shortened(self) -> Self:
         """Return the configuration with the limits of ``quick``."""

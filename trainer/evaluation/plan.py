@@ -149,6 +149,13 @@ def cell_jobs(method: tuple[PlannedCell, ...], plan: PlannedCell, batch_tokens: 
     ]
 
 
+def total_work(plans: Sequence[PlannedCell]) -> float:
+    """Return the approximate operations of all distinct cells and of the fits of their methods."""
+    cells = {json.dumps(plan.key, sort_keys=True, default=str): plan.work for plan in plans}
+    fits = [Job(method, None, WHOLE, "choice", {}).work for method in by_method(plans)]
+    return sum(cells.values()) + sum(fits)
+
+
 def by_method(plans: Sequence[PlannedCell]) -> list[tuple[PlannedCell, ...]]:
     """Return the cells of each method of each model."""
     methods: dict[tuple[str, Recipe], list[PlannedCell]] = defaultdict(list)

@@ -65,6 +65,10 @@ class OptimizerConfig:
     """Momentum of Muon."""
 
 
+Products = Literal["bf16", "tf32", "fp32"]
+"""Precision in which a GPU multiplies matrices."""
+
+
 @configuration
 class TrainerConfig:
     """Length, batch, precision and rhythm of a run."""
@@ -151,6 +155,11 @@ class TrainerConfig:
                 "trainer.micro_batch_size",
                 f"{self.micro_batch_size} does not divide trainer.batch_size {self.batch_size}.",
             )
+
+    @property
+    def products(self) -> Products:
+        """The precision in which a GPU multiplies matrices, apart from float8."""
+        return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
 
     def accumulation(self, ranks: int = 1) -> int:
         """Return the number of forward passes of a rank per optimizer step."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
+from trainer.runs.training_config import Products
 from trainer.training.speed import multiplies_bf16_fast
 
 log = logging.getLogger(__name__)
@@ -181,8 +182,8 @@ def numerics(config: RunConfig) -> Iterator[None]:
 # Dense peaks from vendors' data sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and
 # say so in a footnote; the dense peaks, which count in training, are half of these. The key is the
 # whole name without the vendor. The values are (bf16 on tensor or matrix cores, fp32 outside of
-# them, as torch computes it unless TF32 is turned on), in TFLOP/s; None if the device has no bf16
-# units.
+# them), in TFLOP/s; None if the device has no bf16 units. TF32 runs at half of bf16: the same data
+# sheets have 156 for the A100, 62.5 for the A10, 495 for the H100 SXM, 653.7 for the MI300X.
 _PEAKS: dict[str, tuple[float | None, float]] = {
     # V100 and V100S data sheet (2020)
     r"V100-SXM2-(16|32)GB": (None, 15.7),
@@ -220,15 +221,17 @@ _PEAKS: dict[str, tuple[float | None, float]] = {
 }
 
 
-def dense_peak(device_name: str, precision: Literal["bf16", "fp32"]) -> float | None:
+def dense_peak(device_name: str, products: Products) -> float | None:
     """Return the dense peak in operations per second, or None if it is unknown.
 
     ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
-    longer name, is another device. ``fp32`` is true float32, not TF32.
+    longer name, is another device. ``products``: their precision; a device without TF32 computes
+    it in float32.
     """
     name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
     for pattern, (bf16, fp32) in _PEAKS.items():
         if re.fullmatch(pattern, name):
-            peak = bf16 if precision == "bf16" else fp32
+            tf32 = fp32 if bf16 is None else bf16 / 2
+            peak = {"bf16": bf16, "tf32": tf32, "fp32": fp32}[products]
             return None if peak is None else peak * 1e12
     return None

@@ -22,6 +22,7 @@ from trainer.common.errors import (
 )
 from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus, corpus_at
+from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
@@ -63,6 +64,7 @@ from trainer.training.devices import (
 from trainer.training.loggers import kept_dashboards, log_table, logger_problems
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
+from trainer.workflows.costs import say_costs
 from trainer.workflows.experiment_report import make_report
 from trainer.workflows.remarks import say_epochs, say_unusual_settings
 from trainer.workflows.training_text import (
@@ -113,6 +115,8 @@ def _run_experiment(
             open_gpus(config, ranks)
             say_epochs(config, corpus)
             say_unusual_settings(configs, chosen)
+            if not chosen:  # recalibrate measures these, and says what it chooses
+                say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)
         with heeding_signals():
             runs = {
                 name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])

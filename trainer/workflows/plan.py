@@ -19,7 +19,6 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.plan import BYTES_PER_TOKEN
 from trainer.data.sources import estimated_bytes
 from trainer.model.decoder import Decoder
-from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.memory import GIB, gib
@@ -32,6 +31,14 @@ from trainer.training.module import make_decoder
 from trainer.training.rehearsal import Parts, step_memory
 from trainer.training.speed import product_peak
 from trainer.training.strategy import reduces_once_a_step
+from trainer.workflows.costs import (
+    STATE,
+    Device,
+    evaluation_operations,
+    in_trainings,
+    remarks_on_costs,
+    training_operations,
+)
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -56,9 +63,6 @@ CPU = "cpu"
 USABLE = 0.9
 """Share of a GPU's memory that a step may take; the CUDA context, NCCL and what the allocator
 leaves between blocks have the rest."""
-
-STATE = 12
-"""Bytes a parameter in a checkpoint: weights and two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,18 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     model = make_decoder(config, vocab)
     counts = parameters(model)
     yield Section("Parameters", [(name, f"{count:,}") for name, count in counts.items()])
-    operations = {config.name: flops(config)}
     arms = arms_of(config, weights=not request.missing)
     controls = {name: arm for name, arm in arms.items() if name != MAIN}
-    for name, changes in config.controls.items():
-        begin = changes.get("branch") or 0
-        begin = config.drop_step or 0 if begin == "drop" else begin
-        operations[name] = flops(controls[name], begin)
+    operations, evaluation = training_operations(arms), evaluation_operations(arms)
+    total = sum(operations.values())
     estimates = estimated_tokens(config) if isinstance(corpus, UserError) else {}
-    yield Section("Training", list(_training(config, corpus, estimates, operations)))
+    rows = [*_training(config, corpus, estimates, operations), *_evaluation(evaluation, total)]
+    yield Section("Training", rows)
     yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
-    yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
+    yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, total, evaluation)))
     yield Section("Disk", list(_disk(config, controls, corpus, estimates, counts["in all"], vocab)))
+    if remarks := remarks_on_costs(arms, operations, evaluation, _device(request)):
+        yield Section("Remarks", [*remarks.items()])
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
         commands = dict.fromkeys(problem.command for problem in missing if problem.command)
@@ -140,20 +144,6 @@ def parameters(model: Decoder) -> dict[str, int]:
         "in all": total,
         "without embeddings and head": total - counts["embeddings"] - counts["head"],
     }
-
-
-def flops(config: RunConfig, begin: int = 0) -> float:
-    """Return the operations of a run's steps from step ``begin``; its vocabulary must be known."""
-    model = make_decoder(config, 0)
-    return float(
-        sum(
-            training_flops(model.config, model.layout, phase.config.data.sequence_length)
-            * phase.config.trainer.batch_size
-            * (phase.end - max(phase.start, begin))
-            for phase in phases_of(config)
-            if phase.end > begin
-        )
-    )
 
 
 def _training(
@@ -195,7 +185,13 @@ def _training(
             if facts:
                 yield f"text {name}" if config.data.mixture else "text", ", ".join(facts)
     for name, number in operations.items():
-        yield f"operations of {name}", f"{number:.3g}"
+        yield f"operations of {config.name if name == MAIN else name}", f"{number:.3g}"
+
+
+def _evaluation(operations: float, training: float) -> Iterator[tuple[str, str]]:
+    if operations:
+        ratio = in_trainings(operations, training)
+        yield "evaluation", f"{operations:.3g} operations, {ratio} those of the training"
 
 
 def estimated_tokens(config: RunConfig) -> dict[str, int | None]:
@@ -326,23 +322,39 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
     return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
 
 
-def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[str, str]]:
-    total, precision = sum(operations.values()), request.config.trainer.precision
+def _device(request: PlanRequest) -> Device:
+    """Return the GPUs that the plan is for."""
+    name, products = GPUS[request.gpu].name, request.config.trainer.products
+    speed = (dense_peak(name, products) or 0.0) * request.mfu * request.ranks
+    return Device(True, dense_peak(name, "bf16") is not None, speed)
+
+
+def _time(request: PlanRequest, total: float, evaluation: float) -> Iterator[tuple[str, str]]:
+    """Yield a row for each device."""
+    config, run = request.config, request.config.trainer
+
+    def hours(operations: float, peak: float) -> float:
+        return operations / (peak * request.mfu * 3600)
+
+    def measuring(peak: float) -> str:
+        return f"; evaluation {_hours(hours(evaluation, peak))}" if evaluation else ""
+
+    # A GPU evaluates in bf16 by default.
+    evaluated_in = run.products if config.evaluation.dtype == "fp32" else "bf16"
     for gpu in (GPUS[key] for key in request.timed if key != CPU):
-        if (peak := dense_peak(gpu.name, precision)) is not None:
-            hours = total / (peak * request.mfu * 3600)
-            yield (
-                f"{request.ranks} x {gpu.name}",
-                f"{_hours(hours / request.ranks)}, {_gpu_hours(hours)}",
-            )
+        peak, other = dense_peak(gpu.name, run.products), dense_peak(gpu.name, evaluated_in)
+        if peak is not None and other is not None:
+            each = _hours(hours(total, peak) / request.ranks)
+            text = f"{each}, {_gpu_hours(hours(total, peak))}{measuring(other * request.ranks)}"
+            yield f"{request.ranks} x {gpu.name}", text
     if CPU not in request.timed:
         return
-    threads = request.config.trainer.threads or usual_threads()
+    threads = run.threads or usual_threads()
     peak = product_peak(threads)
     # bf16 is faster on some CPUs, and slower on others: see recalibrate, which compares them.
     yield (
         f"this CPU, {counted(threads, 'thread')}",
-        f"{_hours(total / (peak * request.mfu * 3600))}; its peak is {peak / 1e9:,.0f} GFLOP/s "
+        f"{_hours(hours(total, peak))}{measuring(peak)}; its peak is {peak / 1e9:,.0f} GFLOP/s "
         "(fp32, measured)",
     )
 

@@ -52,8 +52,8 @@ class Metrics(L.Callback):
     ) -> None:
         """Start the clocks, and add up the peaks of all ranks' GPUs."""
         if module.device.type == "cuda":
-            precision = self.config.trainer.precision
-            peaks = all_gather(dense_peak(torch.cuda.get_device_name(), precision))
+            products = self.config.trainer.products
+            peaks = all_gather(dense_peak(torch.cuda.get_device_name(), products))
             self.peak = None if None in peaks else sum(filter(None, peaks))
         self.last_time, self.last_step = time.perf_counter(), trainer.global_step
         module.timer.enter("data")
