@@ -222,6 +222,14 @@ def test_methods_count_from_the_sequences_unless_a_length_is_beyond_the_context(
     assert values["evaluation.methods"] == ["none"]
 
 
+def test_needles_and_a_temperature_that_a_user_asks_for_are_never_left_out():
+    model, names = facts("135M", 8192), {"evaluation__methods": ["temperature"]}
+    given = {"evaluation__tokens": [4096, 8192], "evaluation__tasks": ["standard"], **names}
+    values, recipe = chosen(model, cpu(model, 250), 10, **given)
+    assert (values["evaluation.needles.trials"], values["evaluation.fit_windows"]) == (1, 1)
+    assert recipe.evaluation_seconds > 150
+
+
 def test_short_prompts_hold_no_needles_and_what_a_user_measures_is_counted():
     model = facts("135M", 8192)
     values, _ = chosen(model, gpu(), 20, evaluation__tokens=[256, 16384])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.common.errors import UserError
@@ -314,14 +314,15 @@ def _evaluation(
         unit = user_values.get("evaluation.training_length", unit)
         methods = ["none", *["yarn", "dynamic_ntk"] * extends]
         methods += ["temperature"] * (effort.fit_windows > 0 and max(lengths) > unit)
+        methods = user_values.get("evaluation.methods", methods)
         has_needles = effort.trials > 0 and min(lengths) >= SHORTEST
-        return _Evaluation(
-            lengths,
+        tasks = user_values.get("evaluation.tasks", ["perplexity", *[NEEDLES] * has_needles])
+        at_least = replace(  # what a user asks for is not left out
             effort,
-            unit,
-            user_values.get("evaluation.methods", methods),
-            user_values.get("evaluation.tasks", ["perplexity", *[NEEDLES] * has_needles]),
+            trials=max(effort.trials, NEEDLES in tasks),
+            fit_windows=max(effort.fit_windows, "temperature" in methods),
         )
+        return _Evaluation(lengths, at_least, unit, methods, tasks)
 
     tried = [
         evaluation(tokens[:count], effort)
