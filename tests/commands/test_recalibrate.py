@@ -158,24 +158,33 @@ def test_the_evaluation_sets_the_model_beside_what_it_was(done):
     methods = {(cell["model"], cell["method"]) for cell in report["cells"]}
     assert methods == {
         ("DroPE", "none"),
+        ("DroPE", "temperature"),
         ("llama", "none"),
         ("llama", "yarn"),
         ("llama", "dynamic_ntk"),
     }
+    (checkpoint,) = (done / "runs/llama-drope/checkpoints").glob("step-000050")
+    fitted = json.loads((checkpoint / "temperature.json").read_text())
+    assert (fitted["lengths"], fitted["training_length"]) == ([64], CONTEXT)
 
 
 @pytest.mark.parametrize("lengths", [(), ("evaluation.tokens=[16,32]",)])
 def test_sequences_shorter_than_the_context_are_compared_at_lengths_in_tokens(
     place, llama, lengths
 ):
-    """The model as it was counts from its context, and the run from its sequences."""
+    """Methods count from the context where a length is beyond it, otherwise from the sequences."""
     words = ["trainer.max_steps=2", "data.sequence_length=16", "drop.schedule.warmup_steps=1"]
     main(words_for(llama, *words, *lengths))
     report = json.loads((place / "runs/llama-drope/evaluation/report.json").read_text())
-    assert report["training_length"] == CONTEXT
+    assert report["training_length"] == (16 if lengths else CONTEXT)  # 64 is beyond it
     measured = {cell["length"] for cell in report["cells"]}
-    assert measured == ({16, 32} if lengths else {16, 32, 64, 128})
-    assert {cell["model"] for cell in report["cells"]} == {"DroPE", "llama"}
+    assert measured == ({16, 32} if lengths else {16, 32, 64})
+    methods = {(cell["model"], cell["method"]) for cell in report["cells"]}
+    extended = {("llama", "yarn"), ("llama", "dynamic_ntk")}
+    assert methods == {
+        *(("DroPE", "none"), ("DroPE", "temperature"), ("llama", "none")),
+        *(() if lengths else extended),
+    }
 
 
 def test_a_finished_recalibration_is_shown_again(done, llama, capsys):

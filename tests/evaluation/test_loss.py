@@ -25,6 +25,7 @@ from trainer.evaluation.loss import (
     windows_with_common_ends,
 )
 from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.statistics import change
 
 
 class Stream:
@@ -44,6 +45,35 @@ def test_windows_of_all_lengths_end_with_the_same_tokens():
     windows = windows_with_common_ends(Stream(500), 7, [8, 32])
     np.testing.assert_array_equal(windows[8], windows[32][:, -8:])
     assert windows[32].shape == (7, 32)
+
+
+@pytest.mark.parametrize(
+    ("size", "last", "count"),
+    [(500, 8, 7), (80, 8, 7), (79, 8, 6), (39, 8, 1), (32, 8, 1), (33, 1, 2), (32 + 6 * 9, 9, 7)],
+)
+def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
+    """There are as many windows as the text has disjoint scored tokens for, at every length."""
+    stream = Stream(size)
+    stream.windows = lambda starts, length: np.stack([np.arange(s, s + length) for s in starts])
+    windows = windows_with_common_ends(stream, 7, [9, 32], last=last)
+    assert [len(windows[n]) for n in (9, 32)] == [count, count]
+    scored = windows[32][:, -last:]
+    np.testing.assert_array_equal(windows[9][:, -last:], scored)
+    assert len(np.unique(scored)) == scored.size
+
+
+def test_an_interval_over_windows_of_a_short_text_misses_equal_losses_in_one_of_twenty():
+    """Two models with the same expected loss on every token; 96 windows would overlap."""
+    generator, missed, last = np.random.default_rng(1), 0, 64
+    stream = Stream(1000)
+    stream.windows = lambda starts, length: np.stack([np.arange(s, s + length) for s in starts])
+    scored = windows_with_common_ends(stream, 96, [64, 512], last=last)[512][:, -last:]
+    for _ in range(300):
+        a, b = generator.normal(4, 1, (2, len(stream)))
+        losses = (list(model[scored].mean(axis=1)) for model in (a, b))
+        result = change(*losses)
+        missed += not result.low <= 0 <= result.high
+    assert missed / 300 < 0.085
 
 
 def test_text_shorter_than_the_longest_window_is_an_error():

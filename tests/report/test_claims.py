@@ -1,6 +1,7 @@
 """Every claim is judged from the numbers: shown, not shown, or not judged."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainer.report.claims import (
     ROLES,
     Claim,
     Measured,
+    above,
     certainly_exceeds,
     cropping,
     fall,
@@ -21,6 +23,7 @@ from trainer.report.claims import (
     observe,
     reach,
     same_loss,
+    within,
 )
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
@@ -215,17 +218,17 @@ def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message
     ("rises", "shown", "message"),
     [
         ((2.0, 2.0, 2.0, 2.0), True, "98% (95% interval 98% to 98%) of the rise is won back"),
-        ((5.0, 2.0, 0.5, 0.5), False, "96% (95% interval 8"),  # by one sequence of four
+        ((5.0, 2.0, 0.5, 0.5) * 2, False, "96% (95% interval 8"),  # by two sequences of eight
         ((0.5, -0.4, 0.6, -0.4), None, "does not rise at the drop by more than 1%"),
     ],
 )
 def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown, message):
-    before = (4.0,) * 4
+    before = (4.0,) * len(rises)
     after = tuple(4.0 + rise for rise in rises)
     # Of each rise 98%, but where they differ a constant of 0.08.
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
-    means = [sum(sequences[name]) / 4 for name in ("before", "after", "end")]
+    means = [fmean(sequences[name]) for name in ("before", "after", "end")]
     (observation,) = observe((), {}, drop=Drop(800, *means, sequences))
     assert observation.shown is shown
     assert message in observation.evidence
@@ -268,9 +271,11 @@ def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown, left_open):
 
 @pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
+    rope = ((1, 4.1), (2, 3.9), (3, None), (4, 99.0), (5, 4.1), (6, 3.9))
+    nope = ((1, slow), (2, slow), (3, 99.0), (5, slow), (6, slow))
     arms = {
-        "rope": Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.1), (2, 3.9), (3, None), (4, 99.0))),
-        "nope": Arm("NoPE", "nope", 1, 2, 3, None, ((1, slow), (2, slow), (3, 99.0))),
+        "rope": Arm("RoPE", "rope", 1, 2, 3, None, rope),
+        "nope": Arm("NoPE", "nope", 1, 2, 3, None, nope),
     }
     (observation,) = observe((), {}, arms=arms)
     assert observation.shown is shown
@@ -363,6 +368,12 @@ def test_unmeasured_quantities_are_refused_or_not_judged():
     # Windows that are not the same are not paired: the means are compared.
     some, more = (Result("m", 64, 1.0, None, 4.0, (4.0,) * n) for n in (1, 2))
     assert loss_change(some, more).low == loss_change(some, more).high == 0
+    # One window leaves a change open in either direction.
+    one = Result("n", 64, 1.0, None, 5.0, (5.0,))
+    for judged in (above(one, some, 0.01), within(some, one, 0.01)):
+        assert not judged[0]
+        assert judged[1].endswith("leaves it open.")
+    assert "+25.0% (one window, which gives no interval)" in above(one, some, 0.01)[1]
 
 
 def test_losses_in_words_name_the_lengths_and_models_that_differ():

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
+from scipy.stats import t as student
 
 from trainer.evaluation.statistics import (
     Comparison,
     Estimate,
+    _student_quantile,
     average,
     change,
     estimate,
@@ -66,6 +68,23 @@ def test_a_change_has_the_percentile_bootstraps_interval_over_pairs():
     assert result.high - result.low < 0.01
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 20, 29])
+def test_an_interval_over_few_pairs_misses_the_truth_in_one_of_twenty(n):
+    generator, missed = np.random.default_rng(n), 0
+    for _ in range(400):
+        reference = generator.normal(4, 0.3, n)
+        result = change((reference + generator.normal(0, 0.1, n)).tolist(), reference.tolist())
+        missed += not result.low <= 0 <= result.high
+    assert missed / 400 < 0.085
+
+
+def test_few_pairs_widen_an_interval_by_students_quantiles():
+    for n in (2, 6, 29):
+        assert _student_quantile(n - 1) == pytest.approx(student.ppf(0.975, n - 1), rel=0.01)
+    only = change([3.0], [2.0])
+    assert (only.low, only.high) == (only.mean, only.mean)
+
+
 def test_no_scores_are_refused():
     with pytest.raises(ValueError, match="no scores"):
         estimate([])
@@ -111,9 +130,10 @@ def test_intervals_are_the_same_in_every_repetition():
     draws = np.random.default_rng(0).multinomial(4, [0.5, 0.25, 0.25], size=2000)
     low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 4, (0.025, 0.975))
     assert estimate([0.0, 1.0, 0.5, 0.0]) == Estimate(0.375, low, high)
-    draws = np.random.default_rng(0).multinomial(2, [0.5, 0.5], size=2000) @ [[2.0, 1.0], [9, 3]]
+    pairs = np.array([[2.0, 1.0], [9, 3]] * 15)
+    draws = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000) @ pairs / 30
     low, high = np.quantile(draws[:, 0] / draws[:, 1] - 1, (0.025, 0.975))
-    assert change([2.0, 9.0], [1.0, 3.0]) == Estimate(1.75, low, high)
+    assert change(*map(list, pairs.T)) == Estimate(1.75, low, high)
 
 
 def test_an_average_keeps_the_sides_of_its_parts_apart():

@@ -165,8 +165,8 @@ def test_the_numbers_in_full(tmp_path):
         optimizer.lr=1e-4, 0.0001, a, not started, It did not start., , , , , , , , , , , , , ,
         optimizer.lr=1e-3, 0.001, b, finished, , 2.621e+07, 3.062, 0, 64, 1, 12, 1, 0.7575, 1, , 3.125, , ,
         optimizer.lr=1e-3, 0.001, b, finished, , 2.621e+07, 3.062, 0, 256, 4, 12, 0.1667, 0.04697, 0.448, , 3.75, , ,
-        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 64, 1, 12, 1, 0.7575, 1, 1, 2.625, -0.16, -0.1667, -0.1538
-        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 256, 4, 12, 0.8333, 0.552, 0.953, 0.007812, 3.25, -0.1333, -0.1429, -0.125
+        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 64, 1, 12, 1, 0.7575, 1, 1, 2.625, -0.16, -0.2211, -0.1036
+        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 256, 4, 12, 0.8333, 0.552, 0.953, 0.007812, 3.25, -0.1333, -0.2206, -0.05693
         optimizer.lr=1, 1, d, finished, Its weights are not finite., , , , 64, 1, , , , , , 9, , ,
         optimizer.lr=1, 1, d, finished, Its weights are not finite., , , , 256, 4, 12, 0.75, 0.4677, 0.9111, , , , ,
         """,  # noqa: E501
@@ -212,8 +212,12 @@ def test_losses_alone_are_a_table_too():
         ([point(1, 2), point(1, 12), point(1, 10)], []),  # 2 of 12 trials apart
         ([point(1, 12), point(1, 12)], []),
         ([point(1, 12)], []),  # nothing to lead
-        ([point(1, None, 2.0, 3.0), point(1, None, 2.1, 3.2), point(1, None, 2.3, 3.1)], ["0"]),
+        (
+            [point(1, None, *windows * 3) for windows in ((2.0, 3.0), (2.1, 3.2), (2.3, 3.1))],
+            ["0"],
+        ),
         ([point(1, None, 2.0, 3.1), point(1, None, 2.1, 3.05)], []),  # one window each
+        ([point(1, None, 2.0), point(1, None, 9.0)], []),  # one window gives no interval
         ([point(1, None, 2.0), point(1, None, 2.1, 3.1)], []),  # other windows
         ([point(1, 12, 3.0), point(1, 2, 2.0), point(1, None, 1.0)], ["0"]),
     ],

@@ -224,7 +224,9 @@ def test_too_few_key_tokens_are_no_result(runs, tmp_path):
         evaluate_lengths(request(runs, tmp_path, tasks=["key_tokens"], methods=["none"]))
 
 
-def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(runs, tmp_path):
+def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(
+    runs, tmp_path, caplog
+):
     values = {"windows": 30, "methods": ["none"], "lengths": [1, 5], "tasks": ["perplexity"]}
     whole, first = evaluate_lengths(request(runs, tmp_path / "e", **values))
     stored = {*(first / "cells").iterdir()}
@@ -234,7 +236,13 @@ def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(r
     )
     report, second = evaluate_lengths(quick)
     assert {cell.length for cell in report.cells} == {32}
-    assert {len(cell.by_window) for cell in whole.cells} == {30}
+    assert {len(cell.by_window) for cell in whole.cells} == {26}
+    (fewer,) = whole.notes
+    assert fewer == (
+        "Losses are over 26 windows, not 30 (evaluation.windows): the held-out text of 963 tokens "
+        "has no more of 160 tokens whose last 32 do not overlap."
+    )
+    assert caplog.messages.count(fewer) == 1
     assert {len(cell.by_window) for cell in report.cells} == {24}
     assert stored < {*(first / "cells").iterdir()}
     assert (first.name, second.name) == ("e", "e-2")

@@ -157,22 +157,89 @@ def test_sequences_fit_the_gpu():
     assert values["trainer.micro_batch_size"] == 1
 
 
-def test_lengths_and_windows_fit_the_time_that_is_left():
+def seconds_of(model, device, values):
+    """Seconds of every pass of an evaluation, each on its own, as if none were shared."""
+    unit, models = values["evaluation.training_length"], 1 + len(values["evaluation.methods"])
+    prompts = 11 * values.get("evaluation.needles.trials", 0)  # a depth each
+    fits = 10 * values.get("evaluation.fit_windows", 0)  # 9 coefficients, and a tenth between them
+
+    def passes(length):
+        return forward_flops(model.config, model.layout, length) / device.operations
+
+    answer = 16 * (passes(32) + 0.001 * model.config.num_hidden_layers)
+    return sum(
+        models * (values["evaluation.windows"] * passes(n) + prompts * (passes(n) + answer))
+        + fits * passes(n) * (n > unit)
+        for n in values["evaluation.tokens"]
+    )
+
+
+@pytest.mark.parametrize("minutes", [10, 20, 60, 720])
+@pytest.mark.parametrize(("size", "context"), [("135M", 8192), ("1.7B", 2048), ("7B", 4096)])
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_the_evaluation_fits_the_time_that_is_left(size, context, minutes, is_gpu):
+    model = facts(size, context)
+    device = gpu() if is_gpu else cpu(model, 250)
+    values, recipe = chosen(model, device, minutes)
+    assert recipe.evaluation_seconds == pytest.approx(seconds_of(model, device, values))
+    assert recipe.evaluation_seconds <= 15 * minutes
+    lengths, length = values["evaluation.tokens"], values["data.sequence_length"]
+    assert lengths == [length * n for n in (1, 2, 4, 8)][: len(lengths)]
+    # Whatever the time, longer sequences are read with the temperature that they need.
+    assert len(lengths) >= 2
+    assert "temperature" in values["evaluation.methods"]
+
+
+def test_a_short_evaluation_leaves_out_needles_then_the_temperature():
     model = facts("135M", 8192)
-    values, recipe = chosen(model, cpu(model, 250), 10)
-    lengths = values["evaluation.tokens"]
-    assert values["evaluation.training_length"] == model.context
-    assert lengths == [512, 1024, 2048, 4096][: len(lengths)]
-    cost = sum(forward_flops(model.config, model.layout, n) for n in lengths)
-    cost *= 2 * values["evaluation.windows"] / cpu(model, 250).operations
-    assert recipe.evaluation_seconds == pytest.approx(cost)
-    assert cost <= 150
-    # Up to C, YaRN and dynamic NTK are the identity.
+    values, _ = chosen(model, cpu(model, 250), 20)
+    assert values["evaluation.tasks"] == ["perplexity", "standard"]
+    assert values["evaluation.needles.trials"] == 1
+    values, _ = chosen(model, cpu(model, 250), 10)
+    assert values["evaluation.tasks"] == ["perplexity"]
+    assert "evaluation.needles.trials" not in values
+    assert values["evaluation.methods"] == ["none", "temperature"]
+    tokens = [512, 1024, 2048, 4096]  # as a user wants them
+    values, recipe = chosen(model, cpu(model, 250), 10, evaluation__tokens=tokens)
     assert values["evaluation.methods"] == ["none"]
+    assert "evaluation.fit_windows" not in values
+    assert recipe.evaluation_seconds <= 150
+
+
+def test_methods_count_from_the_sequences_unless_a_length_is_beyond_the_context():
+    model = facts("135M", 8192)
+    values, recipe = chosen(model, cpu(model, 250), 20)
+    assert values["evaluation.training_length"] == values["data.sequence_length"] == 512
+    # Up to C, YaRN and dynamic NTK are the identity.
+    assert values["evaluation.methods"] == ["none", "temperature"]
+    reasons = {choice.key: choice.why for choice in recipe.choices}
+    assert "no length is beyond C = 8,192" in reasons["evaluation.training_length"]
     values, _ = chosen(model, gpu(), 20)
     assert values["evaluation.tokens"] == [8192 * n for n in (1, 2, 4, 8)]
-    assert values["evaluation.windows"] == 32
-    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk"]
+    assert values["evaluation.training_length"] == 8192
+    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk", "temperature"]
+    values, _ = chosen(model, cpu(model, 250), 20, evaluation__training_length=8192)
+    assert values["evaluation.methods"] == ["none"]
+
+
+def test_needles_and_a_temperature_that_a_user_asks_for_are_never_left_out():
+    model, names = facts("135M", 8192), {"evaluation__methods": ["temperature"]}
+    given = {"evaluation__tokens": [4096, 8192], "evaluation__tasks": ["standard"], **names}
+    values, recipe = chosen(model, cpu(model, 250), 10, **given)
+    assert (values["evaluation.needles.trials"], values["evaluation.fit_windows"]) == (1, 1)
+    assert recipe.evaluation_seconds > 150
+
+
+def test_short_prompts_hold_no_needles_and_what_a_user_measures_is_counted():
+    model = facts("135M", 8192)
+    values, _ = chosen(model, gpu(), 20, evaluation__tokens=[256, 16384])
+    assert values["evaluation.tasks"] == ["perplexity"]
+    given = {"evaluation__windows": 96, "evaluation__methods": ["none"]}
+    _, recipe = chosen(model, gpu(), 20, evaluation__tasks=["perplexity"], **given)
+    given = {key.replace("__", "."): value for key, value in given.items()}
+    tokens = [8192, 16384, 32768, 65536]
+    given |= {"evaluation.tokens": tokens, "evaluation.training_length": 8192}
+    assert recipe.evaluation_seconds == pytest.approx(seconds_of(model, gpu(), given))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +247,8 @@ def test_lengths_and_windows_fit_the_time_that_is_left():
 )
 def test_lengths_that_are_given_are_kept_in_either_unit(given):
     model = facts("135M", 8192)
-    values, _ = chosen(model, cpu(model, 250), 10, **given)
+    values, _ = chosen(model, gpu(), 10, **given)
     assert not {"evaluation.tokens", "evaluation.lengths"} & values.keys()
     assert values["evaluation.training_length"] == 8192
-    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk"]  # beyond C
+    # beyond C
+    assert values["evaluation.methods"] == ["none", "yarn", "dynamic_ntk", "temperature"]

@@ -167,8 +167,9 @@ Drops the positional encoding of a trained model and recalibrates it on the text
 given. MODEL is a directory or hub id of published weights, a .gguf file, or a run of this program.
 Length, batch, steps, learning rate, warm-up and QK-norm follow from the model, the measured speed
 and the time (docs/pretrained.md); a word for any key of a run overrides one. The plan is shown
-first. Then the model is trained, measured beside what it was, with YaRN and dynamic NTK, and
-exported for transformers. Interrupted, the same command resumes.
+first. Then the model is trained, measured beside what it was (loss and a needle task; with a fitted
+temperature, and the other with YaRN and dynamic NTK), and exported for transformers. Interrupted,
+the same command resumes.
 """
 COMMAND = Command(
     ROOT,

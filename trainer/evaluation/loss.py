@@ -29,14 +29,24 @@ def windows_with_common_ends(
     count: int,
     lengths: list[int],
     *,
+    last: int | None = None,
     key: str = "evaluation.lengths",
     text: str = "held-out",
 ) -> dict[int, Integers]:
     """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
 
     The last tokens of the windows are then equal at every length, read with more or less context,
-    so that their losses are paired. ``key``: configuration key of the longest length; ``text``:
-    name of the stream.
+    so that their losses are paired.
+
+    Args:
+        stream: the text.
+        count: windows of each length.
+        lengths: in tokens.
+        last: last tokens of a window that are scored. No two windows share any of them: an interval
+            over windows takes these as independent. A short text then has fewer than ``count``
+            windows, at least one. None: the scored tokens may overlap.
+        key: configuration key of the longest length.
+        text: name of the stream.
 
     Raises:
         UserError: the held-out text is shorter than the longest window.
@@ -48,6 +58,8 @@ def windows_with_common_ends(
             f"the {text} text has {len(stream)} tokens, fewer than the longest window of "
             f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
         )
+    if last is not None:
+        count = min(count, (len(stream) - longest) // last + 1)
     ends = np.linspace(longest, len(stream), count).astype(np.int64)
     return {length: stream.windows(ends - length, length) for length in lengths}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.words import counted
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
@@ -77,8 +78,10 @@ def make_tasks(
     notes: list[str] = []
     bos_token, tokenizer, first = text.bos_token, text.corpus.tokenizer, text.corpus.first_token
     windows: dict[int, Integers] = {}
+    last = config.last or min(training_length, *lengths)
     if {PERPLEXITY, KEY_TOKENS} & {*config.tasks}:
-        windows = windows_with_common_ends(text.stream, config.windows, lengths)
+        windows = windows_with_common_ends(text.stream, config.windows, lengths, last=last)
+        notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
     for name in config.tasks:
         if name == PERPLEXITY:
             made.append(Perplexity(windows, first, training_length, config.last))
@@ -107,7 +110,6 @@ def make_tasks(
         C = chooser.subject.layout.training_length
         raise_all(config.key_tokens.context_problems(C, max(lengths)))
         check_prompts(made, lengths)  # before the chooser reads, which may take minutes
-        last = config.last or min(training_length, *lengths)
         chosen = chooser.choose(windows[max(lengths)], first, last)
         if chosen.too_few:
             notes.append(chosen.too_few)
@@ -116,6 +118,19 @@ def make_tasks(
     if notes and not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return made, notes
+
+
+def _missing_windows(
+    count: int, wanted: int, text: HeldOut, lengths: list[int], last: int
+) -> list[str]:
+    """Return a sentence about the windows that the text does not have, if any."""
+    if count == wanted:
+        return []
+    return [
+        f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
+        f"held-out text of {len(text.stream):,} tokens has no more of {max(lengths):,} tokens "
+        f"whose last {last:,} do not overlap."
+    ]
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:

@@ -54,13 +54,16 @@ def loss_change(cell: Result, reference: Result) -> Estimate:
     """Return the relative difference of two losses: 0.01 if ``cell`` is 1% above ``reference``.
 
     Its interval is over the windows of text on which both were measured. If these are unknown, the
-    interval is the value alone.
+    interval is the value alone. One window leaves any value open.
     """
     if cell.loss is None or reference.loss is None:
         raise ValueError("a loss that was not measured cannot be compared")
-    if cell.losses and len(cell.losses) == len(reference.losses):
+    paired = len(cell.losses) == len(reference.losses)
+    if paired and len(cell.losses) > 1:
         return change(cell.losses, reference.losses)
     only = cell.loss / reference.loss - 1
+    if paired and cell.losses:
+        return Estimate(only, -math.inf, math.inf)
     return Estimate(only, only, only)
 
 
@@ -68,6 +71,8 @@ def change_in_words(difference: Estimate) -> str:
     """Return ``+7.5% (+6.9% to +8.0%)``."""
     if difference.low == difference.high:
         return signed(difference.mean)
+    if math.isinf(difference.high):
+        return f"{signed(difference.mean)} (one window, which gives no interval)"
     low, high = signed(difference.low), signed(difference.high)
     return f"{signed(difference.mean)} ({low} to {high})"
 

@@ -125,12 +125,12 @@ class Sweep:
     def loss_change(
         self, run: SweptRun, factor: float, other: SweptRun | None = None
     ) -> Estimate | None:
-        """Return a run's relative change in loss from another's, on the same windows.
+        """Return a run's relative change in loss from another's, on the same windows, two at least.
 
         ``other``: the reference by default.
         """
         losses = [point.losses for point in self._pair(run, factor, other)]
-        return change(*losses) if losses and len(losses[0]) == len(losses[1]) > 0 else None
+        return change(*losses) if losses and len(losses[0]) == len(losses[1]) > 1 else None
 
     def leader(self, factor: float) -> SweptRun | None:
         """Return the run that is better than every other measured one at a length, if any.

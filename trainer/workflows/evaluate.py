@@ -218,10 +218,12 @@ def measure_models(
         fits = _head_fits(recipes, config, C)
         raise_all(_memory_problems(subjects, fits, chooser, config, lengths, device, share))
         with multiplying(device, tf32):
-            tasks, not_run = make_tasks(text.held_out, config, lengths, C, chooser)
+            tasks, task_notes = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
         fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
+    for note in task_notes if share.index == 0 else ():
+        log.warning("%s", note)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     can_shorten = config.shortened() != replace(config, quick=True)
     shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""
@@ -239,7 +241,7 @@ def measure_models(
         tasks={task.key: task.title for task in tasks},
         notes=(
             *notes,
-            *not_run,
+            *task_notes,
             *([f"A quick evaluation: {QUICK}."] * config.quick),
             *measured.notes,
         ),

@@ -364,17 +364,19 @@ def _say_long_minutes(request: Recalibration, corpus: Corpus) -> None:
 def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
     """Return the evaluated lengths, in tokens, that the held-out text has.
 
+    Both splits need them: a temperature is fitted on validation text.
+
     Raises:
         UserError: it has none of them.
     """
-    config, held_out = request.config, len(corpus.test)
+    config, held_out = request.config, min(len(corpus.test), len(corpus.validation))
     lengths = config.evaluation.in_tokens(config.training_length)
     fitting = [length for length in lengths if length <= held_out]
     if request.evaluates and not fitting:
         raise UserError.at(
             "text",
-            f"{held_out:,} tokens of it are held out (data.test), fewer than the shortest "
-            f"evaluated length of {min(lengths):,}; give more text, or "
+            f"{held_out:,} tokens of it are held out (data.test, data.validation), fewer than the "
+            f"shortest evaluated length of {min(lengths):,}; give more text, or "
             "evaluation.enabled=false.",
         )
     return fitting
@@ -418,7 +420,8 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | None:
-    """Measure the recalibrated model, the model as it was, and its extensions."""
+    """Measure the recalibrated model, with and without a temperature, and the model as it was, with
+    its extensions."""
     config, model = request.config, request.asked.model
     before = model if source_of(model) == "from_run" else str(find_pretrained(model))
     fitting = lengths_that_fit(request, corpus)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.words import duration
+from trainer.evaluation.method_config import TemperatureSettings
+from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
@@ -38,8 +40,11 @@ NORMED_RATE = 1e-3
 """Learning rate from which on training needs QK-norm (DroPE, Table 11)."""
 MULTIPLES = (1, 2, 4, 8)
 """Evaluated lengths, in multiples of the sequence length."""
-WINDOWS = (32, 16, 8, 4)
-"""Held-out windows of a length, from the most exact to the cheapest."""
+NEEDLES = "standard"
+"""Task that the evaluation asks beside perplexity: a needle in words, which any model can read."""
+ANSWER = 16, 32, 1e-3
+"""Tokens of an answer, the tokens that a pass for one of them costs as much as, and the seconds
+that each layer adds to such a pass on its own."""
 EFFECT = 4, 64
 """Fewest and most held-out sequences for the loss before, after and at the end."""
 CPU_PASS = 2048
@@ -222,6 +227,68 @@ def _norm(facts: Facts, rate: float, pick: Pick) -> None:
         pick("drop.qk_norm_gain", "matched", "attention logits keep their scale at the drop")
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How exactly an evaluation measures; 0 leaves a part out."""
+
+    windows: int
+    """Held-out windows of each length."""
+    trials: int
+    """Texts of the needle task at each length, asked once at each depth."""
+    fit_windows: int
+    """Windows of each length that the temperature is fitted on."""
+
+
+EFFORTS = (
+    (Effort(32, 4, 8), Effort(16, 2, 4), Effort(8, 1, 4), Effort(4, 1, 2)),
+    (Effort(16, 0, 4), Effort(8, 0, 4), Effort(4, 0, 2)),
+    (Effort(32, 0, 0), Effort(16, 0, 0), Effort(8, 0, 0), Effort(4, 0, 0)),
+)
+"""Evaluations with needles and a temperature, with a temperature alone, and of losses alone; each
+from the most exact to the cheapest."""
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """An evaluation of some lengths, in tokens, with an effort.
+
+    ``unit``: tokens beyond which methods change a model. ``methods``, ``tasks``: as in the
+    configuration.
+    """
+
+    tokens: list[int]
+    effort: Effort
+    unit: int
+    methods: list[str]
+    tasks: list[str]
+
+    def seconds(self, facts: Facts, speed: Speed, user_values: Mapping[str, Any]) -> float:
+        """Return the expected time: no pass is shared, so that it is rather too long."""
+
+        def passes(length: int) -> float:
+            return forward_flops(facts.config, facts.layout, length) / speed.operations
+
+        def user(key: str, default: Any) -> Any:
+            return user_values.get(f"evaluation.{key}", default)
+
+        settings, temperature = NeedleTaskSettings(), TemperatureSettings()
+        answer_tokens, as_many, of_layer = ANSWER
+        answer = answer_tokens * (passes(as_many) + facts.config.num_hidden_layers * of_layer)
+        windows = user("windows", self.effort.windows)
+        asked = NEEDLES in self.tasks
+        trials = user("needles.trials", self.effort.trials) if asked else 0
+        prompts = trials * len(user("needles.depths", settings.depths))
+        tried = len(user("temperature.grid", temperature.grid)) + 1
+        fits = "temperature" in self.methods
+        fit_windows = user("fit_windows", self.effort.fit_windows) * tried if fits else 0
+        models = 1 + len(self.methods)  # as it is there are two
+        return sum(
+            models * (windows * passes(n) + prompts * (passes(n) + answer))
+            + (fit_windows * passes(n) if n > self.unit else 0)
+            for n in self.tokens
+        )
+
+
 def _evaluation(
     facts: Facts,
     speed: Speed,
@@ -230,47 +297,70 @@ def _evaluation(
     user_values: Mapping[str, Any],
     pick: Pick,
 ) -> float:
-    """Choose lengths, windows and methods of the evaluation; return its expected seconds."""
+    """Choose lengths, methods and tasks of the evaluation, and how exactly it measures; return its
+    expected seconds."""
     C = user_values.get("evaluation.training_length", facts.context)
     asked = user_values.get("evaluation.tokens")
     if (factors := user_values.get("evaluation.lengths")) is not None:
         asked = [round(C * factor) for factor in factors]
     tokens = asked or [length * n for n in MULTIPLES]
-    for windows in WINDOWS:
-        costs = [_length_seconds(facts, speed, n, windows, max(tokens)) for n in tokens]
-        fitting = [n for i, n in enumerate(tokens) if sum(costs[: i + 1]) <= seconds]
-        if len(fitting) == len(tokens):
-            break
-    fitting = asked or fitting or tokens[:1]
+
+    def evaluation(lengths: list[int], effort: Effort) -> _Evaluation:
+        extends = max(lengths) > C
+        unit = C if extends or factors is not None else min(C, length)
+        unit = user_values.get("evaluation.training_length", unit)
+        methods = ["none", *["yarn", "dynamic_ntk"] * extends]
+        methods += ["temperature"] * (effort.fit_windows > 0 and max(lengths) > unit)
+        methods = user_values.get("evaluation.methods", methods)
+        has_needles = effort.trials > 0 and min(lengths) >= SHORTEST
+        tasks = user_values.get("evaluation.tasks", ["perplexity", *[NEEDLES] * has_needles])
+        at_least = replace(  # what a user asks for is not left out
+            effort,
+            trials=max(effort.trials, NEEDLES in tasks),
+            fit_windows=max(effort.fit_windows, "temperature" in methods),
+        )
+        return _Evaluation(lengths, at_least, unit, methods, tasks)
+
+    tried = [
+        evaluation(tokens[:count], effort)
+        for efforts in EFFORTS
+        for count in range(len(tokens), 0, -1)
+        for effort in efforts
+        if count == len(tokens) or (asked is None and (count > 1 or not effort.fit_windows))
+    ]
+    costs = (plan.seconds(facts, speed, user_values) for plan in tried)
+    plan = next((p for p, c in zip(tried, costs, strict=False) if c <= seconds), tried[-1])
     if asked is None:
-        left_out = [n for n in tokens if n not in fitting]
-        why = f"1 to {fitting[-1] // length} times {length:,} tokens"
+        left_out = [n for n in tokens if n not in plan.tokens]
+        why = f"1 to {plan.tokens[-1] // length} times {length:,} tokens"
         if left_out:
             why += f"; {', '.join(f'{n:,}' for n in left_out)} take more than the time"
-        pick("evaluation.tokens", fitting, why)
-    pick("evaluation.training_length", C, "the model's context, from which extensions count")
-    pick("evaluation.tasks", ["perplexity"], "needs no questions")
-    if max(fitting) > C:
-        pick(
-            "evaluation.methods",
-            ["none", "yarn", "dynamic_ntk"],
-            "extensions of the model as it was",
-        )
+        pick("evaluation.tokens", plan.tokens, why)
+    if plan.unit == length < C:
+        why = f"the sequences, from which the temperature counts; no length is beyond C = {C:,}"
     else:
-        why = f"YaRN and dynamic NTK change nothing up to C = {C:,}"
-        pick("evaluation.methods", ["none"], why)
-    count = pick(
-        "evaluation.windows", windows, f"{WINDOWS[0]}, halved until the lengths fit the time"
-    )
+        why = "the model's context, from which extensions and the temperature count"
+    pick("evaluation.training_length", plan.unit, why)
+    why = "a needle in words beside the loss" if NEEDLES in plan.tasks else "needs no questions"
+    pick("evaluation.tasks", plan.tasks, why)
+    reasons = [
+        "extensions of the model as it was"
+        if max(plan.tokens) > C
+        else f"YaRN and dynamic NTK change nothing up to C = {C:,}"
+    ]
+    if "temperature" in plan.methods:
+        reasons.append("a temperature fitted for the recalibrated one")
+    pick("evaluation.methods", plan.methods, "; ".join(reasons))
+    effort, most = plan.effort, EFFORTS[0][0]
+    pick("evaluation.windows", effort.windows, f"up to {most.windows}, as the time allows")
+    if NEEDLES in plan.tasks:
+        why = f"up to {most.trials} texts, each asked at every depth, as the time allows"
+        pick("evaluation.needles.trials", effort.trials, why)
+    if "temperature" in plan.methods:
+        why = f"up to {most.fit_windows} windows, as the time allows"
+        pick("evaluation.fit_windows", effort.fit_windows, why)
     pick("evaluation.dtype", speed.precision, "as in training")
-    return sum(_length_seconds(facts, speed, n, count, max(fitting)) for n in fitting)
-
-
-def _length_seconds(facts: Facts, speed: Speed, length: int, windows: int, longest: int) -> float:
-    """Return the expected seconds of a length: the model after and before the drop, and YaRN and
-    dynamic NTK if the ``longest`` length is beyond C."""
-    cells = 4 if longest > facts.context else 2
-    return cells * windows * forward_flops(facts.config, facts.layout, length) / speed.operations
+    return plan.seconds(facts, speed, user_values)
 
 
 def _rounded_up(minutes: float) -> float:
