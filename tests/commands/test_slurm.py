@@ -250,7 +250,7 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
         (["slurm.time=soon"], ["slurm.time: expected minutes"]),
         (["slurm.signal_seconds=0"], ["slurm.signal_seconds: expected 1 or more"]),
         (["slurm.extra=[debug]"], ["slurm.extra: expected options"]),
-        (["slurm.setup=[a"], ["'slurm.setup=[a': expected"]),
+        (["slurm.setup=[a"], ["'slurm.setup=[a': not readable"]),
         (["overwrite=true"], ["overwrite: true would start again"]),
         (["callbacks=3"], ["callbacks"]),
         (

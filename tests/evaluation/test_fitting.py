@@ -22,7 +22,7 @@ from trainer.positional.rescaling import yarn
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
     "windows": {8: np.zeros((3, 8), int)},
-    "end_of_text": 1,
+    "first_token": 1,
     "fingerprint": "other",
     "needles": {8: None},
     "choice": {8: np.ones((1, 8), int)},
@@ -34,7 +34,7 @@ def test_keys_of_fits_and_choices_have_their_texts():
     changed = {name: replace(TEXT, **{name: other}) for name, other in OTHERS.items()}
     of_fits = {name for name, text in changed.items() if text.key != TEXT.key}
     of_choices = {name for name, text in changed.items() if text.choice_key != TEXT.choice_key}
-    assert of_fits == {"windows", "end_of_text", "fingerprint"}
+    assert of_fits == {"windows", "first_token", "fingerprint"}
     assert of_choices == of_fits | {"choice"}
     # Another longest length: the windows of 8 tokens end elsewhere.
     longer = replace(TEXT, windows={**TEXT.windows, 16: np.zeros((2, 16), int)})
@@ -55,7 +55,7 @@ def test_a_stored_fit_is_for_the_same_weights_text_and_settings(tmp_path):
     others = [
         {"model": "other"}, {"settings": ("a", 2)}, {"kind": "longrope"},
         *({"text": replace(TEXT, **{k: OTHERS[k]})} for k in ("windows", "fingerprint")),
-        {"text": replace(TEXT, end_of_text=1)},
+        {"text": replace(TEXT, first_token=1)},
     ]  # fmt: skip
     assert [stored(**other) for other in others] == [2, 3, 4, 5, 6, 7]
     assert stored() == 1
@@ -113,7 +113,7 @@ def stand_in(monkeypatch, loss):
     """Losses as a function of the coefficient of the layout; returns those asked for."""
     asked = []
 
-    def losses(model, windows, end_of_text, batch_tokens):
+    def losses(model, windows, first_token, batch_tokens):
         coefficient = model.layout.spectra[0].temperature.coefficient
         asked.append(coefficient)
         return torch.tensor([loss(coefficient)], dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_a_line_goes_through_the_best_scale_of_every_length(monkeypatch, tiny_de
     """Peng et al.: the scale of least perplexity at each s, and 1 + c ln s through all of them."""
     lowest = {16: 0.4, 32: 1.1}
 
-    def losses(model, windows, end_of_text, batch_tokens):
+    def losses(model, windows, first_token, batch_tokens):
         c = model.layout.spectra[0].temperature.coefficient
         return torch.tensor([(c - lowest[windows.shape[1]]) ** 2], dtype=torch.float64)
 

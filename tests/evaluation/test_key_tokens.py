@@ -143,7 +143,7 @@ def test_a_cell_depends_on_the_windows_and_the_mask(windows, corpus):
     key = task.fingerprint(64)
     assert replace(task, chosen=replace(task.chosen, by="b")).fingerprint(64) == key
     assert replace(task, chosen=replace(task.chosen, mask=~mask)).fingerprint(64) != key
-    assert replace(task, end_of_text=task.end_of_text + 1).fingerprint(64) != key
+    assert replace(task, first_token=task.first_token + 1).fingerprint(64) != key
     changed = {**windows, 64: windows[64][::-1]}
     assert replace(task, windows=changed).fingerprint(64) != key
     assert task.fingerprint(32) != key

@@ -142,5 +142,5 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     text = HeldOut(replace(corpus, tokenizer=tokenizer), corpus.test, first, 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
     (perplexity, statements), _ = make_tasks(text, config, [32], 32)
-    assert perplexity.end_of_text == first
+    assert perplexity.first_token == first
     assert (statements.trials[32].prompts[:, 0] == first).all()

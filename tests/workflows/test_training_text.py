@@ -119,7 +119,7 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
             "drop": {"at": 0.5},
         },
     )
-    corpus = SimpleNamespace(end_of_text=5, test="test")
+    corpus = SimpleNamespace(first_token=5, test="test")
     check_evaluated_text({"main": config}, corpus)
     few, wanted = seen["few"], config.evaluation
     assert (few.windows, few.fit_windows, few.longbench.limit) == (1, 1, 1)

@@ -39,7 +39,7 @@ class FitText:
     """
 
     windows: Mapping[int, Integers]
-    end_of_text: int
+    first_token: int
     fingerprint: str
     needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
     choice: Mapping[int, Integers] | None = None
@@ -151,7 +151,7 @@ def fit_coefficient(
         for length, tokens in windows.items():
             with model.using(layout_at(length / C)):
                 by_position = losses_by_position(
-                    model, tokens, fitting.text.end_of_text, fitting.batch_tokens
+                    model, tokens, fitting.text.first_token, fitting.batch_tokens
                 )
             total += by_position.mean().item()
             fitting.read(*tokens.shape)
@@ -235,7 +235,7 @@ def fit_heads(
                     for scale, row, learned in zip(scales, c, trained, strict=True):
                         scale.copy_(learned * (1 + row * log_s))
                 with model.using(layout_at(length / C)):
-                    loss += _backward(model, tokens, fitting.text.end_of_text)
+                    loss += _backward(model, tokens, fitting.text.first_token)
                 for index, (scale, learned) in enumerate(zip(scales, trained, strict=True)):
                     assert scale.grad is not None
                     c.grad[index] += scale.grad * learned * log_s
@@ -279,11 +279,11 @@ def _scales(
             weight.requires_grad_(True)
 
 
-def _backward(model: Decoder, windows: Integers, end_of_text: int) -> float:
+def _backward(model: Decoder, windows: Integers, first_token: int) -> float:
     """Accumulate the gradient of the mean loss of ``windows`` ``[N, T]``, and return the loss."""
     total = torch.zeros((), device=model.device)
     for window in torch.from_numpy(windows).to(model.device, torch.int64):
-        ids = torch.cat([window.new_tensor([end_of_text]), window[:-1]])
+        ids = torch.cat([window.new_tensor([first_token]), window[:-1]])
         loss = model.loss(ids[None], window[None]) / len(windows)
         loss.backward()
         total += loss.detach()

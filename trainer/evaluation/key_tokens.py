@@ -47,7 +47,7 @@ Booleans = NDArray[np.bool_]
 class Contexts:
     """Tokens that the chooser reads at most to predict one, in either reading, and the thresholds.
 
-    ``long``, ``short``: tokens, including the end-of-text token. ``alpha``, ``beta``: in nats, see
+    ``long``, ``short``: tokens, including the first token. ``alpha``, ``beta``: in nats, see
     the module.
     """
 
@@ -103,7 +103,7 @@ class ChosenTokens:
 def find_key_tokens(
     model: LanguageModel,
     windows: Integers,
-    end_of_text: int,
+    first_token: int,
     last: int,
     contexts: Contexts,
     batch_tokens: int,
@@ -122,7 +122,7 @@ def find_key_tokens(
             [
                 losses[:, -last:].clone()  # a view would keep the losses of the whole text
                 for losses in losses_of_batches(
-                    model, text, end_of_text, batch_tokens, reads=reads, done=done
+                    model, text, first_token, batch_tokens, reads=reads, done=done
                 )
             ]
         ).double()
@@ -146,14 +146,14 @@ class Chooser:
     batch_tokens: int
     share: Share = field(default_factory=Share)
 
-    def choose(self, windows: Integers, end_of_text: int, last: int) -> ChosenTokens:
+    def choose(self, windows: Integers, first_token: int, last: int) -> ChosenTokens:
         """Return the key tokens among the ``last`` ones of windows ``[N, T]``."""
         C = self.subject.layout.training_length
         contexts = Contexts.make(self.settings, C, windows.shape[1])
         text = windows[:, -max(last, contexts.long) :]
         key = {
             "model": self.subject.fingerprint,
-            "text": fingerprint(text, end_of_text, last),
+            "text": fingerprint(text, first_token, last),
             "contexts": asdict(contexts),
         }
 
@@ -163,7 +163,7 @@ class Chooser:
             with Progress("Choosing key tokens", 2 * len(text), text.shape[1]) as progress:
                 done = progress.advance
                 mask = find_key_tokens(
-                    model, text, end_of_text, last, contexts, self.batch_tokens, done
+                    model, text, first_token, last, contexts, self.batch_tokens, done
                 )
             return pack(mask.astype(np.uint8))
 

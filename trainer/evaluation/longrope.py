@@ -258,7 +258,7 @@ def fitted_factors(
     def text_loss() -> float:
         windows = text.windows[length][: settings.windows]
         fitting.read(*windows.shape)
-        losses = losses_by_position(model, windows, text.end_of_text, fitting.batch_tokens)
+        losses = losses_by_position(model, windows, text.first_token, fitting.batch_tokens)
         return losses.mean().item()
 
     def needle_loss() -> float:

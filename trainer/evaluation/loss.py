@@ -65,10 +65,10 @@ def windows_with_common_ends(
 
 
 def losses_by_position(
-    model: LanguageModel, windows: Integers, end_of_text: int, batch_tokens: int
+    model: LanguageModel, windows: Integers, first_token: int, batch_tokens: int
 ) -> Tensor:
     """Return the mean loss per position, ``[T]`` float64 nats; see :func:`losses_of_batches`."""
-    return mean_losses(losses_of_batches(model, windows, end_of_text, batch_tokens), 1)[0]
+    return mean_losses(losses_of_batches(model, windows, first_token, batch_tokens), 1)[0]
 
 
 def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
 def losses_of_batches(
     model: LanguageModel,
     windows: Integers,
-    end_of_text: int,
+    first_token: int,
     batch_tokens: int,
     *,
     reads: int | None = None,
@@ -98,12 +98,12 @@ def losses_of_batches(
 ) -> Iterator[Tensor]:
     """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.
 
-    Every window ``[T]`` follows one end-of-text token, as in training, and all its tokens are
+    Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
     predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
     sequence. ``done`` receives the number of windows after each batch; ``piece``: the batches to
     read.
 
-    ``reads``: largest number of tokens read to predict one, including the end-of-text token (None:
+    ``reads``: largest number of tokens read to predict one, including the first token (None:
     all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
     the second half of a piece counts, with at least half of ``reads`` tokens before it, and both
     halves of the first piece. The pieces end with the window, so that its last tokens are read
@@ -126,7 +126,7 @@ def losses_of_batches(
         losses = []
         for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
             ids = tokens.roll(1, dims=1)
-            ids[:, 0] = end_of_text
+            ids[:, 0] = first_token
             losses.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
         done(len(part))
         yield torch.cat(losses).view(len(part), len(starts), size)[:, stretch, place]

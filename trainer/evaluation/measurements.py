@@ -100,7 +100,7 @@ class WindowLosses(Measurement):
     """Losses on windows of held-out text, ``[N, length]`` tokens for each length."""
 
     windows: dict[int, Integers]
-    end_of_text: int
+    first_token: int
 
     def sequences(self, length: int) -> int:
         """Return the number of windows."""
@@ -115,7 +115,7 @@ class WindowLosses(Measurement):
         losses_of = losses_of_batches(
             reading.model,
             self.windows[reading.length],
-            self.end_of_text,
+            self.first_token,
             reading.batch_tokens,
             reads=reading.reads,
             done=reading.done,
@@ -175,7 +175,7 @@ class Statements(Measurement):
     """
 
     trials: dict[int, Trials]
-    end_of_text: int
+    first_token: int
     key: str = STATEMENTS
     title: str = "Trained statements (multi-key)"
 
@@ -185,7 +185,7 @@ class Statements(Measurement):
         stream: TokenStream,
         lengths: list[int],
         vocabulary: NeedleVocabulary,
-        end_of_text: int,
+        first_token: int,
         trials: int,
         needles: int,
         seed: int,
@@ -194,11 +194,11 @@ class Statements(Measurement):
         """Make trials in windows of held-out text that end at the same tokens at every length."""
         trials_at = {}
         for length, text in windows_with_common_ends(stream, trials, lengths).items():
-            text[:, 0] = end_of_text
+            text[:, 0] = first_token
             trials_at[length] = make_trials(
                 text, np.arange(trials), vocabulary, needles, seed, changes
             )
-        return cls(trials_at, end_of_text)
+        return cls(trials_at, first_token)
 
     def sequences(self, length: int) -> int:
         """Return the number of trials."""
@@ -224,7 +224,7 @@ class Statements(Measurement):
         asked, reads = self.trials[reading.length], reading.reads
         if reads is not None and reads < reading.length:
             prompts = asked.prompts[:, -reads:].copy()
-            prompts[:, 0] = self.end_of_text
+            prompts[:, 0] = self.first_token
             asked = Trials(prompts, asked.answers, asked.depths)
         hits = successes(reading.model, asked, reading.batch_tokens, reading.done, reading.piece)
         return {"scores": [float(hit) for hit in hits]}
