@@ -106,6 +106,10 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     trained_in(last, values, **short | changes | {"drop": {"at": None}})
     run_command(COMMAND, [f"checkpoint={last}", f"to={last_to}", "threads=1"])
     assert (last_to / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
+    shutil.rmtree(tmp_path / "short" / "checkpoints")  # as one does to save space
+    run_command(COMMAND, [f"checkpoint={last}", f"to={tmp_path / 'again'}", "threads=1"])
+    said = "To be chosen by whoever publishes the weights."
+    assert (tmp_path / "again" / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
 
 
 def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ from trainer.runs.checkpoints import (
     description,
     digests,
     find_checkpoint,
+    healthy_checkpoints,
     is_healthy,
-    last_healthy_checkpoint,
     load_decoder,
     newest_sound_checkpoint,
     read_state,
@@ -394,6 +394,14 @@ def test_what_a_rotation_keeps(some, keep, steps, remaining):
     assert [path.name for path in some.glob(".*")] == [".step-000015.partial"]
 
 
+def test_without_a_healthy_checkpoint_the_newest_with_finite_parameters_counts(some):
+    """The updates before it were skipped, and have not touched the weights."""
+    for step in steps_in(some):
+        state = {"tally": {"skipped_in_a_row": 1.0}, "finite_parameters": step < 9}
+        (some / step_name(step) / "state.json").write_text(json.dumps(state))
+    assert healthy_checkpoints(some, 12) == [some / step_name(6)]
+
+
 UNHEALTHY = ({"finite_parameters": False}, {"tally": {"skipped_in_a_row": 1.0}})
 
 
@@ -403,9 +411,8 @@ def test_a_rotation_spares_healthy_checkpoints_before_others(some, unhealthy, ke
     for step in steps_in(some):
         state = {"tally": {"skipped_in_a_row": 0.0}} | (unhealthy if step > 6 else {})
         (some / step_name(step) / "state.json").write_text(json.dumps(state))
-    assert last_healthy_checkpoint(some, 12) == some / step_name(6)
-    assert last_healthy_checkpoint(some, 12, {6}) == some / step_name(3)
-    assert last_healthy_checkpoint(some, 5, {3}) is None
+    assert healthy_checkpoints(some, 12) == [some / step_name(6), some / step_name(3)]
+    assert healthy_checkpoints(some, 2) == []
     rotate(some, TrainerConfig(keep_checkpoints=keep))
     assert steps_in(some) == [*remaining, 1_000_000]
     # A newer healthy one takes the place of an older one.

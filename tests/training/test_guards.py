@@ -202,6 +202,14 @@ def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, b
     assert now[0].should_stop == (broken is not None)
 
 
+@pytest.mark.parametrize(("rewind_after", "broken"), [(None, None), (8, (0, 100))])
+def test_a_control_goes_on_unless_it_rewinds(rewind_after, broken):
+    config = RunConfig(trainer=TrainerConfig(rewind_after=rewind_after))
+    callback = Rewind(config, is_control=True)
+    callback.judge(100, 100)
+    assert callback.diverged == broken
+
+
 def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
     armed = []
     later = {"exit": True, "file": guards.sys.__stderr__}

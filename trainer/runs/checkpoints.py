@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -295,23 +294,28 @@ def is_healthy(path: Path) -> bool:
     True if unknown or damaged.
     """
     try:
-        state = read_plain(path / STATE)
-        skipped = state["tally"]["skipped_in_a_row"]
-        return not skipped and state.get("finite_parameters", True)
+        skipped = read_plain(path / STATE)["tally"]["skipped_in_a_row"]
     except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return not skipped and has_finite_parameters(path)
+
+
+def has_finite_parameters(path: Path) -> bool:
+    """Whether all parameters of a checkpoint are finite; True if unknown or damaged."""
+    try:
+        return bool(read_plain(path / STATE).get("finite_parameters", True))
+    except (OSError, ValueError, AttributeError):
         return True
 
 
-def last_healthy_checkpoint(
-    directory: Path, step: int, passed_over: Container[int] = ()
-) -> Path | None:
-    """Return the newest healthy regular checkpoint of at most ``step`` steps, or None.
+def healthy_checkpoints(directory: Path, step: int) -> list[Path]:
+    """Return the healthy regular checkpoints of at most ``step`` steps, the newest first.
 
-    ``passed_over``: steps of checkpoints that do not count.
+    If there is none, the newest with finite parameters is returned: a skipped update leaves the
+    weights as they are.
     """
-    paths = [p for p in regular_checkpoints(directory) if step_of(p) <= step]
-    candidates = (p for p in reversed(paths) if step_of(p) not in passed_over)
-    return next(filter(is_healthy, candidates), None)
+    paths = [path for path in reversed(regular_checkpoints(directory)) if step_of(path) <= step]
+    return [*filter(is_healthy, paths)] or [*filter(has_finite_parameters, paths)][:1]
 
 
 def training_loss(path: Path) -> float:

@@ -94,7 +94,7 @@ def layout_problems(config: RunConfig) -> list[Problem]:
     run are not checked.
     """
     try:
-        layouts = layouts_of_phases(config, configured_layout(config))
+        layouts = [*layouts_of_phases(config, configured_layout(config))]
         for phase, before in zip(phases_of(config), layouts, strict=False):
             if config.model.from_pretrained is not None:
                 break

@@ -27,7 +27,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import (
     damage_together,
     find_checkpoint,
-    last_healthy_checkpoint,
+    healthy_checkpoints,
     model_config,
     newest_sound_checkpoint,
     read_state,
@@ -139,7 +139,8 @@ def rewind_run(
         Pairs (step, number of samples) for the steps from there on.
     """
     directory = Path(config.run_dir) / "checkpoints"
-    on_rank_zero(lambda: _go_back(directory, first_bad, {step for step, _ in skips}))
+    earlier, most = {step for step, _ in skips}, config.trainer.keep_checkpoints
+    on_rank_zero(lambda: _go_back(directory, first_bad, earlier, most))
     newest = newest_sound_checkpoint(Path(config.run_dir)) or branch
     state = on_rank_zero(lambda: read_state(newest)) if newest is not None else {}
     step = state.get("step", 0)
@@ -154,10 +155,15 @@ def rewind_run(
     return left_out
 
 
-def _go_back(directory: Path, first_bad: int, earlier: set[int]) -> None:
-    """Set aside all checkpoints after the one to resume from; ``earlier``: steps rewound to."""
-    target = last_healthy_checkpoint(directory, first_bad, earlier)
-    target = target or last_healthy_checkpoint(directory, first_bad)
+def _go_back(directory: Path, first_bad: int, earlier: set[int], most: int) -> None:
+    """Set aside all checkpoints after the one to resume from.
+
+    ``earlier``: steps rewound to. ``most``: number of last checkpoints among which another one is
+    chosen; those kept for good may lie far back.
+    """
+    recent = healthy_checkpoints(directory, first_bad)[:most]
+    target = next((path for path in recent if step_of(path) not in earlier), None)
+    target = target or next(iter(recent), None)
     paths = regular_checkpoints(directory)
     set_aside([p for p in paths if target is None or step_of(p) > step_of(target)])
 

@@ -27,7 +27,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import (
     check_same_model,
     damage_together,
-    last_healthy_checkpoint,
+    healthy_checkpoints,
     step_name,
 )
 from trainer.runs.config import RunConfig
@@ -86,12 +86,15 @@ def train(
     branch: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
     user_callbacks: Sequence[L.Callback] | None = None,
+    *,
+    is_control: bool = False,
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
     ``branch``: checkpoint of another run, with its metrics, to continue if this run has none.
     ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
-    for each further stretch and after a rewind.
+    for each further stretch and after a rewind. ``is_control``: whether to go on if updates are
+    skipped without end, so that the run which this one is compared with is evaluated all the same.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
@@ -114,7 +117,7 @@ def train(
         if skips is None:
             skips = start.state.get("skips", [])
         with numerics(config):
-            stretch = _stretch(config, corpus, start, skips)
+            stretch = _stretch(config, corpus, start, skips, is_control)
             trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
             if config.trainer.rewind_after is None:
@@ -123,7 +126,7 @@ def train(
             if rewinds == MAX_REWINDS:
                 raise UserError.at(
                     "trainer.rewind_after",
-                    f"the run went back {MAX_REWINDS} times and diverges again; lower the "
+                    f"{label(config)} went back {MAX_REWINDS} times and diverges again; lower the "
                     "learning rate, or look at the text.",
                 )
             skips = rewind_run(config, *trained.diverged, skips, branch)
@@ -149,13 +152,14 @@ def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | Non
     ``last_good``: the step before the first of the skipped updates, which end with ``step``.
     """
     directory = Path(config.run_dir) / "checkpoints"
-    path = on_rank_zero(lambda: last_healthy_checkpoint(directory, last_good)) or branch
+    healthy = on_rank_zero(lambda: healthy_checkpoints(directory, last_good))
+    path = next(iter(healthy), branch)
     before, start = "no checkpoint lies before them", "begins again"
     if path is not None:
         before, start = f"the last checkpoint before them is {str(path)!r}", "goes back to it"
     return UserError.at(
         "trainer.rewind_after",
-        "the run stopped, because the loss or the gradient was not finite in steps "
+        f"{label(config)} stopped, because the loss or the gradient was not finite in steps "
         f"{last_good + 1} to {step}; {before}. {same_command(config.overwrite).capitalize()} with "
         f"trainer.rewind_after=8 {start} and leaves out the samples since; if that diverges too, "
         f"begin another run with a learning rate (optimizer.lr) below {config.optimizer.lr:g}.",
@@ -234,7 +238,7 @@ def _train_stretch(
 
 
 def _stretch(
-    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]]
+    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]], is_control: bool
 ) -> PhaseStretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
@@ -247,6 +251,7 @@ def _stretch(
         phase=phase,
         skips=[(step, samples) for step, samples in skips],
         ends=dict(start.state.get("ends", {})),
+        is_control=is_control,
     )
 
 

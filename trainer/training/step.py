@@ -67,7 +67,8 @@ class PhaseStretch:
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
     sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
-    out), ``ends`` the steps of earlier phases that ended early.
+    out), ``ends`` the steps of earlier phases that ended early. ``is_control``: see
+    :func:`~trainer.training.run.train`.
     """
 
     run: RunConfig
@@ -77,6 +78,7 @@ class PhaseStretch:
     phase: Phase
     skips: list[tuple[int, int]]
     ends: dict[str, int]
+    is_control: bool = False
 
     def first_sample(self, step: int) -> int:
         """Return the number of the first sample that ``step`` reads."""
@@ -105,7 +107,7 @@ class Step:
         )
         self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
         self.stopping = Stopping(stretch.run, self.saving, start_time)
-        self.rewind = Rewind(config)
+        self.rewind = Rewind(config, stretch.is_control)
         self.guards = make_guards(config, ranks)
 
     def callbacks(self) -> list[L.Callback]:

@@ -27,7 +27,7 @@ from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
+from trainer.runs.arms import MAIN, arm_problems, arms_of, control_problems, spread_problems
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     MANIFEST,
@@ -119,7 +119,13 @@ def _run_experiment(
                 say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)
         with heeding_signals():
             runs = {
-                name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
+                name: train(
+                    arm,
+                    corpus,
+                    _branch(config, name),
+                    user_callbacks=callbacks[name],
+                    is_control=name != MAIN,
+                )
                 for name, arm in configs.items()
             }
         configs = {name: run.config for name, run in runs.items()}

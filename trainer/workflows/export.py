@@ -209,13 +209,17 @@ def model_card(
 def _published_beginning(config: RunConfig) -> str | None:
     """Return the published weights with which the training began, through any number of runs.
 
-    None if there are none, or if a run in between is no longer on this machine.
+    None if there are none, or if a run in between is no longer on this machine or is damaged: the
+    weights do not depend on it, and the card then leaves the licence open.
     """
-    while (run := config.model.from_run) is not None:
-        if not Path(run).is_dir():
+    visited = {config.run_dir}
+    while (run := config.model.from_run) is not None and run not in visited:
+        visited.add(run)
+        try:
+            state = read_state(find_checkpoint(run), hashed=False)
+            config = saved_config(state["config"], "model.from_run", run)
+        except UserError:
             return None
-        state = read_state(find_checkpoint(run), hashed=False)
-        config = saved_config(state["config"], "model.from_run", f"the configuration in {run!r}")
     return config.model.from_pretrained
 
 

@@ -316,8 +316,8 @@ def _evaluation(
         tasks = user_values.get("evaluation.tasks", ["perplexity", *[NEEDLES] * has_needles])
         at_least = replace(  # what a user asks for is not left out
             effort,
-            trials=max(effort.trials, NEEDLES in tasks),
-            fit_windows=max(effort.fit_windows, "temperature" in methods),
+            trials=max(effort.trials, int(NEEDLES in tasks)),
+            fit_windows=max(effort.fit_windows, int("temperature" in methods)),
         )
         return _Evaluation(lengths, at_least, unit, methods, tasks)
 

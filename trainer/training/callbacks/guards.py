@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -55,14 +56,14 @@ class Rewind(StepCallback):
     """Stops the run if ``trainer.rewind_after`` updates in a row were skipped.
 
     The run then resumes from its last checkpoint before them and skips the samples since. Without
-    this key it stops after :data:`MOST_SKIPPED` and ends with an error. ``diverged`` holds the last
-    sound step and the step of the stop. The count is read with each row of metrics, so that it
-    causes no further host sync.
+    this key it stops after :data:`MOST_SKIPPED` and ends with an error, but a control goes on, and
+    the report warns of it. ``diverged`` holds the last sound step and the step of the stop. The
+    count is read with each row of metrics, so that it causes no further host sync.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, is_control: bool = False) -> None:
         self.rewinds = config.trainer.rewind_after is not None
-        self.limit = config.trainer.rewind_after or MOST_SKIPPED
+        self.limit = config.trainer.rewind_after or (math.inf if is_control else MOST_SKIPPED)
         self.log_every = config.trainer.log_every
         self.diverged: tuple[int, int] | None = None
 
