@@ -192,6 +192,17 @@ def test_end_of_text_ends_an_answer_and_is_no_part_of_it(build, tokenizer, end):
     assert answers(model, tokenizer, [prompt], 1000) == [""]
 
 
+def test_the_end_of_a_turn_ends_an_answer_too(build, tokenizer):
+    model, (prompt,) = build(), groups(1, cuts=(5,))
+    with torch.no_grad():
+        likeliest = int(model(torch.tensor([prompt.tokens]))[0, -1].argmax())
+    names = {"<|im_end|>" if i == likeliest else f"w{i}": i for i in range(WORDS)}
+    with_turns = Tokenizer(WordLevel(names, unk_token="w0"))
+    with_turns.add_special_tokens([END_OF_TEXT])
+    assert answers(model, tokenizer, [prompt], 1000) != [""]
+    assert answers(model, with_turns, [prompt], 1000) == [""]
+
+
 def test_no_prompts_no_answers(build, tokenizer):
     assert answers(build(), tokenizer, [], 100) == []
 

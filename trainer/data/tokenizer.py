@@ -17,6 +17,10 @@ from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
+TEXT_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
+"""Tokens that separate documents, in the order in which they are looked for."""
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+"""Tokens with which instruct models (Qwen and SmolLM2, Llama 3, Gemma, Phi) end an answer."""
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a text."""
 
@@ -139,9 +143,19 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     Raises:
         UserError: the tokenizer has no known end-of-text token.
     """
-    for token in (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"):
+    for token in TEXT_ENDS:
         if (number := tokenizer.token_to_id(token)) is not None:
             return number
     raise UserError.at(
         "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
     )
+
+
+def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of the tokens that end an answer: end-of-text, and ends of turns.
+
+    Raises:
+        UserError: the tokenizer has no known end-of-text token.
+    """
+    turns = map(tokenizer.token_to_id, TURN_ENDS)
+    return frozenset({end_of_text(tokenizer), *(token for token in turns if token is not None)})

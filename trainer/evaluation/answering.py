@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.passes import WHOLE, Piece, longest_first, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.generation.generate import continue_from_cache, generate
@@ -59,13 +59,13 @@ def answers(
 ) -> dict[int, str]:
     """Return the model's answers by the indices of their prompts, as if each were computed alone.
 
-    An answer ends at end-of-text, after its prompt's ``new_tokens``, or when ``stop``, called after
-    each of its tokens, returns True. ``batch_tokens``: most prompt tokens read and cached together
-    (at least one prompt). ``done`` receives the number of prompts answered since its last call.
-    ``piece``: the batches to answer.
+    An answer ends at end-of-text or the end of a turn, after its prompt's ``new_tokens``, or when
+    ``stop``, called after each of its tokens, returns True. ``batch_tokens``: most prompt tokens
+    read and cached together (at least one prompt). ``done`` receives the number of prompts answered
+    since its last call. ``piece``: the batches to answer.
     """
     texts: dict[int, str] = {}
-    end = end_of_text(tokenizer)
+    ends = end_tokens(tokenizer)
     for batch in piece.among(list(_batches(prompts, batch_tokens))):
         asked = [prompts[index] for index in batch.prompts]
         answered: list[list[int]] = [[] for _ in asked]
@@ -74,9 +74,10 @@ def answers(
             answered[row].append(token)
             return stop is not None and stop(tokenizer.decode(answered[row]), asked[row].answers)
 
-        _answer(model, asked, batch.cuts, end, on_token)
+        _answer(model, asked, batch.cuts, ends, on_token)
         for index, tokens in zip(batch.prompts, answered, strict=True):
-            texts[index] = tokenizer.decode(tokens[:-1] if tokens[-1:] == [end] else tokens)
+            has_ended = not ends.isdisjoint(tokens[-1:])
+            texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
         if done is not None:
             done(len(asked))
     return texts
@@ -86,14 +87,14 @@ def _answer(
     model: LanguageModel,
     prompts: Sequence[Prompt],
     cuts: Sequence[int],
-    end: int,
+    ends: frozenset[int],
     on_token: Callable[[int, int], bool],
 ) -> None:
     """Answer greedily; all prompts have the same limits on length and first token."""
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
         logits, cache = _read(model, tokens, cuts, count)
-        continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
+        continue_from_cache(model, logits, cache, count, end_tokens=ends, on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
         # No token follows, so nothing needs to be cached.
         ids = torch.tensor(tokens, device=model.device)
@@ -103,7 +104,7 @@ def _answer(
             on_token(row, token)
     else:
         first = prompts[0].never_first
-        generate(model, tokens, count, end_tokens=(end,), never_first=first, on_token=on_token)
+        generate(model, tokens, count, end_tokens=ends, never_first=first, on_token=on_token)
 
 
 def _read(

@@ -15,6 +15,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
 from trainer.common.errors import Problem, UserError, did_you_mean, first_line
+from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
 from trainer.evaluation.passes import longest_first
@@ -124,7 +125,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
                 [prompts[i] or [self.encoder.bos_token] for i in batch],
                 new,
                 sampling=sampling,
-                end_tokens={self.encoder.end_of_text},
+                end_tokens=end_tokens(self.encoder.tokenizer),
                 on_token=push,
             )
         for text in texts:

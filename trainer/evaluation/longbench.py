@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, first_line, os_reason
 from trainer.common.fields import Count, Natural, OptionalText, adapter, configuration
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.scoring import Prompt, Task, list_problems
 from trainer.interchange.hub import cached_or_downloaded
 
@@ -394,7 +394,7 @@ class LongBenchTask:
         if not self.kind.one_line:
             return ()
         line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-        return (*line_break, end_of_text(self.tokenizer))
+        return (*line_break, *sorted(end_tokens(self.tokenizer)))
 
     @property
     def _classes(self) -> tuple[str, ...]:

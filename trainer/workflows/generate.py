@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.passes import precision_of
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
@@ -37,7 +37,7 @@ class Continuations:
     write_seconds: float
     """Seconds from then to the end."""
     ended: int = 0
-    """Number of continuations that the end-of-text token ended."""
+    """Number of continuations that end-of-text or the end of a turn ended."""
 
     def speed(self) -> str:
         """Describe tokens and tokens per second of reading the prompts and of writing, and what
@@ -116,23 +116,23 @@ def write(
         times.append(time.perf_counter())
         return texts[row].stopped
 
-    end = end_of_text(tokenizer)
+    ends = end_tokens(tokenizer)
     new = generate(
         model,
         ids,
         request.max_new_tokens,
         sampling=request.sampling,
-        end_tokens={end},
+        end_tokens=ends,
         on_token=on_token,
     )
-    ends = [text.finish() for text in texts]
+    rests = [text.finish() for text in texts]
     if stream:
-        show(ends[0])
+        show(rests[0])
     return Continuations(
         texts=tuple(text.text for text in texts),
         read=sum(map(len, ids)),
         written=sum(map(len, new)),
         read_seconds=times[len(ids)] - times[0],
         write_seconds=times[-1] - times[len(ids)],
-        ended=sum(tokens[-1] == end for tokens in new),
+        ended=sum(tokens[-1] in ends for tokens in new),
     )
