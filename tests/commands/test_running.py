@@ -561,15 +561,15 @@ def test_lengths_are_given_in_tokens_or_in_multiples():
 
 
 def test_files_that_are_not_there_are_missed_before_torch(place):
-    (place / "b.txt").write_text("text")
+    (place / "text.txt").write_text("text")
     code = (
         "import sys; from trainer.__main__ import main\n"
-        "try: main(['data=files', 'data.files=[a.txt,b.txt,c*.txt]', 'name=a'])\n"
+        "try: main(['data=files', 'data.files=[texd.txt,text.txt,c*.txt]', 'name=a'])\n"
         "finally: print('torch' in sys.modules)"
     )
     run = [sys.executable, "-c", code]
     ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert ended.stderr == "error: data.files: there is no file 'a.txt'. Did you mean 'b.txt'?\n"
+    assert ended.stderr == "error: data.files: there is no file 'texd.txt'. Did you mean 'text.txt'?\n"
     assert ended.stdout == "False\n"
 
 

@@ -77,13 +77,13 @@ def test_a_perplexity_depends_on_all_that_it_reads():
     task = Perplexity(windows, 0, 4, last=2)
     others = {
         "windows": {**windows, 4: windows[4] + 1},
-        "end_of_text": 1,
+        "first_token": 1,
         "training_length": 5,
         "last": 3,
         "key": "other",
         "title": "Other",
     }
-    assert told_apart(task, others) == {"windows", "end_of_text", "training_length", "last"}
+    assert told_apart(task, others) == {"windows", "first_token", "training_length", "last"}
     # Each cell reads the windows of its own length.
     longer = replace(task, windows={**windows, 8: windows[8] + 1})
     assert longer.fingerprint(4) == task.fingerprint(4)
@@ -98,10 +98,10 @@ def test_a_perplexity_depends_on_all_that_it_reads():
 def test_statements_depend_on_all_that_they_read():
     trials = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
     task = Statements({4: trials}, 0)
-    others = {"trials": None, "end_of_text": 1, "key": "other", "title": "Other"}
+    others = {"trials": None, "first_token": 1, "key": "other", "title": "Other"}
     for name in ("prompts", "answers", "depths"):
         others["trials"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
-        assert told_apart(task, others) == {"trials", "end_of_text"}, name
+        assert told_apart(task, others) == {"trials", "first_token"}, name
 
 
 def test_prompts_depend_on_every_field_but_their_group():

@@ -275,7 +275,7 @@ def messages_of(monkeypatch, caplog):
     )
     monkeypatch.setattr(training_text, "make_tasks", lambda *_: ([], []))
     monkeypatch.setattr(training_text, "fit_text", lambda *_: None)
-    text = SimpleNamespace(tokenizer=None, end_of_text=0, test=None)
+    text = SimpleNamespace(tokenizer=None, first_token=0, test=None)
 
     def of_arms(arms):
         subjects.clear()

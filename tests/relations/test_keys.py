@@ -15,7 +15,7 @@ HASHED = {
     ),
     **dict.fromkeys(
         (
-            *("packing._pack", "prepared.open_prepared", "shards.__init__", "shards.finish"),
+            *("prepared.open_prepared", "shards.__init__"),
             *("units.write_manifest", "store._checksum"),
             "files.checksum",
         ),

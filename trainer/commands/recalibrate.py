@@ -14,7 +14,6 @@ from trainer.commands.train import read as read_train
 from trainer.common.errors import Problem, raise_all
 from trainer.common.fields import OptionalText, Positive, configuration
 from trainer.common.words import override_value
-from trainer.runs.directory import nothing_at
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -114,6 +113,8 @@ def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
             )
         )
     elif not (path := Path(composed.verbatim[0])).exists() and path.parent.name == "runs":
+        from trainer.runs.directory import nothing_at
+
         problems.append(nothing_at(str(path), "MODEL"))
     problems += [
         Problem(key, "MODEL names the weights; leave it out.")
