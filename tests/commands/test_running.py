@@ -569,7 +569,8 @@ def test_files_that_are_not_there_are_missed_before_torch(place):
     )
     run = [sys.executable, "-c", code]
     ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert ended.stderr == "error: data.files: there is no file 'texd.txt'. Did you mean 'text.txt'?\n"
+    said = "error: data.files: there is no file 'texd.txt'. Did you mean 'text.txt'?\n"
+    assert ended.stderr == said
     assert ended.stdout == "False\n"
 
 

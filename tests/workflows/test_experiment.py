@@ -610,7 +610,8 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
         experiment, "check_run_directory", lambda arm: looked.append(Path(arm.run_dir).name)
     )
 
-    def train(config, corpus, branch, *, user_callbacks):
+    def train(config, corpus, branch, *, user_callbacks, is_control):
+        assert is_control == ("controls" in Path(config.run_dir).parts)
         place = branch and str(branch.relative_to(tmp_path))
         trained.append((config.run_dir, config.seed, place, user_callbacks))
         if len(trained) >= 4:
