@@ -164,8 +164,8 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     assert batch["longest"].bit_count() == 1
 
 
-@pytest.fixture(scope="module")
-def llama_corpus(corpus_and_config, tmp_path_factory):
+@pytest.fixture(scope="module", params=["stream", "best_fit"])
+def llama_corpus(corpus_and_config, tmp_path_factory, request):
     """The text with a tokenizer that puts ``<s>`` before every text, as Llama's do."""
     corpus, config = corpus_and_config
     tokenizer = Tokenizer.from_str(corpus.tokenizer.to_str())
@@ -177,7 +177,14 @@ def llama_corpus(corpus_and_config, tmp_path_factory):
     path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
     tokenizer.save(str(path))
     needles = replace(config.needles, share=0.0)
-    config = replace(config, needles=needles, document_mask=True, restart_positions=True)
+    config = replace(
+        config,
+        needles=needles,
+        packing=request.param,
+        document_mask=True,
+        restart_positions=True,
+        first_token_loss=False,
+    )
     return prepare_corpus(config, TokenizerConfig(path=str(path))), config, first
 
 
@@ -193,3 +200,4 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_texts(lla
         assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
         assert (batch["positions"][:, 0] == 0).all()
         assert (batch["positions"][ends] == 0).all()
+        assert (batch["weights"][:, 0] == 0).all()

@@ -120,8 +120,8 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
         "Remarks": [
             (
                 "trainer.precision",
-                "DroPE multiplies in fp32, and these GPUs at least twice as fast in bf16; "
-                "trainer.precision=bf16 keeps float32 weights",
+                "DroPE multiplies in fp32, and the bf16 peak of these GPUs is at least twice as "
+                "high; trainer.precision=bf16 keeps float32 weights",
             )
         ],
     }

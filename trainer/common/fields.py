@@ -306,6 +306,13 @@ def _dotted(place: Iterable[str | int]) -> str:
     return text.removeprefix(".")
 
 
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested groups, or None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
 def without(values: dict[str, Any], places: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Return a copy of ``values`` without the keys at ``places``; a list is left out as a whole."""
     copy = {k: without(v, []) if isinstance(v, dict) else v for k, v in values.items()}

@@ -16,7 +16,7 @@ from trainer.data.config import TokenizerConfig
 from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
-"""Separates documents and begins every sequence."""
+"""Separates documents, and begins every sequence if the tokenizer puts no token before texts."""
 TEXT_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
 """Tokens that separate documents, in the order in which they are looked for."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")

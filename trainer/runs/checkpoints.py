@@ -288,34 +288,28 @@ def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = froze
             remove(path)
 
 
-def is_healthy(path: Path) -> bool:
+def is_healthy(path: Path, *, may_be_skipped: bool = False) -> bool:
     """Whether a checkpoint's parameters are finite and its last update was not skipped.
 
-    True if unknown or damaged.
+    True if unknown or damaged. ``may_be_skipped``: whether a skipped update counts as healthy: it
+    leaves the weights as they are.
     """
     try:
-        skipped = read_plain(path / STATE)["tally"]["skipped_in_a_row"]
+        state = read_plain(path / STATE)
+        is_skipped = bool(state["tally"]["skipped_in_a_row"])
+        return state.get("finite_parameters", True) and (may_be_skipped or not is_skipped)
     except (OSError, ValueError, KeyError, TypeError):
-        return True
-    return not skipped and has_finite_parameters(path)
-
-
-def has_finite_parameters(path: Path) -> bool:
-    """Whether all parameters of a checkpoint are finite; True if unknown or damaged."""
-    try:
-        return bool(read_plain(path / STATE).get("finite_parameters", True))
-    except (OSError, ValueError, AttributeError):
         return True
 
 
 def healthy_checkpoints(directory: Path, step: int) -> list[Path]:
     """Return the healthy regular checkpoints of at most ``step`` steps, the newest first.
 
-    If there is none, the newest with finite parameters is returned: a skipped update leaves the
-    weights as they are.
+    If there is none, the newest with finite parameters is returned.
     """
     paths = [path for path in reversed(regular_checkpoints(directory)) if step_of(path) <= step]
-    return [*filter(is_healthy, paths)] or [*filter(has_finite_parameters, paths)][:1]
+    finite = (path for path in paths if is_healthy(path, may_be_skipped=True))
+    return [*filter(is_healthy, paths)] or [*islice(finite, 1)]
 
 
 def training_loss(path: Path) -> float:

@@ -283,6 +283,7 @@ class RunConfig:
 
     @listed
     def drop_problems(self) -> Iterator[Problem]:
+        """Check the drop of a run without phases."""
         yield from self.drop.problems(
             self.trainer.max_steps,
             self.tokens_per_step,

@@ -210,13 +210,6 @@ def _saved(record: Path) -> dict[str, Any]:
     raise UserError.at("run_dir", f"{str(record)!r} is damaged: {reason}.")
 
 
-def value_at(values: Any, key: str) -> Any:
-    """Return the value of a dotted key in nested groups, or None if there is none."""
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
-
-
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:

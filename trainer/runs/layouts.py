@@ -90,14 +90,15 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
 def layout_problems(config: RunConfig) -> list[Problem]:
     """Check that the layouts of an otherwise valid run can be made and that each drop changes one.
 
-    Published weights bring their layout, which is known only once they are read: drops of such a
-    run are not checked.
+    Published weights bring their layout, which is known only once they are read: the phases of such
+    a run are not checked.
     """
     try:
-        layouts = [*layouts_of_phases(config, configured_layout(config))]
+        first = configured_layout(config)
+        if config.model.from_pretrained is not None:
+            return []
+        layouts = [*layouts_of_phases(config, first)]
         for phase, before in zip(phases_of(config), layouts, strict=False):
-            if config.model.from_pretrained is not None:
-                break
             key = f"phases.{phase.name}.drop" if config.phases else "drop"
             if phase.drop is not None and (problem := _idle_drop(key, phase.drop, before, config)):
                 return [problem]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError, renaming
+from trainer.common.fields import value_at
 from trainer.evaluation.results import Report, is_known
 from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
@@ -21,7 +22,6 @@ from trainer.runs.directory import (
     differences,
     plain,
     saved_run,
-    value_at,
 )
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep

@@ -170,14 +170,14 @@ def _of_training(arm: RunConfig, seconds: float, device: Device) -> Iterator[tup
     if device.has_bf16 and run.precision == "fp32":
         yield (
             "trainer.precision",
-            f"{label(arm)} multiplies in fp32, and these GPUs at least twice as fast in bf16; "
-            "trainer.precision=bf16 keeps float32 weights",
+            f"{label(arm)} multiplies in fp32, and the bf16 peak of these GPUs is at least twice "
+            "as high; trainer.precision=bf16 keeps float32 weights",
         )
     if device.is_gpu and not run.compile and parameters > LARGE:
         yield (
             "trainer.compile",
-            f"{label(arm)} has {parameters:,} parameters and runs uncompiled; trainer.compile=true "
-            "takes minutes at the start and makes every step faster",
+            f"{label(arm)} has {parameters:,} parameters and runs uncompiled; try "
+            "trainer.compile=true, which takes minutes at the start",
         )
     step, size = max(seconds / run.max_steps, SHORTEST_STEP), STATE * parameters
     minutes = run.checkpoint_minutes or math.inf

@@ -220,7 +220,7 @@ def steps_part(fastest: FastestPairs, features: OffsetFeatures, layers: int) -> 
 
 
 def _step_findings(columns: Columns) -> list[str]:
-    # Of whole distances, 1 has the largest term.
+    # Distance 1 has the largest term of all whole distances.
     at_step = (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
     large = columns["key_radius"] >= np.quantile(columns["key_radius"], LOUD)
     by_chance = float(np.minimum(columns["inv_freq"] / TURN, 1).mean())

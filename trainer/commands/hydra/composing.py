@@ -37,11 +37,10 @@ from trainer.commands.hydra.files import (
     read_file,
 )
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, nearest
-from trainer.common.fields import configuration, validated
+from trainer.common.fields import configuration, validated, value_at
 from trainer.common.plugins import load_plugins
 from trainer.positional.config import PositionalConfig
 from trainer.positional.encodings import ENCODINGS, parameters
-from trainer.runs.directory import value_at
 from trainer.runs.parsing import NAMED_BY_USERS
 
 T = TypeVar("T", bound=Any)
