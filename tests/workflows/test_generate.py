@@ -85,7 +85,7 @@ def test_reading_ends_with_the_first_token_of_every_prompt(tiny_decoder, monkeyp
     monkeypatch.setattr(generate, "generate", made)
     request = GenerationRequest("x", prompts=["a", "bc"], max_new_tokens=2, threads=1)
     tokenizer = train_tokenizer([], 257, [])
-    monkeypatch.setattr(generate, "end_of_text", lambda tokenizer: 0)
+    monkeypatch.setattr(generate, "end_tokens", lambda tokenizer: (0,))
     ids = {"a": [97], "bc": [98, 99]}
     fake = SimpleNamespace(
         encode=lambda text, **_: SimpleNamespace(ids=ids[text]), decode=tokenizer.decode
