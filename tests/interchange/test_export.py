@@ -172,6 +172,13 @@ CUSTOM = {
         {"temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1)},
         "temperature that changes",
     ),
+    "the logarithm of the keys in a window": (
+        {
+            "temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1),
+            "windows": [7, None],
+        },
+        "temperature that changes",
+    ),
     "sinks": ({"model": {"softmax": SoftmaxConfig(sinks=True)}}, "attention sinks"),
     "soft-caps": (
         {"model": {"softmax": SoftmaxConfig(softcap=0.5, final_softcap=3.0)}, "windows": [7]},

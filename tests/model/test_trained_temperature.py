@@ -4,6 +4,7 @@ length."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_queries_see_the_logarithm_of_what_they_read(tiny_decoder):
         (groups, _) = head_groups(layout, torch.arange(length), length)
         expected = [0.4 * (1 + 2 * math.log(n)) for n in range(1, length + 1)]
         assert groups[0].temperature.flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_window_bounds_the_keys_that_count(tiny_decoder, steps):
+    """A query of a layer with a window sees no more keys than those, wherever it stands."""
+    temperature = replace(LOGARITHM, reference=3, steps=steps)
+    layout = tiny_decoder(temperature=temperature, windows=[7, None]).layout
+    positions = torch.stack([torch.arange(40), torch.arange(100, 140)])
+    for window, groups in zip((7, 1000), head_groups(layout, positions, 140), strict=True):
+        for row, first in zip(groups[0].temperature, (0, 100), strict=True):
+            seen = [min(first + i + 1, window) for i in range(40)]
+            stretches = [1 + n // 3 if steps else max(n, 3) / 3 for n in seen]
+            expected = [0.4 * (1 + 2 * math.log(stretch)) for stretch in stretches]
+            assert row.flatten().tolist() == pytest.approx(expected)
 
 
 @torch.no_grad()

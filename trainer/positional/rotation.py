@@ -139,9 +139,9 @@ def _groups_at(layout: Layout, positions: Tensor, length: int, dtype: torch.dtyp
     """Return the tables for sequences of one length, grouped like the heads of the layout."""
     tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
 
-    def group(spectrum: Spectrum, kv_heads: int) -> HeadGroup:
+    def group(spectrum: Spectrum, kv_heads: int, window: int | None) -> HeadGroup:
         spectrum = spectrum.at(length, layout.training_length)
-        temperature = _temperature(spectrum, positions, layout.training_length)
+        temperature = _temperature(spectrum, positions, window, layout.training_length)
         if not spectrum.rotates and spectrum.rotary_scale == 1:
             return HeadGroup(kv_heads, temperature=temperature)
         key = spectrum.inv_freq, spectrum.rotary_scale
@@ -155,17 +155,21 @@ def _groups_at(layout: Layout, positions: Tensor, length: int, dtype: torch.dtyp
     by_layer: dict[int, Groups] = {}
     for layer in layout.layers:
         if id(layer) not in by_layer:
-            by_layer[id(layer)] = tuple(group(spectrum, heads) for spectrum, heads in layer.groups)
+            by_layer[id(layer)] = tuple(
+                group(spectrum, heads, layer.window) for spectrum, heads in layer.groups
+            )
     return [by_layer[id(layer)] for layer in layout.layers]
 
 
 def _temperature(
-    spectrum: Spectrum, positions: Tensor, training_length: int
+    spectrum: Spectrum, positions: Tensor, window: int | None, training_length: int
 ) -> float | Tensor | None:
     temperature = spectrum.temperature
     if temperature.is_constant:
         return None if temperature.scale == 1.0 else temperature.scale
     reference, seen = temperature.reference or training_length, positions + 1
+    if window is not None:
+        seen = seen.clamp(max=window)
     stretch = 1 + seen // reference if temperature.steps else seen.clamp(min=reference) / reference
     tempered = 1 + temperature.coefficient * stretch.log()
     factor = (temperature.scale * tempered**temperature.exponent)[..., None]

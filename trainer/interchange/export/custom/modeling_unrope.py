@@ -23,6 +23,8 @@ from .configuration_unrope import UnropeConfig
 from .serving_unrope import follows_length, serving_problem
 
 Table = tuple[Tensor, Tensor, Tensor]
+Tables = dict[tuple[int, int | None], Table]
+"""By the number of a spectrum and the window of the layers that use it."""
 
 SERVERS = {"vllm": ("attention_instances",), "sglang": ("attention_instances", "forward_batch")}
 """Attention implementations that mask by themselves, and what they hand through the model."""
@@ -30,13 +32,19 @@ CACHE_POSITION = "cache_position"
 """Argument by which earlier versions of transformers tell a static cache where to write."""
 
 
-def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: Tensor) -> Table:
+def table(
+    spectrum: dict[str, Any],
+    inv_freq: Tensor,
+    window: int | None,
+    trained: int,
+    positions: Tensor,
+) -> Table:
     """Cosines and sines ``[B, 1, T, pairs]`` and the factor on the queries ``[B, 1, T or 1, 1]``.
 
     With n the length of the sequence, which ends with its highest position, or for ``per`` =
-    ``query`` the number of keys a query sees, and C the training length ``trained``, the factor is
-    scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with R the ``reference`` or
-    C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In sequences longer than
+    ``query`` the number of keys a query sees, at most ``window``, and C the training length
+    ``trained``, the factor is scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with
+    R the ``reference`` or C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In sequences longer than
     ``long.length`` the frequencies are those of ``long``, each times kept + (1 - kept) * s **
     -power of its ``stretch``, and the factor on rotated channels grows by attention * ln s, both
     with s = 1 + growth * (n / C - 1), C the ``reference`` of ``long`` or the training length.
@@ -57,7 +65,9 @@ def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: T
     # Remove whole turns before rounding: a large float32 phase would be inexact.
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
     scale, temperature = scale.float(), spectrum["temperature"]
-    seen = positions + 1 if temperature["per"] == "query" else length
+    seen = length
+    if temperature["per"] == "query":
+        seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
     reference = temperature.get("reference") or trained
     stretch = seen.clamp(min=reference) / reference
     if temperature.get("steps"):
@@ -160,7 +170,7 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
     def forward(
         self,
         hidden_states: Tensor,
-        tables: list[Table],
+        tables: Tables,
         seen: Seen,
         cache: Cache | None,
         **kwargs: Any,
@@ -214,7 +224,7 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
             x = norm(x)
         return x.transpose(1, 2)
 
-    def encode(self, q: Tensor, k: Tensor, tables: list[Table]) -> tuple[Tensor, Tensor]:
+    def encode(self, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys and temper queries, each group of heads in its own way.
 
         Raises:
@@ -229,13 +239,13 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
         if self.softmax_scale is not None:
             q = q * self.softmax_scale.to(q.dtype)[:, None, None]
         if len(counts) == 1:  # also where tensor parallelism left a part of the heads
-            cos, sin, factor = tables[self.groups[0][0]]
+            cos, sin, factor = tables[self.groups[0][0], self.window]
             return rotate(q, cos, sin) * factor.to(q.dtype), rotate(k, cos, sin)
         queries = q.split([self.num_key_value_groups * count for count in counts], dim=1)
         keys = k.split(counts, dim=1)
         turned = []
         for (number, _), q_part, k_part in zip(self.groups, queries, keys, strict=True):
-            cos, sin, factor = tables[number]
+            cos, sin, factor = tables[number, self.window]
             tempered = rotate(q_part, cos, sin) * factor.to(q.dtype)
             turned.append((tempered, rotate(k_part, cos, sin)))
         queries, keys = zip(*turned, strict=True)
@@ -301,7 +311,7 @@ class UnropeBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        tables: list[Table],
+        tables: Tables,
         seen: Seen,
         cache: Cache | None,
         **kwargs: Any,
@@ -351,6 +361,8 @@ class UnropeModel(UnropePreTrainedModel):
         if name in SERVERS and problem:
             raise ValueError(f"the attention of {name!r} cannot compute this model: {problem}.")
         self.spectra: list[dict[str, Any]] = (config.layout or {})["spectra"]
+        layers = (config.layout or {})["layers"]
+        self.encodings = {(n, layer["window"]) for layer in layers for n, _ in layer["groups"]}
         self._frequencies: dict[torch.device, list[Tensor]] = {}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(UnropeBlock(config, i) for i in range(config.num_hidden_layers))
@@ -403,8 +415,13 @@ class UnropeModel(UnropePreTrainedModel):
         where = passed.pop(CACHE_POSITION, None)
         seen = Seen(padding, self.segments(position_ids, cache) if packs else None, where)
         trained = (self.config.layout or {})["training_length"]
-        spectra = zip(self.spectra, self.frequencies(x.device), strict=True)
-        tables = [table(spectrum, f, trained, position_ids) for spectrum, f in spectra]
+        frequencies = self.frequencies(x.device)
+        tables = {
+            (number, window): table(
+                self.spectra[number], frequencies[number], window, trained, position_ids
+            )
+            for number, window in self.encodings
+        }
         states: list[Tensor] = []
         for block in self.layers:
             if output_hidden_states:
