@@ -150,6 +150,27 @@ def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, monkeyp
     assert shapes == [(1, 40), *((1, 40 - cut) for cut in sorted(cuts)[:-1])]
 
 
+def test_a_group_whose_prompts_fit_only_alone_still_reads_its_beginning_once(
+    build, tokenizer, read
+):
+    model = build()
+    shapes = read(model)
+    prompts = groups(1, cuts=(10, 20, 30), new=1)
+    answers(model, tokenizer, prompts, 41)
+    cuts = sorted((round(prompt.depth * 40) for prompt in prompts), reverse=True)
+    assert shapes == [(1, 40), *((1, 40 - cut) for cut in cuts[1:])]
+
+
+@pytest.mark.parametrize("change", [None, "sequence", "query", "beyond"])
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_answering_in_turn_changes_nothing(build, tokenizer, positional, change):
+    model = build(**positional)
+    model.layout = changing(change)(model.layout)
+    prompts = groups(2)
+    alone = generated_alone if model.layout.follows_length else one_at_a_time
+    assert answers(model, tokenizer, prompts, 50) == alone(model, tokenizer, prompts)
+
+
 def test_equal_prompts_share_all_but_their_last_token():
     order, cuts = answering._cuts([(1, 2, 3, 4), (1, 5, 3, 4), (1, 2, 3, 4)])
     assert order.tolist() == [1, 0, 2]
@@ -221,7 +242,8 @@ def test_every_prompt_is_in_one_batch_within_the_budget(kinds, budget):
     for batch in batches:
         sizes = {len(prompts[i].tokens) for i in batch.prompts}
         (new,) = {prompts[i].new_tokens for i in batch.prompts}
-        assert len(batch.prompts) == 1 or len(batch.prompts) * (max(sizes) + new) <= budget
+        rows = 1 if batch.in_turn else len(batch.prompts)
+        assert rows == 1 or rows * (max(sizes) + new) <= budget
         if batch.cuts:
             assert len(sizes) == 1
             assert list(batch.cuts) == sorted(batch.cuts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,25 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     assert result == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
     assert sum(read) == 3
     assert asked == [("0",), ("1",), ("2",)]
+
+
+def test_prompts_that_wait_take_four_bytes_a_token(corpus):
+    """All tasks keep those of one length at once, in every process."""
+
+    class Long:
+        name, stop = "long", None
+
+        def prompts(self, length):
+            return [Prompt(tuple(range(1000, 1000 + length)), (), 1) for _ in range(4)]
+
+    task = Prompted(Long(), corpus.tokenizer)
+    tracemalloc.start()
+    try:
+        task.fingerprint(50_000)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 4 * 4 * 50_000 < held < 1.2 * 4 * 4 * 50_000
 
 
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):

@@ -3,7 +3,8 @@
 Prompts of a group, such as one text with a needle at several depths, share a prefix. The prompt
 that has most in common with the others, the trunk, is read first. The others continue from a copy
 of its keys and values, up to where they diverge. Groups are read in one batch, and all their
-prompts then grow together. All other prompts go to :func:`generate`.
+prompts then grow together. If only one prompt fits, those of a group are answered in turn, each in
+the place of the one before. All other prompts go to :func:`generate`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ class _Batch:
     ``cuts``: positions, ascending, at which prompts diverge from the trunk of their group; empty if
     nothing is shared. Otherwise ``prompts`` lists the prompt of each group that diverges at
     ``cuts[0]``, then one of each group for the next cut, and so on, and finally the trunks.
+    ``in_turn``: whether the prompts, of one group, are answered one after the other.
     """
 
     prompts: tuple[int, ...]
     cuts: tuple[int, ...] = ()
+    in_turn: bool = False
 
 
 @torch.no_grad()
@@ -74,7 +77,8 @@ def answers(
             answered[row].append(token)
             return stop is not None and stop(tokenizer.decode(answered[row]), asked[row].answers)
 
-        _answer(model, asked, batch.cuts, ends, on_token)
+        answer = _answer_in_turn if batch.in_turn else _answer
+        answer(model, asked, batch.cuts, ends, on_token)
         for index, tokens in zip(batch.prompts, answered, strict=True):
             has_ended = not ends.isdisjoint(tokens[-1:])
             texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
@@ -105,6 +109,31 @@ def _answer(
     else:
         first = prompts[0].never_first
         generate(model, tokens, count, end_tokens=ends, never_first=first, on_token=on_token)
+
+
+def _answer_in_turn(
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    cuts: Sequence[int],
+    ends: frozenset[int],
+    on_token: Callable[[int, int], bool],
+) -> None:
+    """Answer greedily the prompts of one group: the trunk, then the one that shares most with it.
+
+    Each overwrites the cache from its cut on, so what the next one shares is still there.
+    """
+    length, count = len(prompts[0].tokens), prompts[0].new_tokens
+    cache = model.empty_cache(1, length + count - 1)
+    for row, cut in reversed([*enumerate(cuts), (len(cuts), 0)]):
+        alone = cache.part(0, 1, 0)
+        alone.fill((), cut)
+        ids = torch.tensor([prompts[row].tokens[cut:]], device=model.device)
+        logits = model(ids, cache=alone, last=1)[:, 0]
+
+        def on_its_token(_: int, token: int, row: int = row) -> bool:
+            return on_token(row, token)
+
+        continue_from_cache(model, logits, alone, count, end_tokens=ends, on_token=on_its_token)
 
 
 def _read(
@@ -153,17 +182,19 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
     single: dict[int, list[int]] = defaultdict(list)  # by new tokens
     sharing: dict[tuple[int, int, int], list[tuple[list[int], Integers]]] = defaultdict(list)
     for (group, length, new), members in alike.items():
-        fit = batch_tokens // (length + new)
-        parts = -(-len(members) // fit) if fit else len(members)
-        if group is None or parts == len(members):
+        if group is None or len(members) == 1:
             single[new] += members
             continue
+        fit = batch_tokens // (length + new)
+        in_turn = fit < 2
         # Prompts with similar depths share the longest prefixes.
         members.sort(key=lambda index: prompts[index].depth or 0.0)
-        for part in np.array_split(members, parts):
+        for part in np.array_split(members, 1 if in_turn else -(-len(members) // fit)):
             order, cuts = _cuts([prompts[index].tokens for index in part])
             if cuts.sum() < WORTH_SHARING * length * len(part):
                 single[new] += part.tolist()
+            elif in_turn:
+                yield _Batch(tuple(part[order].tolist()), tuple(cuts.tolist()), in_turn)
             else:
                 sharing[length, new, len(part)].append((part[order].tolist(), cuts))
     for new, indices in sorted(single.items(), reverse=True):

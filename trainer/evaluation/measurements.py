@@ -4,6 +4,7 @@ text, or any task with prompts."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -288,7 +289,8 @@ class Prompted(Measurement):
             places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
             prompts = [prompts[place] for place in places]
         rank, ranks = self.share
-        return prompts[rank::ranks]
+        # Four bytes a token: all tasks keep their prompts at once, at 128k gigabytes of integers.
+        return [replace(p, tokens=array("i", p.tokens)) for p in prompts[rank::ranks]]
 
     def part(self, rank: int, ranks: int) -> Prompted:
         """Return one rank's share of the prompts."""
@@ -305,7 +307,7 @@ class Prompted(Measurement):
     def _summarise(self, length: int) -> tuple[int, str]:
         """Return the number of prompts and the fingerprint, to store in place of the prompts."""
         prompts = [
-            {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens)}
+            {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens, np.int64)}
             for prompt in self._prompts(length)
         ]
         classes = {prompt.classes for prompt in self._prompts(length)} - {()}

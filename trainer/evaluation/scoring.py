@@ -32,7 +32,7 @@ class Prompt:
     classes, the same in all its prompts; empty in other tasks.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     answers: tuple[str, ...]
     new_tokens: int
     depth: float | None = None
