@@ -44,10 +44,11 @@ def table(
     With n the length of the sequence, which ends with its highest position, or for ``per`` =
     ``query`` the number of keys a query sees, at most ``window``, and C the training length
     ``trained``, the factor is scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with
-    R the ``reference`` or C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In sequences longer than
-    ``long.length`` the frequencies are those of ``long``, each times kept + (1 - kept) * s **
-    -power of its ``stretch``, and the factor on rotated channels grows by attention * ln s, both
-    with s = 1 + growth * (n / C - 1), C the ``reference`` of ``long`` or the training length.
+    R the ``reference`` or C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In
+    sequences longer than ``long.length`` the frequencies are those of ``long``, each times kept +
+    (1 - kept) * s ** -power of its ``stretch``, and the factor on rotated channels grows by
+    attention * ln s, both with s = 1 + growth * (n / C - 1), C the ``reference`` of ``long`` or the
+    training length.
     """
     positions = positions.double()[:, None, :, None]
     length = positions.amax(dim=2, keepdim=True) + 1
