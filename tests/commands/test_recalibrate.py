@@ -24,6 +24,7 @@ from trainer.workflows.recipe import Choice
 CONTEXT = 32
 STEP = 0.045
 """Seconds of a step of 4 sequences, as if measured: 50 in three quarters of 0.05 minutes."""
+ENDS = {"eos_token_id": [0, 5]}
 TEXT = "".join(f"Sentence {i} of a text that is {i * i} long.\n\n" for i in range(1500))
 SMALL = ("minutes=0.05", "trainer.batch_size=4", "data.num_workers=0", "trainer.threads=1")
 
@@ -53,6 +54,8 @@ def llama(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(place / "llama")
     tokenizer.save(str(place / "llama/tokenizer.json"))
+    (place / "llama/chat_template.jinja").write_text("{{ messages[0].content }}")
+    (place / "llama/generation_config.json").write_text(json.dumps(ENDS))
     (place / "a.txt").write_text(TEXT)
     return place / "llama"
 
@@ -151,6 +154,8 @@ def test_the_export_is_the_recalibrated_model_without_rotation(done):
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert not ours.layout.rotates
+    assert (run / "export/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert json.loads((run / "export/generation_config.json").read_text()) == ENDS
 
 
 def test_the_evaluation_sets_the_model_beside_what_it_was(done):

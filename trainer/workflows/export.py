@@ -18,16 +18,12 @@ from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Report
-from trainer.interchange.export.directory import (
-    Exported,
-    check_destination,
-    export_model,
-    published_file,
-)
+from trainer.interchange.export.directory import Exported, check_destination, export_model
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.hub import published_licence
 from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.token_files import published_file
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -83,8 +79,26 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         ),
         tolerance=request.tolerance,
         dtype=request.dtype,
+        token_files=_token_files(state, config),
         longest=longest if is_independent_of_length else None,
     )
+
+
+def _token_files(state: dict[str, Any], config: RunConfig) -> dict[str, str]:
+    """Return the files about tokens of the published model in which training began, if any.
+
+    Warns of a checkpoint that does not hold them.
+    """
+    token_files = state.get("token_files", {})
+    if not token_files and (began_with := _published_beginning(config)) is not None:
+        log.warning(
+            "The export has no chat template and no token settings of %s, with whose weights the "
+            "training began: the checkpoint does not hold them. Copy chat_template.jinja and "
+            "generation_config.json from there, or chat_template and eos_token of "
+            "tokenizer_config.json, as far as that model has them.",
+            began_with,
+        )
+    return token_files
 
 
 def _logit_factor(temperature: Temperature, length: float, training_length: int) -> float:
@@ -141,10 +155,11 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     assert request.checkpoint is not None
     if request.temperature_at is not None:
         raise UserError.at("temperature_at", "is for a run whose evaluation fitted a temperature.")
+    path = Path(request.checkpoint)
+    names = "README.md", "config.json", "tokenizer.json"
+    card, *_ = (published_file(path, name) for name in names)
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
-    path = Path(request.checkpoint)
-    card = published_file(path, "README.md")
     text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
@@ -155,7 +170,8 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
         card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        like=path,
+        token_files=published.token_files(),
+        as_published=True,
     )
 
 
