@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.small_runs import trained_in
+from tests.small_runs import SMALLEST, trained_in
 from trainer.commands.export import COMMAND
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
@@ -25,6 +25,7 @@ from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
+from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 
@@ -81,11 +82,13 @@ def test_a_run_after_its_drop(trained, tmp_path, capsys):
     assert not list(to.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("drops", [True, False])
-def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_with(
-    base, tmp_path, monkeypatch, drops
+@pytest.mark.parametrize(
+    ("drop", "length"), [({"at": None}, 32), ({"at": 0}, 32), ({"at": 0, "layers": [0]}, 24)]
+)
+def test_a_model_has_the_longest_context_that_it_was_trained_with(
+    base, tmp_path, monkeypatch, drop, length
 ):
-    """Engines refuse longer prompts. With RoPE the recalibration's length counts, as ever."""
+    """Engines refuse longer prompts. Where a drop leaves positions, its training length counts."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     published, to = tmp_path / "published", tmp_path / "to"
     values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
@@ -96,10 +99,8 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     (published / "README.md").write_text("---\nlicense: apache-2.0\ntags: [a]\n---\n# A model\n")
     start = {"from_pretrained": str(published)}
     again = {"data": {"sequence_length": 24, "needles": {"share": 0.0}}, "model": start}
-    drop = {"at": 0 if drops else None}
     trained_in(tmp_path / "short", values, **short | again | {"drop": drop})
     run_command(COMMAND, [f"checkpoint={tmp_path / 'short'}", f"to={to}", "threads=1"])
-    length = 32 if drops else 24
     assert json.loads((to / "config.json").read_text())["max_position_embeddings"] == length
     settings = json.loads((to / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == length
@@ -112,11 +113,42 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     changes = {**again, "model": {"from_run": str(tmp_path / "short")}}
     trained_in(last, values, **short | changes | {"drop": {"at": None}})
     run_command(COMMAND, [f"checkpoint={last}", f"to={last_to}", "threads=1"])
+    assert json.loads((last_to / "config.json").read_text())["max_position_embeddings"] == length
     assert (last_to / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
     shutil.rmtree(tmp_path / "short" / "checkpoints")  # as one does to save space
     run_command(COMMAND, [f"checkpoint={last}", f"to={tmp_path / 'again'}", "threads=1"])
     said = "To be chosen by whoever publishes the weights."
     assert (tmp_path / "again" / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "default": {"rope_theta": 10_000.0},
+    "linear": {"rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64, **LLAMA3},
+    "dynamic": {"rope_theta": 10_000.0, "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_published_model_keeps_its_context_and_rope_after_training_on_shorter_sequences(
+    base, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to = tmp_path / "published", tmp_path / "to"
+    rope = {"rope_type": kind, **ROPES[kind]}
+    shape = {"head_dim": 64, "max_position_embeddings": 512, "rope_parameters": rope}
+    instruct_model(published, **shape)
+    trained_from(tmp_path / "run", base, published, None, from_pretrained=str(published))
+    run_command(COMMAND, [f"checkpoint={tmp_path / 'run'}", f"to={to}", "threads=1"])
+    written = json.loads((to / "config.json").read_text())
+    assert written["max_position_embeddings"] == 512
+    assert rope.items() <= written["rope_parameters"].items()
+    assert {*written["rope_parameters"]} - {*rope} <= {"truncate"}
+    layouts = [read_pretrained(str(place)).layout for place in (published, to)]
+    assert layouts[0] == layouts[1]
+    assert "| training length | 32 tokens |" in (to / "README.md").read_text()
 
 
 def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
@@ -192,7 +224,7 @@ TEMPLATE = (
 CHAT = [{"role": "user", "content": "Where is it?"}]
 
 
-def instruct_model(directory):
+def instruct_model(directory, **changes):
     """Write a tiny Llama with a chat template as transformers does, and return its tokenizer."""
     words = [END_OF_TEXT, "<|im_start|>", "<|im_end|>"]
     tokenizer = train_tokenizer(["Sentence 1 of a text that is 1 long."], 300, [])
@@ -203,12 +235,9 @@ def instruct_model(directory):
         chat_template=TEMPLATE, model_max_length=40, add_bos_token=False,
     )  # fmt: skip
     theirs.save_pretrained(directory)
-    shape = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=40,
-        bos_token_id=ids[1], eos_token_id=ids[2], pad_token_id=ids[0],
-    )  # fmt: skip
-    model = LlamaForCausalLM(shape)
+    shape = {"max_position_embeddings": 40, **SMALLEST, **changes}
+    tokens = {"bos_token_id": ids[1], "eos_token_id": ids[2], "pad_token_id": ids[0]}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **tokens, **shape))
     ends = {"eos_token_id": [ids[2], ids[0]], "temperature": 0.6, "do_sample": True}
     model.generation_config = GenerationConfig(bos_token_id=ids[1], max_length=40, **ends)
     model.save_pretrained(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -33,7 +34,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.phases import training_length_at
+from trainer.runs.phases import phases_of, training_length_at
 from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     longest = max(stored, layout.training_length)
     no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
     is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
+    has_context = is_independent_of_length or not _is_changed(config, state["step"])
     if (factor := request.temperature_at) is not None:
         model = _tempered(model, path, factor, stored)
     return export_model(
@@ -80,7 +82,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=_token_files(state, config),
-        longest=longest if is_independent_of_length else None,
+        longest=longest if has_context else None,
     )
 
 
@@ -228,15 +230,40 @@ def _published_beginning(config: RunConfig) -> str | None:
     None if there are none, or if a run in between is no longer on this machine or is damaged: the
     weights do not depend on it, and the card then leaves the licence open.
     """
+    *_, (first, _) = _runs(config, 0)
+    return None if first.model.from_run else first.model.from_pretrained
+
+
+def _runs(config: RunConfig, step: int) -> Iterator[tuple[RunConfig, int]]:
+    """Yield a run, and those before it in which its training began, with the steps of each.
+
+    The last one names ``model.from_run`` if the run there is no longer on this machine or is
+    damaged.
+    """
     visited = {config.run_dir}
+    yield config, step
     while (run := config.model.from_run) is not None and run not in visited:
         visited.add(run)
         try:
             state = read_state(find_checkpoint(run), hashed=False)
             config = saved_config(state["config"], "model.from_run", run)
         except UserError:
-            return None
-    return config.model.from_pretrained
+            return
+        yield config, state["step"]
+
+
+def _is_changed(config: RunConfig, step: int) -> bool:
+    """Whether a drop or a rescaling has changed the encoding since training began.
+
+    If not, a model that was trained on shorter sequences last still has its context. True if a run
+    in between cannot be read.
+    """
+    runs = [*_runs(config, step)]
+    return runs[-1][0].model.from_run is not None or any(
+        phase.start < steps and (phase.drop or phase.rescale)
+        for run, steps in runs
+        for phase in phases_of(run)
+    )
 
 
 def _licence(licence: dict[str, str], name: str) -> str:
@@ -394,9 +421,10 @@ def _engines(plan: Plan) -> str:
         + "\n".join(rows)
         + "\n\ntransformers was run where logits were compared; the other rows follow from the "
         "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. "
-        "`max_position_embeddings` is the training length, or for a model without positions the "
-        "longest one that it was ever trained with. vLLM takes its longest prompt from it; "
-        "`--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond."
+        "`max_position_embeddings` is the longest context that the model was trained with, or "
+        "after a change of its positions the length that it was trained with since. vLLM takes "
+        "its longest prompt from it; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes "
+        "beyond."
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -74,8 +74,8 @@ def export_model(
             :func:`~trainer.interchange.token_files.read_token_files`; None: from ``tokenizer``.
         as_published: whether this is the published model itself; otherwise prompts begin as the
             training's sequences did.
-        longest: ``max_position_embeddings`` of a model on which it has no influence, beyond which
-            engines refuse prompts; the training length by default.
+        longest: ``max_position_embeddings``, beyond which engines refuse prompts, of a model whose
+            last training length is shorter than its context; the training length by default.
 
     Raises:
         UserError: the directory cannot be written, or the loaded model differs; nothing is left
@@ -83,9 +83,8 @@ def export_model(
     """
     check_destination(to)
     tokenizer = tokenizer if as_published else prompting(tokenizer, end)
-    plan = make_plan(model.config, model.layout)
-    if longest is not None:
-        plan = replace(plan, values=plan.values | {"max_position_embeddings": longest})
+    layout = model.layout
+    plan = make_plan(model.config, layout.with_training_length(longest or layout.training_length))
     _log_plan(plan)
     made = [parent for parent in to.absolute().parents if not parent.exists()]
     try:
