@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.__main__ import main
 from trainer.common.errors import Problem, UserError
+from trainer.evaluation.config import EvaluationConfig
 from trainer.training.speed import Times
 from trainer.workflows import recalibrate
 from trainer.workflows.recipe import Choice
@@ -349,6 +350,18 @@ def test_many_minutes_are_suggested_in_digits(monkeypatch, caplog):
     request = SimpleNamespace(config=config, recipe=recipe, asked=asked)
     recalibrate._say_long_minutes(request, None)
     assert "minutes=1200 reads it 16 times" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("methods", "fitting"),
+    [(["none", "yarn"], [64, 512]), (["none", "temperature"], [64]), (["yarn+dope"], [64])],
+)
+def test_lengths_must_fit_validation_text_only_where_a_method_is_fitted_on_it(methods, fitting):
+    tokens = EvaluationConfig(methods=methods, tokens=[64, 512, 4096])
+    config = SimpleNamespace(evaluation=tokens, training_length=64)
+    corpus = SimpleNamespace(test=range(600), validation=range(100))
+    request = SimpleNamespace(config=config, evaluates=True)
+    assert recalibrate.lengths_that_fit(request, corpus) == fitting
 
 
 def test_a_short_text_is_refused_before_the_run_directory_is_made(place, llama, capsys):
