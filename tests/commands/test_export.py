@@ -8,16 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from tests.small_runs import trained_in
+from tests.small_runs import SMALLEST, trained_in
 from trainer.commands.export import COMMAND
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
-from trainer.data.tokenizer import END_OF_TEXT
+from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
+from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 
@@ -74,11 +82,13 @@ def test_a_run_after_its_drop(trained, tmp_path, capsys):
     assert not list(to.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("drops", [True, False])
-def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_with(
-    base, tmp_path, monkeypatch, drops
+@pytest.mark.parametrize(
+    ("drop", "length"), [({"at": None}, 32), ({"at": 0}, 32), ({"at": 0, "layers": [0]}, 24)]
+)
+def test_a_model_has_the_longest_context_that_it_was_trained_with(
+    base, tmp_path, monkeypatch, drop, length
 ):
-    """Engines refuse longer prompts. With RoPE the recalibration's length counts, as ever."""
+    """Engines refuse longer prompts. Where a drop leaves positions, its training length counts."""
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     published, to = tmp_path / "published", tmp_path / "to"
     values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
@@ -89,10 +99,8 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     (published / "README.md").write_text("---\nlicense: apache-2.0\ntags: [a]\n---\n# A model\n")
     start = {"from_pretrained": str(published)}
     again = {"data": {"sequence_length": 24, "needles": {"share": 0.0}}, "model": start}
-    drop = {"at": 0 if drops else None}
     trained_in(tmp_path / "short", values, **short | again | {"drop": drop})
     run_command(COMMAND, [f"checkpoint={tmp_path / 'short'}", f"to={to}", "threads=1"])
-    length = 32 if drops else 24
     assert json.loads((to / "config.json").read_text())["max_position_embeddings"] == length
     settings = json.loads((to / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == length
@@ -105,11 +113,42 @@ def test_a_model_without_positions_has_the_longest_context_that_it_was_trained_w
     changes = {**again, "model": {"from_run": str(tmp_path / "short")}}
     trained_in(last, values, **short | changes | {"drop": {"at": None}})
     run_command(COMMAND, [f"checkpoint={last}", f"to={last_to}", "threads=1"])
+    assert json.loads((last_to / "config.json").read_text())["max_position_embeddings"] == length
     assert (last_to / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
     shutil.rmtree(tmp_path / "short" / "checkpoints")  # as one does to save space
     run_command(COMMAND, [f"checkpoint={last}", f"to={tmp_path / 'again'}", "threads=1"])
     said = "To be chosen by whoever publishes the weights."
     assert (tmp_path / "again" / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "default": {"rope_theta": 10_000.0},
+    "linear": {"rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64, **LLAMA3},
+    "dynamic": {"rope_theta": 10_000.0, "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_published_model_keeps_its_context_and_rope_after_training_on_shorter_sequences(
+    base, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to = tmp_path / "published", tmp_path / "to"
+    rope = {"rope_type": kind, **ROPES[kind]}
+    shape = {"head_dim": 64, "max_position_embeddings": 512, "rope_parameters": rope}
+    instruct_model(published, **shape)
+    trained_from(tmp_path / "run", base, published, None, from_pretrained=str(published))
+    run_command(COMMAND, [f"checkpoint={tmp_path / 'run'}", f"to={to}", "threads=1"])
+    written = json.loads((to / "config.json").read_text())
+    assert written["max_position_embeddings"] == 512
+    assert rope.items() <= written["rope_parameters"].items()
+    assert {*written["rope_parameters"]} - {*rope} <= {"truncate"}
+    layouts = [read_pretrained(str(place)).layout for place in (published, to)]
+    assert layouts[0] == layouts[1]
+    assert "| training length | 32 tokens |" in (to / "README.md").read_text()
 
 
 def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
@@ -174,8 +213,90 @@ def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
     assert "they differ by 5.0e-01" in asked.pop("card")
     assert asked == {
         "to": tmp_path / "out", "end": END_OF_TEXT, "tolerance": 0.25, "dtype": "bfloat16",
-        "longest": 32,
+        "longest": 32, "token_files": {},
     }  # fmt: skip
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ bos_token }}"
+)
+CHAT = [{"role": "user", "content": "Where is it?"}]
+
+
+def instruct_model(directory, **changes):
+    """Write a tiny Llama with a chat template as transformers does, and return its tokenizer."""
+    words = [END_OF_TEXT, "<|im_start|>", "<|im_end|>"]
+    tokenizer = train_tokenizer(["Sentence 1 of a text that is 1 long."], 300, [])
+    tokenizer.add_special_tokens(words)
+    ids = [tokenizer.token_to_id(word) for word in words]
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=words[1], eos_token=words[2], pad_token=words[0],
+        chat_template=TEMPLATE, model_max_length=40, add_bos_token=False,
+    )  # fmt: skip
+    theirs.save_pretrained(directory)
+    shape = {"max_position_embeddings": 40, **SMALLEST, **changes}
+    tokens = {"bos_token_id": ids[1], "eos_token_id": ids[2], "pad_token_id": ids[0]}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **tokens, **shape))
+    ends = {"eos_token_id": [ids[2], ids[0]], "temperature": 0.6, "do_sample": True}
+    model.generation_config = GenerationConfig(bos_token_id=ids[1], max_length=40, **ends)
+    model.save_pretrained(directory)
+    return theirs, ends
+
+
+def trained_from(directory, base, tokens, drop_at=0, **model):
+    """Train two steps from other weights, with the tokens of a published model."""
+    tokenizer = {"path": str(tokens / "tokenizer.json")}
+    values = {**base, "model": model, "tokenizer": tokenizer, "drop": {"at": drop_at}}
+    short = {"max_steps": 2, "checkpoint_every": 2}
+    trained_in(directory, values, data={"needles": {"share": 0.0}}, trainer=short)
+
+
+@pytest.mark.parametrize("then", [False, True], ids=["its run", "a run that goes on from it"])
+def test_a_recalibrated_instruct_model_keeps_its_chat_template_and_end_of_turn(
+    base, tmp_path, then
+):
+    published, to, run = tmp_path / "published", tmp_path / "out", tmp_path / "run"
+    theirs, ends = instruct_model(published)
+    trained_from(run, base, published, from_pretrained=str(published))
+    if then:
+        trained_from(tmp_path / "then", base, published, drop_at=None, from_run=str(run))
+        run = tmp_path / "then"
+    shutil.rmtree(published)
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    ours = AutoTokenizer.from_pretrained(to)
+    for options in ({}, {"add_generation_prompt": True}):
+        texts = [t.apply_chat_template(CHAT, tokenize=False, **options) for t in (theirs, ours)]
+        assert texts[0] == texts[1]
+        ids = [t.apply_chat_template(CHAT, **options)["input_ids"] for t in (theirs, ours)]
+        assert ids[0] == ids[1]
+    assert ours("Sentence")["input_ids"] == [0, *theirs("Sentence")["input_ids"]]  # as trained
+    assert (ours.bos_token, ours.eos_token, ours.pad_token) == (
+        *("<|im_start|>", "<|im_end|>", END_OF_TEXT),
+    )
+    assert ours.model_max_length == 40
+    written = json.loads((to / "generation_config.json").read_text())
+    assert ends.items() <= written.items()
+    assert "max_length" not in written
+    config = json.loads((to / "config.json").read_text())
+    assert config["eos_token_id"] == ends["eos_token_id"][0]
+
+
+def test_what_an_export_lacks_is_named_when_training_begins_and_at_the_export(
+    base, tmp_path, monkeypatch, caplog, capsys
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to, run = tmp_path / "published", tmp_path / "out", tmp_path / "run"
+    instruct_model(published)
+    (published / "generation_config.json").rename(tmp_path / "secret")
+    (published / "generation_config.json").symlink_to("../secret")
+    trained_from(run, base, published, from_pretrained=str(published))
+    (warning,) = [r.getMessage() for r in caplog.records if "secret" in r.getMessage()]
+    assert warning.endswith(f"no chat template and no token settings of {published}.")
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"The export has no chat template and no token settings of {published}, with" in said
+    assert not (to / "chat_template.jinja").exists()
 
 
 KEPT = {"per": "sequence", "lengths": [64], "text": "a", "tokens": 9, "coefficient": 0.2}
@@ -241,6 +362,18 @@ def test_a_card_that_is_a_link_out_of_the_model_is_refused(trained, tmp_path, mo
     (published / "README.md").rename(tmp_path / "secret")
     (published / "README.md").symlink_to("../secret")
     with pytest.raises(UserError, match=r"^checkpoint: .*README\.md' is a link to .*secret'"):
+        run_command(COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+    assert not again.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_link_in_the_place_of_a_published_file_is_refused(trained, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, again = tmp_path / "published", tmp_path / "again"
+    run_command(COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    (published / name).rename(tmp_path / "elsewhere.json")
+    (published / name).symlink_to("../elsewhere.json")
+    with pytest.raises(UserError, match=rf"^checkpoint: .*{name}' is a link to .*elsewhere"):
         run_command(COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
     assert not again.exists()
 

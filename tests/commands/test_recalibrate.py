@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.__main__ import main
 from trainer.common.errors import Problem, UserError
+from trainer.evaluation.config import EvaluationConfig
 from trainer.training.speed import Times
 from trainer.workflows import recalibrate
 from trainer.workflows.recipe import Choice
@@ -24,6 +25,7 @@ from trainer.workflows.recipe import Choice
 CONTEXT = 32
 STEP = 0.045
 """Seconds of a step of 4 sequences, as if measured: 50 in three quarters of 0.05 minutes."""
+ENDS = {"eos_token_id": [0, 5]}
 TEXT = "".join(f"Sentence {i} of a text that is {i * i} long.\n\n" for i in range(1500))
 SMALL = ("minutes=0.05", "trainer.batch_size=4", "data.num_workers=0", "trainer.threads=1")
 
@@ -53,6 +55,8 @@ def llama(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(place / "llama")
     tokenizer.save(str(place / "llama/tokenizer.json"))
+    (place / "llama/chat_template.jinja").write_text("{{ messages[0].content }}")
+    (place / "llama/generation_config.json").write_text(json.dumps(ENDS))
     (place / "a.txt").write_text(TEXT)
     return place / "llama"
 
@@ -151,6 +155,8 @@ def test_the_export_is_the_recalibrated_model_without_rotation(done):
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert not ours.layout.rotates
+    assert (run / "export/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert json.loads((run / "export/generation_config.json").read_text()) == ENDS
 
 
 def test_the_evaluation_sets_the_model_beside_what_it_was(done):
@@ -344,6 +350,18 @@ def test_many_minutes_are_suggested_in_digits(monkeypatch, caplog):
     request = SimpleNamespace(config=config, recipe=recipe, asked=asked)
     recalibrate._say_long_minutes(request, None)
     assert "minutes=1200 reads it 16 times" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("methods", "fitting"),
+    [(["none", "yarn"], [64, 512]), (["none", "temperature"], [64]), (["yarn+dope"], [64])],
+)
+def test_lengths_must_fit_validation_text_only_where_a_method_is_fitted_on_it(methods, fitting):
+    tokens = EvaluationConfig(methods=methods, tokens=[64, 512, 4096])
+    config = SimpleNamespace(evaluation=tokens, training_length=64)
+    corpus = SimpleNamespace(test=range(600), validation=range(100))
+    request = SimpleNamespace(config=config, evaluates=True)
+    assert recalibrate.lengths_that_fit(request, corpus) == fitting
 
 
 def test_a_short_text_is_refused_before_the_run_directory_is_made(place, llama, capsys):

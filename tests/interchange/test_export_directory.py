@@ -15,10 +15,10 @@ from trainer.interchange.export.directory import (
     check_destination,
     export_model,
     prompting,
-    published_file,
     write_files,
 )
 from trainer.interchange.export.plan import make_plan
+from trainer.interchange.token_files import published_file, read_token_files
 
 TOKENIZER = Tokenizer(models.WordLevel({f"t{i}": i for i in range(50)}, unk_token="t0"))
 
@@ -142,7 +142,7 @@ def again(model, tmp_path, monkeypatch, **settings):
     config = {"bos_token_id": 1, "eos_token_id": [4, 5], "pad_token_id": None}
     for name, values in {"config": config, **settings}.items():
         (published / f"{name}.json").write_text(json.dumps(values))
-    exported(model, to, like=published)
+    exported(model, to, token_files=read_token_files(published), as_published=True)
     return {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
 
 

@@ -278,12 +278,19 @@ def test_a_file_decides_whether_prompts_begin_with_bos(
 @torch.no_grad()
 def test_a_converted_file_is_the_same_model(tmp_path, tokenizer, small):
     theirs = small(tie_word_embeddings=True)
-    write(tmp_path / "small.gguf", theirs, tokenizer)
+    chat = {"tokenizer__chat_template": "{{ messages[0].content }}"}
+    write(tmp_path / "small.gguf", theirs, tokenizer, **chat)
     convert_gguf(tmp_path / "small.gguf", tmp_path / "new" / "converted")
     before = read_pretrained(str(tmp_path / "small.gguf"))
     after = read_pretrained(str(tmp_path / "new" / "converted"))
     assert (after.config, after.layout) == (before.config, before.layout)
     assert after.require_tokenizer().to_str() == before.require_tokenizer().to_str()
+    for files in (before.token_files(), after.token_files()):
+        assert json.loads(files["config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
+        assert json.loads(files["tokenizer_config.json"]) == {
+            "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+            "chat_template": "{{ messages[0].content }}",
+        }  # fmt: skip
     assert torch.equal(after.decoder()(IDS), before.decoder()(IDS))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "new" / "converted"

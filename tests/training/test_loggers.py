@@ -41,6 +41,7 @@ class WandbLogger:
 
     def __init__(self, **options):
         self.options, self.calls, self._wandb_init = options, [], {"anonymous": None, "id": 1}
+        self.axes = {}
         self._experiment = options["experiment"]
         self.made.append(self)
 
@@ -54,10 +55,11 @@ class WandbLogger:
             self._experiment = SimpleNamespace(
                 id=self.options["id"], dir=str(place), offline=offline, url="its page",
                 name="run", finish=lambda: self.calls.append("finished"),
+                define_metric=lambda name, **axis: self.axes.update({name: axis}),
             )  # fmt: skip
         return self._experiment
 
-    def log_metrics(self, metrics, step):
+    def log_metrics(self, metrics, step=None):
         self.calls.append((step, metrics))
 
     def log_table(self, *arguments):
@@ -191,9 +193,9 @@ def test_results_are_logged_by_length(made, tmp_path):
     log_table(config, results, reach, {"success": Path("success.png")})
     (logger,) = made
     assert logger.calls[:-2] == [
-        (64, {"evaluation/length": 64, "evaluation/loss/RoPE": 4.0}),
+        (None, {"evaluation/length": 64, "evaluation/loss/RoPE": 4.0}),
         (
-            128,
+            None,
             {
                 "evaluation/length": 128,
                 "evaluation/retrieval/RoPE": 0.5,
@@ -208,6 +210,9 @@ def test_results_are_logged_by_length(made, tmp_path):
         ),
         ("length/success", ["success.png"]),
     ]
+    of_length = {"step_metric": "evaluation/length"}
+    names = "retrieval/RoPE", "retrieval/DroPE", "loss/RoPE", "loss/DroPE"
+    assert logger.axes == {f"evaluation/{name}": of_length for name in names}
     log_table(config, results)
     assert len(made[1].calls) == 2 + 2
     log_table(replace(config, logger=replace(config.logger, wandb=False)), results, reach)

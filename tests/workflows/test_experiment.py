@@ -520,6 +520,34 @@ def test_weights_that_go_on_with_much_shorter_sequences_than_recalibrate_takes_a
     assert all(f"data.sequence_length={before} {least}" in message for message in messages)
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["drop.at=9", "data.sequence_length=2048"], None),
+        (["drop.at=9", "data.sequence_length=1024"], 1024),
+        (["drop.at=9", "data.sequence_length=64"], 64),
+        (["drop.at=0.5", "data.sequence_length=1024"], 1024),
+        (["data.sequence_length=1024"], None),
+        (["+phases.a.steps=9", "+phases.b={steps: 9, sequence_length: 512, drop: {}}"], 512),
+        (["+phases.a.steps=9", "+phases.b={steps: 9, sequence_length: 2048, drop: {}}"], None),
+    ],
+)
+def test_a_drop_of_trained_weights_on_sequences_shorter_than_their_context_is_named(
+    words, now, caplog, monkeypatch
+):
+    words = [*words, "schedule.warmup_steps=1", "drop.schedule.warmup_steps=1"]
+    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
+    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
+    messages = warnings(caplog, words)
+    assert len(messages) == (now is not None)
+    for message in messages:
+        assert f"trains on sequences of {now:,} tokens, and its weights were" in message
+        assert "trained on 2,048: it never sees that context without its positions" in message
+        assert message.endswith(f"from {now:,}, unless evaluation.training_length=2048 is given")
+    monkeypatch.setattr(remarks, "starting_weights", lambda model: None)  # from scratch
+    assert warnings(caplog, words) == []
+
+
 def test_a_length_that_the_caller_chose_is_not_warned_of(caplog, monkeypatch):
     start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
     monkeypatch.setattr(remarks, "starting_weights", lambda model: start)

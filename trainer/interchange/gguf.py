@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainer.common.errors import Problem, UserError, first_line, raise_all
 from trainer.interchange.tensor_files import PIECE, SINGLE, write_tensors
+from trainer.interchange.token_files import CONFIG, TOKENIZER_CONFIG
 
 _NAMES = {
     "token_embd": "embed_tokens",
@@ -80,6 +81,8 @@ _PRE_TOKENIZERS: dict[str, list[Any]] = {
 }
 _WHOLE_WORDS = ("llama-bpe",)
 """Where a word in the vocabulary is a token, whatever the merges make of it."""
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+"""Kinds of special tokens, and how the metadata calls them."""
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are matched as a whole
 
 
@@ -117,19 +120,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
     Raises:
         UserError: the gguf package is missing, or the file is damaged or holds no supported model.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UserError.at(
-            "",
-            "a .gguf file needs the gguf package, which is not installed; pip install "
-            "'unrope[gguf]'.",
-        ) from error
-    try:
-        reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise UserError.at("", f"the file is truncated, damaged or no GGUF ({error}).") from error
+    reader, metadata = _read(path)
     values = _config(metadata)
     values["tie_word_embeddings"] = all(t.name != "output.weight" for t in reader.tensors)
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
@@ -146,6 +137,42 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
     return values, tensors, _tokenizer(metadata)
 
 
+def _read(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the reader of a file, and its metadata."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError.at(
+            "",
+            "a .gguf file needs the gguf package, which is not installed; pip install "
+            "'unrope[gguf]'.",
+        ) from error
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError.at("", f"the file is truncated, damaged or no GGUF ({error}).") from error
+    return reader, metadata
+
+
+def gguf_token_files(path: Path) -> dict[str, str]:
+    """Return the equivalents of a published model's files about its tokens, as
+    :func:`~trainer.interchange.token_files.read_token_files` does.
+
+    Raises:
+        UserError: as for :func:`read_gguf`.
+    """
+    _, metadata = _read(path)
+    words, ids, settings = _listed(metadata, "tokens"), {}, {}
+    for kind, name in _SPECIAL.items():
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if type(index) is int and 0 <= index < len(words):
+            ids[f"{kind}_token_id"], settings[f"{kind}_token"] = index, words[index]
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = template
+    return {CONFIG: json.dumps(ids), TOKENIZER_CONFIG: json.dumps(settings)}
+
+
 def _check_type(stored: Any) -> None:
     """Check that a tensor's type can be dequantized, by its first row."""
     from gguf import dequantize
@@ -159,8 +186,8 @@ def _check_type(stored: Any) -> None:
 
 
 def convert_gguf(source: Path, directory: Path) -> None:
-    """Convert a GGUF file to ``config.json``, ``model.safetensors`` (float32) and
-    ``tokenizer.json``.
+    """Convert a GGUF file to ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``
+    and ``tokenizer_config.json``.
 
     Raises:
         UserError: as for :func:`read_gguf`.
@@ -174,6 +201,8 @@ def convert_gguf(source: Path, directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.dumps(values | {"dtype": "float32"}, indent=2)
     (directory / "config.json").write_text(config + "\n", encoding="utf-8")
+    settings = gguf_token_files(source)[TOKENIZER_CONFIG]
+    (directory / TOKENIZER_CONFIG).write_text(settings + "\n", encoding="utf-8")
 
 
 def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,8 +143,9 @@ def _from_hub(model_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     from trainer.interchange.tensor_files import INDEX, weights_problem  # with torch
+    from trainer.interchange.token_files import TOKEN_FILES
 
-    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX, "README.md"]
+    wanted = ["tokenizer.json", "model*.safetensors", INDEX, "README.md", *TOKEN_FILES]
     reason = ""
     for local in (True, False):
         if not local and (why := no_hub()):

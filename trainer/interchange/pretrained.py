@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ from trainer.interchange.hf_config import (
 )
 from trainer.interchange.hub import find_pretrained, tokenizer_from_file
 from trainer.interchange.tensor_files import FileTensor, read_headers
+from trainer.interchange.token_files import read_token_files
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
@@ -64,7 +66,8 @@ class StoredTensor(Protocol):
 class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
-    ``tensors``: by the decoder's parameter names.
+    ``tensors``: by the decoder's parameter names. ``token_files``: reads what
+    :func:`~trainer.interchange.token_files.read_token_files` returns.
     ``tokenizer``: None if the model came without one. ``bos_token``: see
     :func:`~trainer.interchange.hf_config.named_bos`.
     """
@@ -75,6 +78,7 @@ class Pretrained:
     tokenizer: Tokenizer | None
     tensors: Mapping[str, StoredTensor]
     bos_token: int | None = None
+    token_files: Callable[[], dict[str, str]] = dict
 
     @torch.no_grad()
     def fill(self, model: Decoder) -> None:
@@ -131,9 +135,11 @@ def read_pretrained(location: str) -> Pretrained:
 
     values: dict[str, Any] | None
     tensors: Mapping[str, StoredTensor] | None
+    token_files = partial(read_token_files, path)
     if path.suffix == ".gguf":
-        from trainer.interchange.gguf import read_gguf
+        from trainer.interchange.gguf import gguf_token_files, read_gguf
 
+        token_files = partial(gguf_token_files, path)
         place = f"{location}: metadata"
         values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
     else:
@@ -168,7 +174,7 @@ def read_pretrained(location: str) -> Pretrained:
     if remark := code_remark(values, location):
         log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
-    return Pretrained(location, config, layout, tokenizer, wanted, bos_token)
+    return Pretrained(location, config, layout, tokenizer, wanted, bos_token, token_files)
 
 
 def _shape(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:

@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -189,9 +190,17 @@ FREE_MODEL_KEYS = "attention_backend", "from_pretrained", "from_run"
 
 
 def description(
-    config: RunConfig, model: Decoder, tokenizer_json: str, step: int
+    config: RunConfig,
+    model: Decoder,
+    tokenizer_json: str,
+    token_files: Mapping[str, str],
+    step: int,
 ) -> dict[str, Any]:
-    """Return the part of ``state.json`` that evaluation needs, in plain values."""
+    """Return the part of ``state.json`` that evaluation and export need, in plain values.
+
+    ``token_files``: of the published model in which training began, see
+    :mod:`~trainer.interchange.token_files`; empty without one.
+    """
     return {
         "format": FORMAT,
         "step": step,
@@ -199,6 +208,7 @@ def description(
         "model": asdict(model.config),
         "layout": model.layout.to_dict(),
         "tokenizer": tokenizer_json,
+        "token_files": dict(token_files),
         "config": json.loads(json.dumps(asdict(config))),
         "versions": versions(),
     }

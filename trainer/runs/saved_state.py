@@ -67,6 +67,7 @@ class Description:
     layout: StoredLayout
     tokenizer: str
     config: dict[str, Any]
+    token_files: dict[str, str] = field(default_factory=dict)
     format: int = FIRST
     tokens: Count = 0
     loss: float | None = None

@@ -353,7 +353,14 @@ def _of_run(reference: str) -> Pretrained:
         for name, p in shapes.items()
         if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
     }
-    return Pretrained(str(path), config, layout, Tokenizer.from_str(state["tokenizer"]), tensors)
+    return Pretrained(
+        str(path),
+        config,
+        layout,
+        Tokenizer.from_str(state["tokenizer"]),
+        tensors,
+        token_files=lambda: state.get("token_files", {}),
+    )
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ def numerics(config: RunConfig) -> Iterator[None]:
 # whole name without the vendor. The values are (bf16 on tensor or matrix cores, fp32 outside of
 # them), in TFLOP/s; None if the device has no bf16 units. TF32 runs at half of bf16: the same data
 # sheets have 156 for the A100, 62.5 for the A10, 495 for the H100 SXM, 653.7 for the MI300X.
+# torch multiplies in it on the MI300X too: since 2.10 hipBLASLt needs no HIPBLASLT_ALLOW_TF32=1.
 _PEAKS: dict[str, tuple[float | None, float]] = {
     # V100 and V100S data sheet (2020)
     r"V100-SXM2-(16|32)GB": (None, 15.7),

@@ -21,7 +21,7 @@ from trainer.common.files import write_atomically
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
 from trainer.runs.config import RunConfig
-from trainer.runs.metrics_file import append_metrics
+from trainer.runs.metrics_file import LENGTH, append_metrics
 from trainer.runs.ranks import current_ranks, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -220,15 +220,18 @@ def log_table(
     loggers = other_loggers(config)
     rows: dict[int, dict[str, float]] = {}
     for result in sorted(results, key=lambda result: result.length):
-        row = rows.setdefault(result.length, {"evaluation/length": result.length})
+        row = rows.setdefault(result.length, {LENGTH: result.length})
         if result.retrieval is not None:
             row[f"evaluation/retrieval/{result.name}"] = result.retrieval.mean
         if result.loss is not None:
             row[f"evaluation/loss/{result.name}"] = result.loss
+    dashboards: list[Any] = [x for x in loggers if type(x).__name__ == "WandbLogger"]
     for logger in loggers:
         for length, row in rows.items():
-            logger.log_metrics(row, step=length)
-    dashboards: list[Any] = [x for x in loggers if type(x).__name__ == "WandbLogger"]
+            if logger in dashboards:
+                _log_by_length(logger, row)
+            else:
+                logger.log_metrics(row, step=length)
     for dashboard in dashboards:
         if reach:
             history = [list(row) for row in reach_rows(reach)]
@@ -236,6 +239,16 @@ def log_table(
         for name, path in (images or {}).items():
             dashboard.log_image(f"length/{name}", [str(path)])
     close(loggers)
+
+
+def _log_by_length(dashboard: Any, row: Mapping[str, float]) -> None:
+    """Log a row to Weights & Biases with the length as its axis, and no step of the training.
+
+    Each metric is defined by its name: Lightning's ``*`` takes precedence over ``evaluation/*``.
+    """
+    for name in row.keys() - {LENGTH}:
+        dashboard.experiment.define_metric(name, step_metric=LENGTH)
+    dashboard.log_metrics(row)
 
 
 def wandb_id(run_dir: Path) -> str:

@@ -197,6 +197,8 @@ def _train_stretch(
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
     model, weights = _decoder(config, stretch.corpus, start, ranks)
+    token_files = on_rank_zero(lambda: _token_files(start, weights))
+    stretch = replace(stretch, token_files=token_files)
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
     title, tokens = f"Training {label(config)}", stretch.config.tokens_per_step
     if config.phases:
@@ -281,6 +283,20 @@ def _decoder(
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     return model, weights
+
+
+def _token_files(start: Start, weights: Pretrained | None) -> dict[str, str]:
+    """Return the files about tokens of the published model in which training began, if any."""
+    if weights is None:
+        return start.state.get("token_files", {})
+    try:
+        return weights.token_files()
+    except UserError as error:
+        log.warning(
+            "%s Exports of this run will have no chat template and no token settings of %s.",
+            *(error.problems[0].message, weights.name),
+        )
+        return {}
 
 
 def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:

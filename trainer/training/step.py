@@ -30,8 +30,8 @@ step ends        measure the held-out loss for ``until``; end the phase         
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class PhaseStretch:
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
     sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
     out), ``ends`` the steps of earlier phases that ended early. ``is_control``: see
-    :func:`~trainer.training.run.train`.
+    :func:`~trainer.training.run.train`. ``token_files``: of the published model in which training
+    began.
     """
 
     run: RunConfig
@@ -79,6 +80,7 @@ class PhaseStretch:
     skips: list[tuple[int, int]]
     ends: dict[str, int]
     is_control: bool = False
+    token_files: Mapping[str, str] = field(default_factory=dict)
 
     def first_sample(self, step: int) -> int:
         """Return the number of the first sample that ``step`` reads."""
@@ -156,7 +158,8 @@ class Step:
             wandb_id=next((str(x.version) for x in trainer.loggers if x.version), None),
         )
         config, tokenizer = with_ends(stretch.run, self.ends), stretch.corpus.tokenizer.to_str()
-        return description(config, self.module.model, tokenizer, step) | state.to_dict()
+        token_files, model = stretch.token_files, self.module.model
+        return description(config, model, tokenizer, token_files, step) | state.to_dict()
 
     def restore(self, state: RunState) -> None:
         """Restore what :meth:`collect_state` collected."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -18,16 +19,12 @@ from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Report
-from trainer.interchange.export.directory import (
-    Exported,
-    check_destination,
-    export_model,
-    published_file,
-)
+from trainer.interchange.export.directory import Exported, check_destination, export_model
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.hub import published_licence
 from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.token_files import published_file
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -37,7 +34,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.phases import training_length_at
+from trainer.runs.phases import phases_of, training_length_at
 from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
@@ -71,6 +68,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     longest = max(stored, layout.training_length)
     no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
     is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
+    has_context = is_independent_of_length or not _is_changed(config, state["step"])
     if (factor := request.temperature_at) is not None:
         model = _tempered(model, path, factor, stored)
     return export_model(
@@ -83,8 +81,26 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         ),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        longest=longest if is_independent_of_length else None,
+        token_files=_token_files(state, config),
+        longest=longest if has_context else None,
     )
+
+
+def _token_files(state: dict[str, Any], config: RunConfig) -> dict[str, str]:
+    """Return the files about tokens of the published model in which training began, if any.
+
+    Warns of a checkpoint that does not hold them.
+    """
+    token_files = state.get("token_files", {})
+    if not token_files and (began_with := _published_beginning(config)) is not None:
+        log.warning(
+            "The export has no chat template and no token settings of %s, with whose weights the "
+            "training began: the checkpoint does not hold them. Copy chat_template.jinja and "
+            "generation_config.json from there, or chat_template and eos_token of "
+            "tokenizer_config.json, as far as that model has them.",
+            began_with,
+        )
+    return token_files
 
 
 def _logit_factor(temperature: Temperature, length: float, training_length: int) -> float:
@@ -141,10 +157,11 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     assert request.checkpoint is not None
     if request.temperature_at is not None:
         raise UserError.at("temperature_at", "is for a run whose evaluation fitted a temperature.")
+    path = Path(request.checkpoint)
+    names = "README.md", "config.json", "tokenizer.json"
+    card, *_ = (published_file(path, name) for name in names)
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
-    path = Path(request.checkpoint)
-    card = published_file(path, "README.md")
     text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
@@ -155,7 +172,8 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
         card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        like=path,
+        token_files=published.token_files(),
+        as_published=True,
     )
 
 
@@ -212,15 +230,40 @@ def _published_beginning(config: RunConfig) -> str | None:
     None if there are none, or if a run in between is no longer on this machine or is damaged: the
     weights do not depend on it, and the card then leaves the licence open.
     """
+    *_, (first, _) = _runs(config, 0)
+    return None if first.model.from_run else first.model.from_pretrained
+
+
+def _runs(config: RunConfig, step: int) -> Iterator[tuple[RunConfig, int]]:
+    """Yield a run, and those before it in which its training began, with the steps of each.
+
+    The last one names ``model.from_run`` if the run there is no longer on this machine or is
+    damaged.
+    """
     visited = {config.run_dir}
+    yield config, step
     while (run := config.model.from_run) is not None and run not in visited:
         visited.add(run)
         try:
             state = read_state(find_checkpoint(run), hashed=False)
             config = saved_config(state["config"], "model.from_run", run)
         except UserError:
-            return None
-    return config.model.from_pretrained
+            return
+        yield config, state["step"]
+
+
+def _is_changed(config: RunConfig, step: int) -> bool:
+    """Whether a drop or a rescaling has changed the encoding since training began.
+
+    If not, a model that was trained on shorter sequences last still has its context. True if a run
+    in between cannot be read.
+    """
+    runs = [*_runs(config, step)]
+    return runs[-1][0].model.from_run is not None or any(
+        phase.start < steps and (phase.drop or phase.rescale)
+        for run, steps in runs
+        for phase in phases_of(run)
+    )
 
 
 def _licence(licence: dict[str, str], name: str) -> str:
@@ -378,9 +421,10 @@ def _engines(plan: Plan) -> str:
         + "\n".join(rows)
         + "\n\ntransformers was run where logits were compared; the other rows follow from the "
         "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. "
-        "`max_position_embeddings` is the training length, or for a model without positions the "
-        "longest one that it was ever trained with. vLLM takes its longest prompt from it; "
-        "`--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond."
+        "`max_position_embeddings` is the longest context that the model was trained with, or "
+        "after a change of its positions the length that it was trained with since. vLLM takes "
+        "its longest prompt from it; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes "
+        "beyond."
     )
 
 

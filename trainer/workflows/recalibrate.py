@@ -26,6 +26,7 @@ from trainer.common.processes import usual_threads
 from trainer.common.words import counted, override_value
 from trainer.data.corpus import Corpus
 from trainer.data.files import find_files, kind_of, read_rows
+from trainer.evaluation.method_config import ON_TEXT
 from trainer.evaluation.results import Report
 from trainer.interchange.export.directory import Exported, check_destination
 from trainer.interchange.hub import find_pretrained
@@ -364,18 +365,21 @@ def _say_long_minutes(request: Recalibration, corpus: Corpus) -> None:
 def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
     """Return the evaluated lengths, in tokens, that the held-out text has.
 
-    Both splits need them: a temperature is fitted on validation text.
+    The test split needs them, and the validation split too if a method is fitted on it.
 
     Raises:
         UserError: it has none of them.
     """
-    config, held_out = request.config, min(len(corpus.test), len(corpus.validation))
+    config, splits = request.config, {"data.test": corpus.test}
+    if not {*config.evaluation.parts}.isdisjoint(ON_TEXT):
+        splits["data.validation"] = corpus.validation
+    held_out = min(map(len, splits.values()))
     lengths = config.evaluation.in_tokens(config.training_length)
     fitting = [length for length in lengths if length <= held_out]
     if request.evaluates and not fitting:
         raise UserError.at(
             "text",
-            f"{held_out:,} tokens of it are held out (data.test, data.validation), fewer than the "
+            f"{held_out:,} tokens of it are held out ({', '.join(splits)}), fewer than the "
             f"shortest evaluated length of {min(lengths):,}; give more text, or "
             "evaluation.enabled=false.",
         )

@@ -64,6 +64,7 @@ def say_unusual_settings(configs: dict[str, RunConfig], chosen: Collection[str] 
     warnings = [
         *of_every_arm(_small_vocabulary)[:1],  # controls share the tokenizer
         *(() if "data.sequence_length" in chosen else of_every_arm(_short_sequences)),
+        *of_every_arm(_short_recalibrations),
         *_other_budgets(configs),
         *of_every_arm(_long_warmups),
         *of_every_arm(_idle_rescalings),
@@ -86,10 +87,10 @@ def _small_vocabulary(arm: RunConfig) -> Iterator[str]:
 
 
 def _short_sequences(arm: RunConfig) -> Iterator[str]:
-    """Warn of trained weights that continue with much shorter sequences than before, and with
-    shorter ones than ``recalibrate`` chooses."""
+    """Warn of trained weights that continue without a drop with much shorter sequences than before,
+    and with shorter ones than ``recalibrate`` chooses."""
     start = starting_weights(arm.model) if own_checkpoint(arm) is None else None
-    if start is None:
+    if start is None or any(phase.drop for phase in phases_of(arm)):
         return
     before, now = start.layout.training_length, arm.training_length
     if now * MUCH_SHORTER <= before and now < SHORTEST:
@@ -100,6 +101,25 @@ def _short_sequences(arm: RunConfig) -> Iterator[str]:
             f"data.sequence_length: {label(arm)} trains on sequences of {now:,} tokens, and its "
             f"weights were trained on {before:,}; data.sequence_length={before} keeps that length"
             f"{enough}"
+        )
+
+
+def _short_recalibrations(arm: RunConfig) -> Iterator[str]:
+    """Warn of trained weights that drop and then train on sequences shorter than before."""
+    phases = phases_of(arm)
+    first = next((phase.start for phase in phases if phase.drop), None)
+    if first is None or own_checkpoint(arm) is not None:
+        return
+    if (start := starting_weights(arm.model)) is None:
+        return
+    before = start.layout.training_length
+    now = max(phase.config.data.sequence_length for phase in phases if phase.start >= first)
+    if now < before:
+        yield (
+            f"data.sequence_length: after its drop {label(arm)} trains on sequences of {now:,} "
+            f"tokens, and its weights were trained on {before:,}: it never sees that context "
+            f"without its positions, and lengths in tables count from {arm.training_length:,}, "
+            f"unless evaluation.training_length={before} is given"
         )
 
 
