@@ -25,24 +25,21 @@ from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
 BPE = TokenizerConfig(vocab_size=300)
 
 
-def texts_of(corpus, stream):
-    return corpus.documents(stream, 10**9)
+def texts_of(corpus, split):
+    return corpus.documents(split, 10**9)
 
 
 def test_no_document_is_in_two_splits_not_even_twice(config, tmp_path):
     path = tmp_path / "texts" / "9.jsonl"
     path.write_text((tmp_path / "texts" / "0.jsonl").read_text())  # all of it once more
     corpus = prepare_corpus(config, BPE)
-    splits = [set(texts_of(corpus, s)) for s in (corpus.train, corpus.validation, corpus.test)]
+    splits = [set(texts_of(corpus, split)) for split in ("train", "validation", "test")]
     assert sum(map(len, splits)) == len(set.union(*splits)) == 120
 
 
 def test_small_text_is_split_by_share_of_its_characters(config):
     corpus = prepare_corpus(config, BPE)
-    sizes = [
-        sum(map(len, texts_of(corpus, stream)))
-        for stream in (corpus.train, corpus.validation, corpus.test)
-    ]
+    sizes = [sum(map(len, texts_of(corpus, split))) for split in ("train", "validation", "test")]
     # A split ends with a document, of 216 characters at the most.
     whole = sum(sizes)
     for size, share in zip(sizes, (0.7, 0.1, 0.2), strict=True):
@@ -76,9 +73,7 @@ def test_large_text_holds_out_a_number_of_tokens(config, monkeypatch, tmp_path):
     write_texts(tmp_path / "texts", files=3, documents=3000)
     config = replace(config, validation_tokens=4_000, test_tokens=8_000)
     corpus = prepare_corpus(config, BPE)
-    characters = [
-        sum(map(len, texts_of(corpus, stream))) / 4 for stream in (corpus.validation, corpus.test)
-    ]
+    characters = [sum(map(len, texts_of(corpus, split))) / 4 for split in ("validation", "test")]
     np.testing.assert_allclose(characters, [4_000, 8_000], rtol=0.4)
 
 
@@ -113,7 +108,7 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
     assert corpus.parts[0].text.fingerprint == alone.fingerprint
     assert corpus.fingerprint != alone.fingerprint
     assert len(corpus.test) == sum(len(part.text.test) for part in corpus.parts)
-    texts = texts_of(corpus, corpus.train)
+    texts = texts_of(corpus, "train")
     assert any("Document 1001" in text for text in texts)
     again = corpus_at(both, corpus.directories)
     assert again.fingerprint == corpus.fingerprint

@@ -369,7 +369,7 @@ def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
     Raises:
         UserError: it has none of them.
     """
-    config, held_out = request.config, min(len(corpus.test), len(corpus.validation))
+    config, held_out = request.config, min(corpus.test.longest, corpus.validation.longest)
     lengths = config.evaluation.in_tokens(config.training_length)
     fitting = [length for length in lengths if length <= held_out]
     if request.evaluates and not fitting:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import Batch, as_batch, held_out_windows
+from trainer.data.dataset import Batch, as_batch
+from trainer.data.held_out import held_out_windows
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
