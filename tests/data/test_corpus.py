@@ -114,6 +114,35 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
     assert again.fingerprint == corpus.fingerprint
 
 
+def test_plain_text_is_held_out_by_pieces_or_by_files(tmp_path):
+    for number in range(6):
+        lines = (f"File {number} line {i}.\n" for i in range(2000))
+        (tmp_path / f"{number}.txt").write_text("".join(lines))
+    cut = DataConfig(source="files", files=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    whole = replace(cut, piece_characters=None, validation=0.2, test=0.2)
+
+    def files_of(config):
+        corpus = prepare_corpus(config, BPE)
+        splits = [" ".join(texts_of(corpus, split)) for split in ("train", "validation", "test")]
+        return [{i for i in range(6) if f"File {i} " in text} for text in splits], corpus
+
+    splits, corpus = files_of(cut)
+    assert splits[0] & splits[2]
+    assert corpus.parts[0].text.piece_characters == 8192
+    splits, corpus = files_of(whole)
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 6
+    assert corpus.parts[0].text.piece_characters is None
+
+
+def test_too_few_files_that_are_one_document_each_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("A long text. " * 9000)
+    config = DataConfig(source="files", files=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"plain text is one document \(data\.piece_characters"):
+        prepare_corpus(replace(config, piece_characters=None), BPE)
+    with pytest.raises(UserError, match=r"is cut into documents of 100,000 characters \(data\.pi"):
+        prepare_corpus(replace(config, piece_characters=100_000), BPE)
+
+
 def test_text_that_is_not_small_is_prepared_by_a_command_of_its_own(config, monkeypatch):
     monkeypatch.setattr(preparing, "LARGEST_BY_ITSELF", 10)
     with pytest.raises(UserError, match=r"has not been prepared .* python -m trainer prepare"):

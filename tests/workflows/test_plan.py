@@ -243,6 +243,19 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
     )
 
 
+def test_documents_shorter_than_sequences_are_remarked_on(planned, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"Line {i} of a text.\n" for i in range(3000)))
+    data = {"source": "files", "files": [str(tmp_path / "a.txt")], "piece_characters": 200}
+    values = {"tokenizer": {"vocab_size": 300}, "data": data | {"cache_dir": str(tmp_path)}}
+    config = parse(RunConfig, values)
+    prepare_corpus(config.data, config.tokenizer)
+    assert "Remarks" not in planned({**values, "data": {**data}}, gpu="a100", mfu=0.5)
+    masked = {**values, "data": {**data, "document_mask": True}}
+    ((key, text),) = planned(masked, gpu="a100", mfu=0.5)["Remarks"]
+    assert key == "data.piece_characters"
+    assert "documents of 200 characters, about 50 tokens, so that none fills a sequence" in text
+
+
 @pytest.mark.parametrize(("vocab", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
 def test_tokens_take_as_many_bytes_as_the_vocabulary_needs(planned, vocab, width):
     found = planned({"model": MODEL | {"vocab_size": vocab}}, gpu="a100", mfu=0.5)

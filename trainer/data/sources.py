@@ -103,7 +103,7 @@ def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
         return iter(stdlib_docs())
     if config.source in TEXT_SOURCES:
         return _checked(config)
-    return read_rows(file.path, config.text_field)
+    return read_rows(file.path, config.text_field, config.piece_characters)
 
 
 def _checked(config: SourceConfig) -> Iterator[str | BadRow]:

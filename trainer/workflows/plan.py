@@ -39,6 +39,7 @@ from trainer.workflows.costs import (
     remarks_on_costs,
     training_operations,
 )
+from trainer.workflows.remarks import short_documents
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -116,7 +117,10 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, total, evaluation)))
     yield Section("Disk", list(_disk(config, controls, corpus, estimates, counts["in all"], vocab)))
-    if remarks := remarks_on_costs(arms, operations, evaluation, _device(request)):
+    remarks = remarks_on_costs(arms, operations, evaluation, _device(request))
+    if isinstance(corpus, Corpus):
+        remarks |= short_documents(arms, corpus)
+    if remarks:
         yield Section("Remarks", [*remarks.items()])
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
