@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.data import plan, preparing
+from trainer.data import plan, preparing, sources
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.encoding import document_hash
@@ -141,6 +141,27 @@ def test_too_few_files_that_are_one_document_each_are_refused(tmp_path):
         prepare_corpus(replace(config, piece_characters=None), BPE)
     with pytest.raises(UserError, match=r"is cut into documents of 100,000 characters \(data\.pi"):
         prepare_corpus(replace(config, piece_characters=100_000), BPE)
+
+
+def test_a_source_of_a_plugin_that_changes_is_prepared_anew(tmp_path, monkeypatch):
+    def before():
+        return (f"Document {i} says {i * i}. " for i in range(200))
+
+    def after():
+        return (f"Document {i} says {i * i * i}. " for i in range(200))
+
+    config = DataConfig(source="mine", sequence_length=16, cache_dir=str(tmp_path))
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", before)
+    old = prepare_corpus(config, BPE)
+    assert prepare_corpus(config, BPE).directories == old.directories
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", after)
+    new = prepare_corpus(config, BPE)
+    assert texts_of(new, "train") != texts_of(old, "train")
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", lambda: ["one", "two", "three"])
+    with pytest.raises(UserError, match="mine has other code than when it was prepared"):
+        prepare_corpus(config, BPE, alone=False)
+    resumed = prepare_corpus(config, BPE, wanted=old.fingerprints)
+    assert resumed.directories == old.directories != new.directories
 
 
 def test_text_that_is_not_small_is_prepared_by_a_command_of_its_own(config, monkeypatch):
