@@ -132,17 +132,19 @@ def test_a_key_changes_with_every_leaf_but_those_listed(name):
     assert ignored_leaves(KEYS[name]) == sorted(KEYS[name].without)
 
 
-def test_a_corpus_is_told_apart_by_texts_weights_and_their_order():
+@pytest.mark.parametrize("name", ["fingerprint", "held_out_fingerprint"])
+def test_a_corpus_is_told_apart_by_texts_weights_and_their_order(name):
     texts = [SimpleNamespace(fingerprint=name) for name in "abc"]
 
     mixtures = [
         [(0, 1.0), (1, 1.0)], [(0, 1.0), (2, 1.0)], [(2, 1.0), (1, 1.0)], [(0, 2.0), (1, 1.0)],
         [(0, 1.0), (1, 2.0)], [(1, 1.0), (0, 1.0)], [(0, 1.0)],
     ]  # fmt: skip
-    fingerprints = {
-        Corpus(None, 0, tuple(Part(str(i), weight, texts[i]) for i, weight in mixture)).fingerprint
+    corpora = [
+        Corpus(None, 0, tuple(Part(str(i), weight, texts[i]) for i, weight in mixture))
         for mixture in mixtures
-    }
+    ]
+    fingerprints = {getattr(corpus, name) for corpus in corpora}
     assert len(fingerprints) == len(mixtures)
 
 
