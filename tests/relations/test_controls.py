@@ -207,6 +207,8 @@ REMARKS = ("say_unusual_settings",)
 CHECKED = {
     **dict.fromkeys((f"remarks.{name}" for name in REMARKS), "below"),
     "remarks._other_budgets": "in say_unusual_settings",
+    "remarks.say_short_documents": "tests/workflows/test_experiment.py",
+    "remarks.short_documents": "tests/workflows/test_experiment.py",
     **dict.fromkeys(
         (
             "costs.evaluation_operations",

@@ -138,10 +138,10 @@ class Preparation:
                 command=prepare_command(),
             )
         if others := _states(self.directory.parent, self.request):
-            what = "files or sizes" if self.config.source in BUILT_IN else "code"
+            changed = "files or sizes" if self.config.source in BUILT_IN else "code"
             return Problem(
                 "data",
-                f"{describe(self.config)} has other {what} than when it was prepared "
+                f"{describe(self.config)} has other {changed} than when it was prepared "
                 f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
                 "prepares it anew:",
                 command=prepare_command(),

@@ -303,8 +303,12 @@ def _key(phase: Phase) -> str:
 
 
 def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
-    """Return the fixed batch of validation text on which the effect of a change is measured."""
+    """Return the fixed batch of validation text on which the effect of a change is measured.
+
+    A mixture has the weights of the phase.
+    """
     count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
-    windows = held_out_windows(corpus.validation, count, length)
+    text = corpus.mixed(phase.config.data).validation
+    windows = held_out_windows(text, count, length)
     weights = np.ones(windows.shape, dtype=np.float32)
     return as_batch(windows, corpus.first_token, corpus.end_of_text, weights)
