@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.data import plan, preparing
+from trainer.data import plan, preparing, sources
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.encoding import document_hash
@@ -25,24 +25,21 @@ from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
 BPE = TokenizerConfig(vocab_size=300)
 
 
-def texts_of(corpus, stream):
-    return corpus.documents(stream, 10**9)
+def texts_of(corpus, split):
+    return corpus.documents(split, 10**9)
 
 
 def test_no_document_is_in_two_splits_not_even_twice(config, tmp_path):
     path = tmp_path / "texts" / "9.jsonl"
     path.write_text((tmp_path / "texts" / "0.jsonl").read_text())  # all of it once more
     corpus = prepare_corpus(config, BPE)
-    splits = [set(texts_of(corpus, s)) for s in (corpus.train, corpus.validation, corpus.test)]
+    splits = [set(texts_of(corpus, split)) for split in ("train", "validation", "test")]
     assert sum(map(len, splits)) == len(set.union(*splits)) == 120
 
 
 def test_small_text_is_split_by_share_of_its_characters(config):
     corpus = prepare_corpus(config, BPE)
-    sizes = [
-        sum(map(len, texts_of(corpus, stream)))
-        for stream in (corpus.train, corpus.validation, corpus.test)
-    ]
+    sizes = [sum(map(len, texts_of(corpus, split))) for split in ("train", "validation", "test")]
     # A split ends with a document, of 216 characters at the most.
     whole = sum(sizes)
     for size, share in zip(sizes, (0.7, 0.1, 0.2), strict=True):
@@ -76,9 +73,7 @@ def test_large_text_holds_out_a_number_of_tokens(config, monkeypatch, tmp_path):
     write_texts(tmp_path / "texts", files=3, documents=3000)
     config = replace(config, validation_tokens=4_000, test_tokens=8_000)
     corpus = prepare_corpus(config, BPE)
-    characters = [
-        sum(map(len, texts_of(corpus, stream))) / 4 for stream in (corpus.validation, corpus.test)
-    ]
+    characters = [sum(map(len, texts_of(corpus, split))) / 4 for split in ("validation", "test")]
     np.testing.assert_allclose(characters, [4_000, 8_000], rtol=0.4)
 
 
@@ -113,10 +108,60 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
     assert corpus.parts[0].text.fingerprint == alone.fingerprint
     assert corpus.fingerprint != alone.fingerprint
     assert len(corpus.test) == sum(len(part.text.test) for part in corpus.parts)
-    texts = texts_of(corpus, corpus.train)
+    texts = texts_of(corpus, "train")
     assert any("Document 1001" in text for text in texts)
     again = corpus_at(both, corpus.directories)
     assert again.fingerprint == corpus.fingerprint
+
+
+def test_plain_text_is_held_out_by_pieces_or_by_files(tmp_path):
+    for number in range(6):
+        lines = (f"File {number} line {i}.\n" for i in range(2000))
+        (tmp_path / f"{number}.txt").write_text("".join(lines))
+    cut = DataConfig(source="files", files=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    whole = replace(cut, piece_characters=None, validation=0.2, test=0.2)
+
+    def files_of(config):
+        corpus = prepare_corpus(config, BPE)
+        splits = [" ".join(texts_of(corpus, split)) for split in ("train", "validation", "test")]
+        return [{i for i in range(6) if f"File {i} " in text} for text in splits], corpus
+
+    splits, corpus = files_of(cut)
+    assert splits[0] & splits[2]
+    assert corpus.parts[0].text.piece_characters == 8192
+    splits, corpus = files_of(whole)
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 6
+    assert corpus.parts[0].text.piece_characters is None
+
+
+def test_too_few_files_that_are_one_document_each_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("A long text. " * 9000)
+    config = DataConfig(source="files", files=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"plain text is one document \(data\.piece_characters"):
+        prepare_corpus(replace(config, piece_characters=None), BPE)
+    with pytest.raises(UserError, match=r"is cut into documents of 100,000 characters \(data\.pi"):
+        prepare_corpus(replace(config, piece_characters=100_000), BPE)
+
+
+def test_a_source_of_a_plugin_that_changes_is_prepared_anew(tmp_path, monkeypatch):
+    def before():
+        return (f"Document {i} says {i * i}. " for i in range(200))
+
+    def after():
+        return (f"Document {i} says {i * i * i}. " for i in range(200))
+
+    config = DataConfig(source="mine", sequence_length=16, cache_dir=str(tmp_path))
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", before)
+    old = prepare_corpus(config, BPE)
+    assert prepare_corpus(config, BPE).directories == old.directories
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", after)
+    new = prepare_corpus(config, BPE)
+    assert texts_of(new, "train") != texts_of(old, "train")
+    monkeypatch.setitem(sources.TEXT_SOURCES, "mine", lambda: ["one", "two", "three"])
+    with pytest.raises(UserError, match="mine has other code than when it was prepared"):
+        prepare_corpus(config, BPE, alone=False)
+    resumed = prepare_corpus(config, BPE, wanted=old.fingerprints)
+    assert resumed.directories == old.directories != new.directories
 
 
 def test_text_that_is_not_small_is_prepared_by_a_command_of_its_own(config, monkeypatch):

@@ -22,7 +22,6 @@ from trainer.data.dataset import (
     CountingSampler,
     TrainingSamples,
     as_batch,
-    held_out_windows,
     sample_hashes,
 )
 from trainer.model.masks import bounds_of
@@ -136,15 +135,6 @@ def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_confi
         epochs = samples.epochs(40_000)["ab"[part]]
         assert abs(epochs - counts.mean()) < 1e-6
     assert_same(batches(samples, start=5), batches(samples)[5:])
-
-
-def test_held_out_windows_cover_the_stream(corpus_and_config):
-    stream = corpus_and_config[0].test
-    windows = held_out_windows(stream, 5, 10)
-    np.testing.assert_array_equal(windows[0], stream.windows(np.array([0]), 10)[0])
-    np.testing.assert_array_equal(windows[-1], stream.windows(np.array([len(stream) - 10]), 10)[0])
-    with pytest.raises(ValueError, match="do not fill"):
-        held_out_windows(stream, 1, len(stream) + 1)
 
 
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())

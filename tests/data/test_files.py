@@ -59,6 +59,26 @@ def test_a_long_text_becomes_documents_that_can_be_split(tmp_path, monkeypatch, 
     assert len(documents) >= len(text) // (2 * PIECE)
 
 
+def test_the_length_of_the_documents_of_a_long_text_may_be_chosen(tmp_path):
+    text = "".join(f"Line {i}.\n" for i in range(2_000))
+    path = tmp_path / "a.md.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    documents = list(read_rows(str(path), "text", 100))
+    assert "".join(documents) == text
+    assert all(100 <= len(document) < 112 for document in documents[:-1])  # to a line's end
+    assert list(read_rows(str(path), "text", None)) == [text]
+
+
+def test_a_file_that_is_one_document_has_a_largest_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST", 1 << 20)
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (1 << 20))
+    assert [len(text) for text in read_rows(str(path), "text", None)] == [1 << 20]
+    path.write_text("x" * (1 << 20) + "\n")
+    (row,) = read_rows(str(path), "text", None)
+    assert row == BadRow(repr(str(path)), "is longer than 1 MiB as one document")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -74,15 +74,15 @@ OTHERS = {
     "source": "hub", "files": ["b"], "allow_patterns": ["*"], "hub_name": "b", "hub_config": "b",
     "hub_split": "test", "hub_files": ["b"], "revision": "b", "text_field": "b",
     "min_characters": 2, "bad_rows": 0.5, "validation": 0.1, "test": 0.1, "validation_tokens": 5,
-    "test_tokens": 5, "arguments": {"b": 1}, "about": "b",
+    "test_tokens": 5, "arguments": {"b": 1}, "about": "b", "piece_characters": None,
 }  # fmt: skip
 COMMON = {
     "source", "revision", "min_characters", "validation", "test", "validation_tokens",
     "test_tokens",
 }  # fmt: skip
 OWN = {
-    "hub": {"hub_name", "hub_config", "hub_split", "hub_files", "text_field"},
-    "files": {"files", "allow_patterns", "text_field"},
+    "hub": {"hub_name", "hub_config", "hub_split", "hub_files", "text_field", "piece_characters"},
+    "files": {"files", "allow_patterns", "text_field", "piece_characters"},
     "stdlib_docs": set(),
     "of_a_plugin": {"arguments"},
 }
@@ -102,6 +102,15 @@ def test_a_request_changes_with_every_key_of_its_source(kind):
         if digest(request_of(replace(config, **{key: value}), MEGABYTE, None)) != before
     }
     assert changed == COMMON | OWN[kind]
+
+
+def test_names_of_text_prepared_before_a_key_existed_stay_valid():
+    requests = (
+        request_of(SourceConfig(source="files", files=["a.txt"]), MEGABYTE, None),
+        request_of(SourceConfig(source="hub", hub_name="a"), MEGABYTE, None),
+    )
+    for request in requests:
+        assert not {"piece_characters", "allow_patterns"} & {*request}
 
 
 def test_a_request_changes_with_the_tokenizer_that_is_trained():

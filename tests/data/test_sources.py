@@ -14,6 +14,7 @@ from trainer.data.files import File
 from trainer.data.plan import request_of
 from trainer.data.sources import (
     TEXT_SOURCES,
+    code_hash,
     list_source,
     read_source,
     source_problems,
@@ -189,6 +190,37 @@ def test_a_password_in_an_address_is_refused():
         "s3://bucket/a@b.txt",
     ):
         assert DataConfig(source="files", files=[address]).problems() == []
+
+
+def function_of(code):
+    """A function without a source that can be read."""
+    names = {}
+    exec(code, names)
+    return names["mine"]
+
+
+def test_the_state_of_a_users_own_source_is_its_code(monkeypatch):
+    def one(count=2):
+        return [f"one {i}" for i in range(count)]
+
+    def other(count=2):
+        return [f"other {i}" for i in range(count)]
+
+    identities = []
+    for function in (one, other, one):
+        monkeypatch.setattr("trainer.data.sources.TEXT_SOURCES", {"mine": function})
+        identities.append(list_source(DataConfig(source="mine")).identity)
+    assert identities[0] == identities[2] != identities[1]
+    assert "code" not in list_source(DataConfig()).identity  # of other sources names stay
+
+
+def test_the_code_of_a_source_that_cannot_be_read_is_its_bytecode_and_constants():
+    code = "def mine():\n    return [x for x in ('a', 'b') if x in {'a', 'c', 'd'}]"
+    before = code_hash(function_of(code))
+    assert code_hash(function_of(f"\n\n{code}  # the same")) == before
+    for old, new in (("('a', 'b')", "('a', 'e')"), ("in {'a'", "not in {'a'"), ("'d'}", "'e'}")):
+        assert code_hash(function_of(code.replace(old, new))) != before
+    assert code_hash(len) == code_hash(print)  # neither has any
 
 
 def test_a_source_of_the_users_own(monkeypatch):

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.data.streams import held_out
 from trainer.common.errors import UserError
+from trainer.data.held_out import TokenArray
 from trainer.evaluation import passes
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import (
@@ -28,21 +30,13 @@ from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.statistics import change
 
 
-class Stream:
-    """Stands for a token stream: the numbers 0 .. size - 1."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def windows(self, starts, length):
-        return np.stack([np.arange(s, s + length) % 50 for s in starts])
+def counted_up(size):
+    """The numbers 0 .. size - 1, as tokens of a small vocabulary."""
+    return TokenArray(np.arange(size) % 50)
 
 
 def test_windows_of_all_lengths_end_with_the_same_tokens():
-    windows = windows_with_common_ends(Stream(500), 7, [8, 32])
+    windows = windows_with_common_ends(held_out(np.arange(500)), 7, [8, 32])
     np.testing.assert_array_equal(windows[8], windows[32][:, -8:])
     assert windows[32].shape == (7, 32)
 
@@ -53,9 +47,7 @@ def test_windows_of_all_lengths_end_with_the_same_tokens():
 )
 def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
     """There are as many windows as the text has disjoint scored tokens for, at every length."""
-    stream = Stream(size)
-    stream.windows = lambda starts, length: np.stack([np.arange(s, s + length) for s in starts])
-    windows = windows_with_common_ends(stream, 7, [9, 32], last=last)
+    windows = windows_with_common_ends(held_out(np.arange(size)), 7, [9, 32], last=last)
     assert [len(windows[n]) for n in (9, 32)] == [count, count]
     scored = windows[32][:, -last:]
     np.testing.assert_array_equal(windows[9][:, -last:], scored)
@@ -65,11 +57,10 @@ def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
 def test_an_interval_over_windows_of_a_short_text_misses_equal_losses_in_one_of_twenty():
     """Two models with the same expected loss on every token; 96 windows would overlap."""
     generator, missed, last = np.random.default_rng(1), 0, 64
-    stream = Stream(1000)
-    stream.windows = lambda starts, length: np.stack([np.arange(s, s + length) for s in starts])
-    scored = windows_with_common_ends(stream, 96, [64, 512], last=last)[512][:, -last:]
+    text = held_out(np.arange(1000))
+    scored = windows_with_common_ends(text, 96, [64, 512], last=last)[512][:, -last:]
     for _ in range(300):
-        a, b = generator.normal(4, 1, (2, len(stream)))
+        a, b = generator.normal(4, 1, (2, len(text)))
         losses = (list(model[scored].mean(axis=1)) for model in (a, b))
         result = change(*losses)
         missed += not result.low <= 0 <= result.high
@@ -78,13 +69,13 @@ def test_an_interval_over_windows_of_a_short_text_misses_equal_losses_in_one_of_
 
 def test_text_shorter_than_the_longest_window_is_an_error():
     with pytest.raises(UserError, match="has 31 tokens"):
-        windows_with_common_ends(Stream(31), 7, [8, 32])
+        windows_with_common_ends(held_out(np.arange(31)), 7, [8, 32])
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
 def test_mean_loss_at_every_position(tiny_decoder, batch_tokens):
     model = tiny_decoder(training_length=16)
-    windows = Stream(100).windows(np.array([0, 17, 40]), 10)
+    windows = counted_up(100).windows(np.array([0, 17, 40]), 10)
     expected = torch.zeros(10, dtype=torch.float64)
     for window in windows:
         ids = torch.tensor([0, *window[:-1]])[None]
@@ -119,7 +110,7 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
 ):
     """Pieces of ``reads`` tokens, counted from the end, whose last halves count."""
     model = tiny_decoder(training_length=8)
-    windows = Stream(100).windows(np.array([0, 17]), length)
+    windows = counted_up(100).windows(np.array([0, 17]), length)
     starts = [*range(length - reads, 0, -(reads // 2)), 0]
     expected = []
     for position in range(length):
@@ -133,7 +124,7 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
 
 
 def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
-    model, windows = tiny_decoder(), Stream(100).windows(np.array([0, 17]), 12)
+    model, windows = tiny_decoder(), counted_up(100).windows(np.array([0, 17]), 12)
     whole = losses_by_position(model, windows, 0, 100)
     for reads in (12, 99):
         assert torch.equal(by_position(model, windows, 100, reads), whole)
@@ -141,7 +132,7 @@ def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
 
 def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder):
     model = tiny_decoder(training_length=8)
-    windows = windows_with_common_ends(Stream(500), 4, [16, 24, 61])
+    windows = windows_with_common_ends(held_out(np.arange(500) % 50), 4, [16, 24, 61])
     losses = [by_position(model, w, 100, 8)[-4:] for w in windows.values()]
     for result in losses[1:]:
         torch.testing.assert_close(result, losses[0], rtol=1e-6, atol=1e-6)
@@ -149,7 +140,7 @@ def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder
 
 def test_progress_counts_windows(tiny_decoder):
     counts = []
-    windows = Stream(100).windows(np.array([0, 17, 30]), 10)
+    windows = counted_up(100).windows(np.array([0, 17, 30]), 10)
     for reads in (None, 4):
         list(losses_of_batches(tiny_decoder(), windows, 0, 20, reads=reads, done=counts.append))
     assert counts == [2, 1, 2, 1]
@@ -160,7 +151,7 @@ def test_nothing_that_is_computed_is_quadratic(tiny_decoder, layers):
     """The largest tensor of a forward pass at two lengths."""
     sizes = []
     for length in (1024, 2048):
-        windows = Stream(5000).windows(np.array([0]), length)
+        windows = counted_up(5000).windows(np.array([0]), length)
         with LargestTensor() as largest:
             losses_by_position(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
         sizes.append(largest.elements)
@@ -184,7 +175,7 @@ NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (
 
 @pytest.fixture
 def haystack(corpus):
-    documents = corpus.documents(corpus.validation, 1 << 20)
+    documents = corpus.documents("validation", 1 << 20)
     return Haystack(corpus.tokenizer, documents, (corpus.end_of_text,))
 
 

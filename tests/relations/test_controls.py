@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.data.streams import held_out
 from tests.program import ROOT
 from tests.relations.leaves import leaves, nested, others
 from tests.small_runs import SHAPE
@@ -206,6 +207,8 @@ REMARKS = ("say_unusual_settings",)
 CHECKED = {
     **dict.fromkeys((f"remarks.{name}" for name in REMARKS), "below"),
     "remarks._other_budgets": "in say_unusual_settings",
+    "remarks.say_short_documents": "tests/workflows/test_experiment.py",
+    "remarks.short_documents": "tests/workflows/test_experiment.py",
     **dict.fromkeys(
         (
             "costs.evaluation_operations",
@@ -427,7 +430,7 @@ def test_a_control_is_trained_and_reported_like_a_run_of_its_own(base, tmp_path)
 def test_monitored_text_is_checked_of_every_arm(monkeypatch):
     for name in ("check_vocabularies", "check_evaluated_text"):
         monkeypatch.setattr(experiment, name, lambda arms, corpus: None)
-    corpus, keys = SimpleNamespace(validation=range(100)), []
+    corpus, keys = SimpleNamespace(validation=held_out(range(100))), []
     longer = {"monitor": {"lengths_every": 2, "lengths": [50]}}
     for change in (longer, {"controls": {"x": {"label": "x", **longer}}}):
         arms = arms_of(parse(RunConfig, merged(RUN, change)))

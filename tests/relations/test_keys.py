@@ -11,7 +11,11 @@ CHECKSUM = "a checksum of what is written or read"
 TESTED = "tested in test_keys_of_*.py"
 HASHED = {
     **dict.fromkeys(
-        ("sbatch.snapshot", "encoding.document_hash", "sources.stdlib_docs", "sweep._note"), CONTENT
+        (
+            *("sbatch.snapshot", "encoding.document_hash", "sources.stdlib_docs", "sweep._note"),
+            "sources.code_hash",
+        ),
+        CONTENT,
     ),
     **dict.fromkeys(
         (
@@ -34,6 +38,7 @@ HASHED = {
     **dict.fromkeys(
         (
             *("plan.directory_name", "tokenizer.tokenizer_identity", "corpus.fingerprint"),
+            "corpus.held_out_fingerprint",
             *("prepared.fingerprint", "fitting.key", "fitting.choice_key"),
             *("measurements.fingerprint", "measurements._summarise", "methods._identity"),
             *("plan.plan_cells", "plan.key", "store.path", "store.take"),

@@ -41,7 +41,10 @@ NOT_READ = {
 OF_HUB = dict.fromkeys([f"source.{key}" for key in PLACES], "of the hub alone")
 OF_FILES = dict.fromkeys(["source.files", "source.allow_patterns"], "of files alone")
 OF_PLUGIN = {"source.arguments": "of a plugin's source alone"}
-NO_FIELD = {"source.text_field": "its documents have no fields"}
+NO_FILES = {
+    "source.text_field": "its documents have no fields",
+    "source.piece_characters": "its documents are not cut from files",
+}
 OF_HUB_TOO = {"tokenizer.path": "a/b"}
 TRAINED = {
     "tokenizer.vocab_size": "of a tokenizer that is trained",
@@ -88,17 +91,17 @@ KEYS = {
     "prepared text of Python": Key(
         Text(SourceConfig(), TokenizerConfig()),
         request,
-        {**NOT_READ, **OF_HUB, **OF_FILES, **OF_PLUGIN, **NO_FIELD}, other=OF_HUB_TOO,
+        {**NOT_READ, **OF_HUB, **OF_FILES, **OF_PLUGIN, **NO_FILES}, other=OF_HUB_TOO,
     ),
     "prepared text of a plugin": Key(
         Text(SourceConfig(source="mine"), TokenizerConfig()),
         request,
-        {**NOT_READ, **OF_HUB, **OF_FILES, **NO_FIELD}, other=OF_HUB_TOO,
+        {**NOT_READ, **OF_HUB, **OF_FILES, **NO_FILES}, other=OF_HUB_TOO,
     ),
     "prepared text with a tokenizer of the hub": Key(
         Text(SourceConfig(), TokenizerConfig("a/b")),
         request,
-        {**NOT_READ, **OF_HUB, **OF_FILES, **OF_PLUGIN, **NO_FIELD, **TRAINED},
+        {**NOT_READ, **OF_HUB, **OF_FILES, **OF_PLUGIN, **NO_FILES, **TRAINED},
     ),
     "a listed file": Key(
         File("place/a.txt", "a.txt", 3),
@@ -129,17 +132,19 @@ def test_a_key_changes_with_every_leaf_but_those_listed(name):
     assert ignored_leaves(KEYS[name]) == sorted(KEYS[name].without)
 
 
-def test_a_corpus_is_told_apart_by_texts_weights_and_their_order():
+@pytest.mark.parametrize("name", ["fingerprint", "held_out_fingerprint"])
+def test_a_corpus_is_told_apart_by_texts_weights_and_their_order(name):
     texts = [SimpleNamespace(fingerprint=name) for name in "abc"]
 
     mixtures = [
         [(0, 1.0), (1, 1.0)], [(0, 1.0), (2, 1.0)], [(2, 1.0), (1, 1.0)], [(0, 2.0), (1, 1.0)],
         [(0, 1.0), (1, 2.0)], [(1, 1.0), (0, 1.0)], [(0, 1.0)],
     ]  # fmt: skip
-    fingerprints = {
-        Corpus(None, 0, tuple(Part(str(i), weight, texts[i]) for i, weight in mixture)).fingerprint
+    corpora = [
+        Corpus(None, 0, tuple(Part(str(i), weight, texts[i]) for i, weight in mixture))
         for mixture in mixtures
-    }
+    ]
+    fingerprints = {getattr(corpus, name) for corpus in corpora}
     assert len(fingerprints) == len(mixtures)
 
 

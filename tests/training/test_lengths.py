@@ -28,7 +28,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.runs.training_config import BenchmarksConfig
-from trainer.training.callbacks.monitors import Benchmarks, Probe, measurements
+from trainer.training.callbacks.monitors import Benchmarks, Probe, measurements, windows_by_text
 from trainer.training.module import evaluating
 from trainer.training.tally import StepTimer
 from trainer.workflows.experiment import run_experiment
@@ -150,10 +150,10 @@ def test_numbers_are_those_of_the_saved_model_on_validation_text(run):
     for i, length in enumerate(last.lengths):
         losses = []
         for window in perplexity.windows[length]:
-            ends = len(corpus.validation) - length
+            stream = corpus.validation.parts[0].stream
             assert any(
-                np.array_equal(window, corpus.validation.windows(np.array([start]), length)[0])
-                for start in range(ends + 1)
+                np.array_equal(window, stream.windows(np.array([start]), length)[0])
+                for start in range(len(stream) - length + 1)
             )
             ids = torch.tensor([corpus.end_of_text, *window])
             logits = model(ids[None, :-1])[0]
@@ -178,6 +178,45 @@ def test_ranks_share_the_reading(base, tmp_path):
     # 3 windows and 6 trials become 4 and 8, so that all ranks read as much.
     assert [len(perplexity.windows[128]) for perplexity, _ in parts] == [1] * 4
     assert [len(statements.trials[128].prompts) for _, statements in parts] == [2] * 4
+
+
+def mixture_of(base, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"text": "Number {i} of other words. "}}\n' for i in range(2000)))
+    old = {"files": base["data"]["files"], "weight": 3.0}
+    data = {"mixture": {"old": old, "new": {"files": [str(other)]}}, "needles": {"share": 0.0}}
+    return {"data": data, "monitor": {**LENGTHS, "windows": 8}}
+
+
+def test_the_loss_of_a_mixture_is_also_measured_on_each_text(run, base, tmp_path):
+    config, _ = run(**mixture_of(base, tmp_path))
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config)))
+    perplexity, _ = measurements(config, corpus, Ranks(0, 1, 0, 1))
+    losses = [
+        F.cross_entropy(
+            model(torch.tensor([[corpus.end_of_text, *window[:-1]]]))[0], torch.tensor(window)
+        ).item()
+        for window in perplexity.windows[32]
+    ]
+    row = rows_of(config)[-1]
+    of_old = [index for index in range(8) if index not in (2, 6)]  # 6 windows spread among 2
+    expected = sum(losses[index] for index in of_old) / 6
+    assert row["length/loss_1x/old"] == pytest.approx(expected, rel=1e-5)
+    assert row["length/loss_1x/new"] == pytest.approx((losses[2] + losses[6]) / 2, rel=1e-5)
+    for length in ("1x", "2x", "4x"):
+        old, new = (row[f"length/loss_{length}/{name}"] for name in ("old", "new"))
+        assert row[f"length/loss_{length}"] == pytest.approx((3 * old + new) / 4, rel=1e-6)
+
+
+def test_ranks_share_the_windows_of_every_text(base, tmp_path):
+    changes = {"run_dir": str(tmp_path / "run"), **mixture_of(base, tmp_path)}
+    config = parse(RunConfig, merged(base, changes))
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    of_ranks = [windows_by_text(config, corpus, Ranks(rank, 4, rank, 4)) for rank in range(4)]
+    assert sum(len(windows["old"]) for windows in of_ranks) == 6
+    for windows in of_ranks:
+        assert sorted(windows["old"] + windows["new"]) == [0, 1]
 
 
 def test_without_needles_there_is_loss_alone(run):

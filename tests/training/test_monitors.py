@@ -10,7 +10,7 @@ import torch
 from tests.training.test_run import checkpoint_of, rows_of
 from trainer.analysis.attention import MEASURES, probe
 from trainer.data.corpus import prepare_corpus
-from trainer.data.dataset import held_out_windows
+from trainer.data.held_out import held_out_windows
 from trainer.evaluation.results import Milestone, Reach
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig

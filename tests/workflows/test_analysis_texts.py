@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.streams import held_out
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
@@ -17,23 +18,16 @@ from trainer.workflows.requests import AnalysisConfig
 END = 10**6
 
 
-class Stream:
-    """A split of so many tokens that count up, with a separator behind every tenth."""
-
-    def __init__(self, tokens, first=0):
-        ids = np.arange(first, first + tokens)
-        self.ids = np.insert(ids, np.arange(10, tokens, 10), END)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def windows(self, starts, length):
-        return np.stack([self.ids[start : start + length] for start in starts])
+def split(tokens, first=0):
+    """So many tokens that count up, with a separator behind every tenth."""
+    return np.insert(np.arange(first, first + tokens), np.arange(10, tokens, 10), END)
 
 
 def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokenizer=None, **config):
     corpus = SimpleNamespace(
-        test=Stream(tokens), validation=Stream(tokens, 10_000), end_of_text=END
+        test=held_out(split(tokens)),
+        validation=held_out(split(tokens, 10_000), name="validation"),
+        end_of_text=END,
     )
     layout = SimpleNamespace(training_length=C)
     candidate = SimpleNamespace(layout=layout, bos_token=bos, named_bos=named, tokenizer=tokenizer)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.data.streams import held_out
 from trainer.__main__ import main
 from trainer.commands import train
 from trainer.common.errors import UserError
@@ -511,17 +512,10 @@ def test_windows_are_paired_where_they_end_alike_and_as_many_tokens_count(place,
 
 def test_the_windows_of_a_length_end_elsewhere_with_another_longest_length():
     """Why lengths are a part of what is compared."""
-    text = np.arange(1000)
-
-    class Stream:
-        def __len__(self):
-            return len(text)
-
-        def windows(self, starts, length):
-            return text[starts[:, None] + np.arange(length)]
+    text = held_out(np.arange(1000))
 
     def ends(lengths):
-        return windows_with_common_ends(Stream(), 4, lengths)[8][:, -1].tolist()
+        return windows_with_common_ends(text, 4, lengths)[8][:, -1].tolist()
 
     assert ends([8, 16, 64]) == ends([8, 64])
     assert ends([8, 64]) != ends([8, 128])

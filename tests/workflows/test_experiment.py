@@ -482,6 +482,48 @@ def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, 
     )
 
 
+APART = {"packing": "best_fit"}, {"document_mask": True}
+
+
+@pytest.mark.parametrize(
+    ("data", "characters", "told"),
+    [
+        *(({**apart, "sequence_length": 4096}, 8192, True) for apart in APART),
+        *(({**apart, "sequence_length": 2048}, 8192, False) for apart in APART),
+        ({"sequence_length": 4096}, 8192, False),  # whose sequences run on over documents
+        ({**APART[0], "sequence_length": 4096}, None, False),  # not plain text, or whole files
+        ({**APART[0], "sequence_length": 2048}, 4000, True),
+    ],
+)
+def test_a_text_whose_documents_are_shorter_than_sequences_is_warned_of(
+    caplog, data, characters, told
+):
+    text = SimpleNamespace(piece_characters=characters)
+    corpus = SimpleNamespace(parts=[SimpleNamespace(name="text", text=text)])
+    config = parse(RunConfig, {"data": data})
+    remarks.say_short_documents({"main": config}, corpus)
+    longest = data["sequence_length"]
+    expected = (
+        f"data.piece_characters: plain text is cut into documents of {characters or 0:,} "
+        f"characters, about {(characters or 0) // 4:,} tokens, so that none fills a sequence of "
+        f"{longest:,}; piece_characters={4 * longest} cuts it into longer ones, and "
+        "piece_characters=null keeps every file whole"
+    )
+    assert caplog.messages == ([expected] if told else [])
+
+
+def test_phases_controls_and_texts_with_short_documents_are_named():
+    cut, other = SimpleNamespace(piece_characters=1000), SimpleNamespace(piece_characters=None)
+    parts = [SimpleNamespace(name="a", text=other), SimpleNamespace(name="b", text=cut)]
+    phases = {"short": {"steps": 1}, "long": {"steps": 1, "sequence_length": 512}}
+    config = parse(RunConfig, {"phases": phases, "data": {"document_mask": True}})
+    told = remarks.short_documents(
+        {"main": parse(RunConfig, {}), "x": config}, SimpleNamespace(parts=parts)
+    )
+    assert [*told] == ["data.mixture.b.piece_characters"]
+    assert "none fills a sequence of 512;" in told["data.mixture.b.piece_characters"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

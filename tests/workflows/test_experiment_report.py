@@ -144,7 +144,7 @@ def told(tmp_path, monkeypatch, tiny_decoder):
         monkeypatch.setattr(experiment_report, "measure_models", measured)
         monkeypatch.setattr(experiment_report, "with_observations", observed)
         monkeypatch.setattr(experiment_report, "recoveries", lambda arms: [f"of {[*arms]}"])
-        corpus = SimpleNamespace(fingerprint="0", train=[], validation=[], test=[])
+        corpus = SimpleNamespace(held_out_fingerprint="0", train=[], validation=[], test=[])
         return asked, make_report(configs["main"], configs, runs, corpus, SHARE)
 
     return of

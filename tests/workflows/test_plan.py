@@ -145,7 +145,7 @@ def test_phases_and_offloading_in_a_plan(planned):
     found = planned(values, 4, 2, gpu="h200", mfu=0.4)
     assert found["Training"] == [
         ("short", "10 steps of 32 x 64: 20,480 tokens"),
-        ("long", "3 steps of 8 x 256: 6,144 tokens, dropped the encoding (nope)"),
+        ("long", "3 steps of 8 x 256: 6,144 tokens, dropped the encoding (nope), in a new order"),
         ("tokens", "26,624"),
         ("drop", "after step 10, then 6,144 tokens"),
         ("text", "about 450,000 tokens by its size in bytes, read about 0.0592 times"),
@@ -241,6 +241,38 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
         "model.vocab_size: not known before the text is prepared; give it, such as "
         "model.vocab_size=49152.",
     )
+
+
+def test_phases_that_read_text_again_say_how_often_it_was_read(planned, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"Line {i} of a text.\n" for i in range(3000)))
+    data = {"source": "files", "files": [str(tmp_path / "a.txt")]}
+    phases = {
+        "short": {"steps": 10},
+        "dropped": {"steps": 10, "drop": {}},
+        "long": {"steps": 5, "sequence_length": 128},
+    }
+    values = {"tokenizer": {"vocab_size": 300}, "trainer": {"batch_size": 8}, "phases": phases}
+    config = parse(RunConfig, values | {"data": data | {"cache_dir": str(tmp_path)}})
+    blocks = len(prepare_corpus(config.data, config.tokenizer).train) // 64
+    rows = dict(planned({**values, "data": data}, gpu="a100", mfu=0.5)["Training"])
+    assert "order" not in rows["short"] + rows["dropped"]
+    assert rows["long"] == (
+        "5 steps of 8 x 128: 5,120 tokens, in a new order of text that was read "
+        f"{2 * 10 * 8 / blocks:.3g} times before"
+    )
+
+
+def test_documents_shorter_than_sequences_are_remarked_on(planned, tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"Line {i} of a text.\n" for i in range(3000)))
+    data = {"source": "files", "files": [str(tmp_path / "a.txt")], "piece_characters": 200}
+    values = {"tokenizer": {"vocab_size": 300}, "data": data | {"cache_dir": str(tmp_path)}}
+    config = parse(RunConfig, values)
+    prepare_corpus(config.data, config.tokenizer)
+    assert "Remarks" not in planned({**values, "data": {**data}}, gpu="a100", mfu=0.5)
+    masked = {**values, "data": {**data, "document_mask": True}}
+    ((key, text),) = planned(masked, gpu="a100", mfu=0.5)["Remarks"]
+    assert key == "data.piece_characters"
+    assert "documents of 200 characters, about 50 tokens, so that none fills a sequence" in text
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])

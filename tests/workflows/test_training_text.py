@@ -128,7 +128,7 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
     assert (seen["lengths"], seen["C"]) == ([32, 80], 32)
     assert [subject.layout.rotates for subject in seen["subjects"]] == [False]
     text = seen["text"]
-    assert (text.corpus, text.stream, text.bos_token, text.training_share) == (
+    assert (text.corpus, text.split, text.bos_token, text.training_share) == (
         corpus, "test", 5, 0.5,
     )  # fmt: skip
     assert seen["checked"] == (["task"], [32, 80])

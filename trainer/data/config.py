@@ -23,6 +23,8 @@ from trainer.common.fields import (
     validated,
 )
 
+PIECE = 8192
+"""Characters of the documents that plain text is cut into, by default."""
 PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
 LARGEST_VOCABULARY = 1_000_000
@@ -99,6 +101,9 @@ class SourceConfig:
     """Key of jsonl, parquet and arrow rows that holds the text."""
     min_characters: Natural = 0
     """Shorter documents are left out."""
+    piece_characters: Annotated[Integer, Field(ge=1, le=1 << 26)] | None = PIECE
+    """Characters of the documents that plain text (.txt, .md, .rst) is cut into, at line ends;
+    null: a file is one document."""
     bad_rows: Share | None = None
     """Share of rows that may be malformed; null: 0.001 for the hub, 0 otherwise."""
     validation: Part = 0.03

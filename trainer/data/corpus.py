@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.encoding import Split
+from trainer.data.held_out import HeldOutPart, HeldOutText, divided
 from trainer.data.plan import digest
 from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
@@ -60,6 +62,17 @@ class Corpus:
         return digest(texts) + digest(texts[::-1])
 
     @property
+    def held_out_fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change whenever the held-out windows change.
+
+        A single text has the same as its tokens. A mixture has another one, since earlier versions
+        drew its windows whatever the weights, and stored results under ``fingerprint``.
+        """
+        if len(self.parts) == 1:
+            return self.fingerprint
+        return digest(["by weight", self.fingerprint]) + digest([self.fingerprint, "by weight"])
+
+    @property
     def fingerprints(self) -> list[str]:
         """Fingerprint of each text."""
         return [part.text.fingerprint for part in self.parts]
@@ -67,17 +80,22 @@ class Corpus:
     @property
     def train(self) -> TokenStream:
         """Training text of all parts, concatenated."""
-        return _joined([part.text.train for part in self.parts])
+        streams = [part.text.train for part in self.parts]
+        if len(streams) == 1:
+            return streams[0]
+        return TokenStream([place for stream in streams for place in stream.places])
 
-    @property
-    def validation(self) -> TokenStream:
+    @cached_property
+    def validation(self) -> HeldOutText:
         """Held-out text for fitting and the drop's effect."""
-        return _joined([part.text.validation for part in self.parts])
+        parts = (HeldOutPart(p.name, p.weight, p.text.validation) for p in self.parts)
+        return HeldOutText("validation", tuple(parts))
 
-    @property
-    def test(self) -> TokenStream:
+    @cached_property
+    def test(self) -> HeldOutText:
         """Held-out text for reported figures."""
-        return _joined([part.text.test for part in self.parts])
+        parts = (HeldOutPart(p.name, p.weight, p.text.test) for p in self.parts)
+        return HeldOutText("test", tuple(parts))
 
     @property
     def directories(self) -> list[str]:
@@ -90,14 +108,16 @@ class Corpus:
         parts = (part for part in self.parts if part.name in weights)
         return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
-    def documents(self, stream: TokenStream, tokens: int) -> list[str]:
-        """Decode the first documents of a split, at most ``tokens`` tokens in total."""
-        ids = stream.documents(tokens)
+    def documents(self, split: Split, tokens: int) -> list[str]:
+        """Decode the first documents of each part's split, at most ``tokens`` tokens in total.
+
+        The parts share them by their weights, as far as they have text.
+        """
+        streams = [getattr(part.text, split) for part in self.parts]
+        sizes = [len(stream) for stream in streams]
+        shares = divided(tokens, [part.weight for part in self.parts], sizes)
+        ids = [d for stream, n in zip(streams, shares, strict=True) for d in stream.documents(n)]
         return self.tokenizer.decode_batch([document[:-1].tolist() for document in ids])
-
-
-def _joined(streams: Sequence[TokenStream]) -> TokenStream:
-    return streams[0] if len(streams) == 1 else TokenStream([p for s in streams for p in s.places])
 
 
 def prepare_corpus(

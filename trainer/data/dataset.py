@@ -16,7 +16,6 @@ from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
 from trainer.data.order import Integers, Mixture, keys, sample_hashes, sample_indices
 from trainer.data.packing import BestFitBlocks, Blocks, StreamBlocks
-from trainer.data.shards import TokenStream
 
 
 class Batch(TypedDict):
@@ -195,15 +194,3 @@ class CountingSampler(Sampler[list[int]]):
             for part in range(self.micro_batches):
                 begin = first + (part * self.ranks + self.rank) * size
                 yield list(range(begin, begin + size))
-
-
-def held_out_windows(stream: TokenStream, count: int, length: int) -> Integers:
-    """Return ``[count, length]`` tokens, evenly spaced in a held-out stream; windows may overlap.
-
-    Raises:
-        ValueError: the stream is shorter than one window.
-    """
-    if len(stream) < length:
-        raise ValueError(f"{len(stream)} tokens do not fill a window of {length}")
-    starts = np.linspace(0, len(stream) - length, count).astype(np.int64)
-    return stream.windows(starts, length)

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from trainer.common.errors import Problem, UserError, first_line, raise_all
+from trainer.data.config import PIECE
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -39,8 +40,6 @@ READ = 1 << 20
 """Bytes read at a time."""
 LONGEST = 64 << 20
 """Bytes of the longest line or row that is read; a longer one is malformed."""
-PIECE = 8192
-"""Characters of the documents that plain text is cut into, at line ends."""
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
@@ -223,8 +222,13 @@ class BadRow:
     problem: str
 
 
-def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
+def read_rows(
+    path: str, text_field: str, piece_characters: int | None = PIECE
+) -> Iterator[str | BadRow]:
     """Yield the documents of a file, in order.
+
+    ``piece_characters``: length of the documents that plain text is cut into (None: the file is
+    one document).
 
     Raises:
         UserError: the file cannot be read, or not to its end.
@@ -233,7 +237,7 @@ def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
     try:
         with _opened(path, compression) as file:
             if kind == ".txt":
-                yield from _pieces(file, path)
+                yield from _documents(file, path, piece_characters)
             elif kind == ".jsonl":
                 yield from _json_lines(file, path, text_field)
             else:
@@ -257,16 +261,29 @@ def _opened(path: str, compression: str | None) -> Iterator[IO[bytes]]:
                 yield file
 
 
-def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
+def _documents(file: IO[bytes], path: str, characters: int | None) -> Iterator[str | BadRow]:
     """Split a long text into documents, so that part of a single file can be held out."""
+    if characters is None:
+        yield _whole(file, path)
+        return
     piece = ""
     for line in _text_lines(file, path):
-        for start in range(0, len(line), PIECE):
-            if len(piece) >= PIECE:
+        for start in range(0, len(line), characters):
+            if len(piece) >= characters:
                 yield piece
                 piece = ""
-            piece += line[start : start + PIECE]
+            piece += line[start : start + characters]
     yield piece
+
+
+def _whole(file: IO[bytes], path: str) -> str | BadRow:
+    lines, size = [], 0
+    for line in _text_lines(file, path):
+        lines.append(line)
+        size += len(line)
+        if size > LONGEST:
+            return BadRow(f"{path!r}", f"is longer than {LONGEST >> 20} MiB as one document")
+    return "".join(lines)
 
 
 def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.files import write_durably
-from trainer.data.config import SourceConfig, TokenizerConfig
+from trainer.data.config import PIECE, SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
-from trainer.data.files import PIECE, BadRow, File
+from trainer.data.files import BadRow, File
 from trainer.data.needles import WORDS
 from trainer.data.shards import read_json
 from trainer.data.sources import Listing, read_source
@@ -61,9 +61,12 @@ def request_of(
 
     ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one.
     """
+    # Keys of later versions are named only if they are set, so that older names stay valid.
+    pieces = ["piece_characters"] if config.piece_characters != PIECE else []
+    patterns = ["allow_patterns"] if config.allow_patterns else []
     keys = {
-        "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
-        "files": ("files", *(["allow_patterns"] if config.allow_patterns else []), "text_field"),
+        "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field", *pieces),
+        "files": ("files", *patterns, "text_field", *pieces),
         "stdlib_docs": (),
     }.get(config.source, ("arguments",))
     split = ("min_characters", "validation", "test", "validation_tokens", "test_tokens")
@@ -248,14 +251,15 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
     why = [f"{len(bad)} rows are malformed"] if bad else []
     why += [f"{empty} are empty"] if empty else []
     why += [f"{short} have less than data.min_characters={config.min_characters}"] if short else []
+    size = config.piece_characters
+    pieces = "one document" if size is None else f"cut into documents of {size:,} characters"
     raise UserError(
         *bad[:NAMED],
         Problem(
             "data",
             f"too few different documents ({count}) for text to train on, data.validation and "
-            f"data.test{''.join(f'; {reason}' for reason in why)}; give more: plain text is "
-            f"cut into documents of {PIECE:,} characters at line ends, a line of a .jsonl is "
-            "one document.",
+            f"data.test{''.join(f'; {reason}' for reason in why)}; give more: a file of plain text "
+            f"is {pieces} (data.piece_characters), a line of a .jsonl is one document.",
         ),
     )
 

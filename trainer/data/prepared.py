@@ -11,8 +11,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient, os_reason
-from trainer.data.config import DataConfig
+from trainer.data.config import PIECE, DataConfig
 from trainer.data.encoding import SPLITS
+from trainer.data.files import kind_of
 from trainer.data.plan import FORMAT, digest, request_digest
 from trainer.data.shards import FlatFile, Manifest, Place, TokenStream, read_json
 from trainer.data.tokenizer import vocabulary_size
@@ -34,6 +35,15 @@ class Prepared:
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change whenever the tokens change."""
         return request_digest(self.manifest.request) + digest(self.manifest.source)
+
+    @property
+    def piece_characters(self) -> int | None:
+        """Characters of the documents that its plain text was cut into; None if it has no such
+        documents."""
+        names = (str(name) for name, *_ in self.manifest.source.get("files", []))
+        if not any(kind_of(name)[0] == ".txt" for name in names):
+            return None
+        return self.manifest.request.get("piece_characters", PIECE)
 
 
 def cache_directory(config: DataConfig) -> Path:

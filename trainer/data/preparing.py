@@ -30,7 +30,7 @@ from trainer.data.prepared import (
     open_prepared,
     read_manifest,
 )
-from trainer.data.sources import Listing, describe, is_here, list_source, source_problems
+from trainer.data.sources import BUILT_IN, Listing, describe, is_here, list_source, source_problems
 from trainer.data.units import Report, prepare_units, reporting_failures, write_manifest
 
 log = logging.getLogger(__name__)
@@ -138,9 +138,10 @@ class Preparation:
                 command=prepare_command(),
             )
         if others := _states(self.directory.parent, self.request):
+            changed = "files or sizes" if self.config.source in BUILT_IN else "code"
             return Problem(
                 "data",
-                f"{describe(self.config)} has other files or sizes than when it was prepared "
+                f"{describe(self.config)} has other {changed} than when it was prepared "
                 f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
                 "prepares it anew:",
                 command=prepare_command(),

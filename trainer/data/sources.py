@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import fsspec
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, raise_all
 from trainer.common.plugins import REGISTRIES
 from trainer.data.config import SourceConfig
 from trainer.data.files import BadRow, File, find_files, one_line, read_rows, whole_characters
@@ -65,16 +66,19 @@ def source_problems(config: SourceConfig) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Listing:
-    """State of a source: its files, and its ``revision``, which is the commit of a dataset on the
-    hub and otherwise the configured text."""
+    """State of a source: its files, its ``revision``, which is the commit of a dataset on the hub
+    and otherwise the configured text, and for a plugin's source the hash of its ``code``."""
 
     files: tuple[File, ...]
     revision: str | None
+    code: str | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names and sizes, without locations."""
-        return {"revision": self.revision, "files": [[f.name, f.size] for f in self.files]}
+        """Names and sizes, without locations, and the code."""
+        files = [[f.name, f.size] for f in self.files]
+        code = {} if self.code is None else {"code": self.code}
+        return {"revision": self.revision, "files": files, **code}
 
 
 def list_source(config: SourceConfig) -> Listing:
@@ -90,7 +94,28 @@ def list_source(config: SourceConfig) -> Listing:
         return Listing(tuple(find_files(_addresses(config), "data.files")), config.revision)
     if config.source == "hub":
         return _list_hub(config)
-    return Listing((File(config.source, config.source, 0),), config.revision)
+    raise_all(source_problems(config))
+    file, code = File(config.source, config.source, 0), code_hash(TEXT_SOURCES[config.source])
+    return Listing((file,), config.revision, code)
+
+
+def code_hash(function: Callable[..., Any]) -> str:
+    """Return a hash of a function's source, or of its bytecode and constants without a source.
+
+    The functions that it calls are not covered.
+    """
+    try:
+        text = inspect.getsource(function)
+    except Exception:  # inspect raises whatever its tokenizer does
+        text = repr(_plain(getattr(function, "__code__", None)))
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _plain(value: object) -> object:
+    """Return code and constants as values whose ``repr`` is the same in every process."""
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, [_plain(constant) for constant in value.co_consts]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
 def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
@@ -103,7 +128,7 @@ def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
         return iter(stdlib_docs())
     if config.source in TEXT_SOURCES:
         return _checked(config)
-    return read_rows(file.path, config.text_field)
+    return read_rows(file.path, config.text_field, config.piece_characters)
 
 
 def _checked(config: SourceConfig) -> Iterator[str | BadRow]:

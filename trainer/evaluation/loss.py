@@ -16,8 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.data.held_out import HeldOutText, Tokens
 from trainer.data.order import Integers
-from trainer.data.shards import TokenStream
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
@@ -25,13 +25,13 @@ from trainer.model.language_model import LanguageModel
 
 
 def windows_with_common_ends(
-    stream: TokenStream,
+    text: HeldOutText,
     count: int,
     lengths: list[int],
     *,
     last: int | None = None,
     key: str = "evaluation.lengths",
-    text: str = "held-out",
+    name: str = "held-out",
 ) -> dict[int, Integers]:
     """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
 
@@ -39,29 +39,35 @@ def windows_with_common_ends(
     so that their losses are paired.
 
     Args:
-        stream: the text.
+        text: the text; windows of a mixture come from its parts in the shares of their weights.
         count: windows of each length.
         lengths: in tokens.
         last: last tokens of a window that are scored. No two windows share any of them: an interval
             over windows takes these as independent. A short text then has fewer than ``count``
             windows, at least one. None: the scored tokens may overlap.
         key: configuration key of the longest length.
-        text: name of the stream.
+        name: name of the text in the error.
 
     Raises:
         UserError: the held-out text is shorter than the longest window.
     """
     longest = max(lengths, default=0)
-    if len(stream) < longest:
+    if text.longest < longest:
         raise UserError.at(
             key,
-            f"the {text} text has {len(stream)} tokens, fewer than the longest window of "
+            f"the {name} text has {text.longest} tokens, fewer than the longest window of "
             f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
         )
-    if last is not None:
-        count = min(count, (len(stream) - longest) // last + 1)
-    ends = np.linspace(longest, len(stream), count).astype(np.int64)
-    return {length: stream.windows(ends - length, length) for length in lengths}
+    shares = text.shares(count, longest, last)
+
+    def of_length(length: int) -> Integers:
+        def of_part(stream: Tokens, windows: int) -> Integers:
+            ends = np.linspace(longest, len(stream), windows).astype(np.int64)
+            return stream.windows(ends - length, length)
+
+        return text.windows(shares, of_part)
+
+    return {length: of_length(length) for length in lengths}
 
 
 def losses_by_position(

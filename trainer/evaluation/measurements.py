@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
-from trainer.data.shards import TokenStream
 from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import (
     by_bucket,
@@ -183,7 +183,7 @@ class Statements(Measurement):
     @classmethod
     def make(
         cls,
-        stream: TokenStream,
+        held_out: HeldOutText,
         lengths: list[int],
         vocabulary: NeedleVocabulary,
         first_token: int,
@@ -194,7 +194,7 @@ class Statements(Measurement):
     ) -> Statements:
         """Make trials in windows of held-out text that end at the same tokens at every length."""
         trials_at = {}
-        for length, text in windows_with_common_ends(stream, trials, lengths).items():
+        for length, text in windows_with_common_ends(held_out, trials, lengths).items():
             text[:, 0] = first_token
             trials_at[length] = make_trials(
                 text, np.arange(trials), vocabulary, needles, seed, changes

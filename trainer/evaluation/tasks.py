@@ -8,9 +8,9 @@ from functools import cached_property
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.words import counted
 from trainer.data.corpus import Corpus
+from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
-from trainer.data.shards import TokenStream
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.key_tokens import Chooser, KeyTokens
@@ -30,12 +30,12 @@ HAYSTACK = 1 << 22
 class HeldOut:
     """A held-out split of a corpus.
 
-    ``stream``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
+    ``split``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
     of the training sequences with statements (None: unknown).
     """
 
     corpus: Corpus
-    stream: TokenStream
+    split: HeldOutText
     bos_token: int | None
     training_share: float | None
 
@@ -49,7 +49,7 @@ class HeldOut:
     @cached_property
     def documents(self) -> list[str]:
         """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
-        return self.corpus.documents(self.stream, HAYSTACK)
+        return self.corpus.documents(self.split.name, HAYSTACK)
 
     @cached_property
     def haystack(self) -> Haystack:
@@ -80,7 +80,7 @@ def make_tasks(
     windows: dict[int, Integers] = {}
     last = config.last or min(training_length, *lengths)
     if {PERPLEXITY, KEY_TOKENS} & {*config.tasks}:
-        windows = windows_with_common_ends(text.stream, config.windows, lengths, last=last)
+        windows = windows_with_common_ends(text.split, config.windows, lengths, last=last)
         notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
     for name in config.tasks:
         if name == PERPLEXITY:
@@ -92,7 +92,7 @@ def make_tasks(
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes
-            made.append(Statements.make(text.stream, lengths, vocabulary, first, *counts))
+            made.append(Statements.make(text.split, lengths, vocabulary, first, *counts))
         elif name in NEEDLE_TASKS:
             made.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
         else:
@@ -128,7 +128,7 @@ def _missing_windows(
         return []
     return [
         f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
-        f"held-out text of {len(text.stream):,} tokens has no more of {max(lengths):,} tokens "
+        f"held-out text of {len(text.split):,} tokens has no more of {max(lengths):,} tokens "
         f"whose last {last:,} do not overlap."
     ]
 

@@ -121,7 +121,7 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        "corpus": corpus.fingerprint,
+        "corpus": corpus.held_out_fingerprint,
         "training_text_tokens": len(corpus.train),
         "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
     }

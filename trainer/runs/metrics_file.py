@@ -179,7 +179,8 @@ SECTIONS = {
             rows=2,
             whole=True,
         ),
-        Panel("Loss by length (nats per token)", pattern=f"{TEXT_LOSS}.+", rows=1),
+        Panel("Loss by length (nats per token)", pattern=f"{TEXT_LOSS}[^/]+", rows=1),
+        Panel("Loss by length and text (nats per token)", pattern=f"{TEXT_LOSS}[^/]+/.+"),
         Panel("Attention", pattern="probe/.+"),
     ),
     "System": (

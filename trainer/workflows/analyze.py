@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,14 @@ from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.data.corpus import Corpus
+from trainer.data.held_out import (
+    HeldOutPart,
+    HeldOutText,
+    TokenArray,
+    divided,
+    held_out_windows,
+)
 from trainer.data.order import Integers
-from trainer.data.shards import TokenStream
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
@@ -328,27 +334,29 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
     """
     C = candidate.layout.training_length
     if config.file is None:
-        tokens, source = _running_text(corpus, corpus.test), "the held-out text"
+        text, source = _running_text(corpus, corpus.test), "the held-out text"
         wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
     else:
-        tokens, source = _file_text(config.file, candidate), config.file
-        wanted = config.length or len(tokens) + 1
-    length = wanted if config.length else min(wanted, len(tokens) + 1)
-    if length - 1 > len(tokens):
+        text, source = _file_text(config.file, candidate), config.file
+        wanted = config.length or text.longest + 1
+    length = wanted if config.length else min(wanted, text.longest + 1)
+    if length - 1 > text.longest:
         raise UserError.at(
             "analysis.length",
-            f"{source} has {len(tokens):,} tokens, too few for a text of {length:,} behind its "
-            f"beginning-of-text token; at most {len(tokens) + 1:,}, or give more text.",
+            f"{source} has {text.longest:,} tokens, too few for a text of {length:,} behind its "
+            f"beginning-of-text token; at most {text.longest + 1:,}, or give more text.",
         )
-    fitting = max(1, len(tokens) // max(1, length - 1))
+    apart = max(1, length - 1)
+    fitting = max(1, sum(len(part.stream) // apart for part in text.parts))
     texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
     if texts > fitting:
         raise UserError.at(
             "analysis.texts",
-            f"{texts} texts of {length:,} tokens do not fit the {len(tokens):,} tokens of "
+            f"{texts} texts of {length:,} tokens do not fit the {len(text):,} tokens of "
             f"{source}; at most {fitting}.",
         )
-    return _spread(tokens, texts, length, corpus, candidate)
+    windows = held_out_windows(text, texts, length - 1, apart)
+    return _with_first_token(windows, corpus, candidate)
 
 
 def choice_texts(
@@ -365,18 +373,18 @@ def choice_texts(
     settings = config.attenuation
     if settings.choice == "page":
         return None
-    tokens = _running_text(corpus, corpus.validation)
+    text = _running_text(corpus, corpus.validation)
     length = settings.choice_length or page.shape[1]
-    if length - 1 > len(tokens):
+    if length - 1 > text.longest:
         raise UserError.at(
             "analysis.attenuation.choice_length",
-            f"the validation text has {len(tokens):,} tokens, too few for a text of {length:,}; "
-            f"at most {len(tokens) + 1:,}, or give more text.",
+            f"the validation text has {text.longest:,} tokens, too few for a text of {length:,}; "
+            f"at most {text.longest + 1:,}, or give more text.",
         )
-    return _spread(tokens, len(page), length, corpus, candidate)
+    return _with_first_token(held_out_windows(text, len(page), length - 1), corpus, candidate)
 
 
-def _file_text(path: str, candidate: Candidate) -> Integers:
+def _file_text(path: str, candidate: Candidate) -> HeldOutText:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -386,24 +394,25 @@ def _file_text(path: str, candidate: Candidate) -> Integers:
     tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     if not len(tokens):
         raise UserError.at("analysis.file", f"{path} is empty; expected a text.")
-    return tokens
+    return HeldOutText("test", (HeldOutPart("file", 1.0, TokenArray(tokens)),))
 
 
-def _running_text(corpus: Corpus, stream: TokenStream) -> Integers:
-    """Return the tokens without separators of documents, each of which could be a sink."""
-    read = stream.windows(np.zeros(1, np.int64), min(len(stream), MOST_TOKENS))[0]
-    return read[read != corpus.end_of_text]
+def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
+    """Return the text without separators of documents, each of which could be a sink."""
+    sizes = [len(part.stream) for part in text.parts]
+    taken = divided(MOST_TOKENS, [part.weight for part in text.parts], sizes)
+
+    def running(part: HeldOutPart, tokens: int) -> HeldOutPart:
+        read = part.stream.windows(np.zeros(1, np.int64), tokens)[0]
+        return replace(part, stream=TokenArray(read[read != corpus.end_of_text]))
+
+    return HeldOutText(text.name, tuple(map(running, text.parts, taken)))
 
 
-def _spread(
-    tokens: Integers, texts: int, length: int, corpus: Corpus, candidate: Candidate
-) -> Tensor:
-    starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
+def _with_first_token(windows: Integers, corpus: Corpus, candidate: Candidate) -> Tensor:
     known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)
-    rows = np.full((texts, length), bos, dtype=np.int64)
-    rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
-    return torch.from_numpy(rows)
+    return torch.from_numpy(np.insert(windows, 0, bos, axis=1))
 
 
 def needle_prompt(

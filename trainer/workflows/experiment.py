@@ -66,7 +66,7 @@ from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.costs import say_costs
 from trainer.workflows.experiment_report import make_report
-from trainer.workflows.remarks import say_epochs, say_unusual_settings
+from trainer.workflows.remarks import say_epochs, say_short_documents, say_unusual_settings
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
@@ -114,6 +114,7 @@ def _run_experiment(
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_short_documents(configs, corpus)
             say_unusual_settings(configs, chosen)
             if not chosen:  # recalibrate measures these, and says what it chooses
                 say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)

@@ -60,7 +60,7 @@ def fit_text(
     chooses = any(CHOICE in recipe.settings for recipe in recipes)
 
     def haystack() -> Haystack:
-        documents = corpus.documents(corpus.validation, HAYSTACK)
+        documents = corpus.documents("validation", HAYSTACK)
         return Haystack(corpus.tokenizer, documents, () if bos_token is None else (bos_token,))
 
     longrope = config.longrope
@@ -75,10 +75,10 @@ def fit_text(
     asks = keys.get(max(fitted, default=0), "evaluation.lengths")
     return FitText(
         windows_with_common_ends(
-            corpus.validation, config.fit_windows, sorted(fitted), key=asks, text="validation"
+            corpus.validation, config.fit_windows, sorted(fitted), key=asks, name="validation"
         ),
         corpus.first_token,
-        corpus.fingerprint,
+        corpus.held_out_fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
             for n in sorted({*every, *choice_lengths})

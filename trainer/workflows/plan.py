@@ -39,6 +39,7 @@ from trainer.workflows.costs import (
     remarks_on_costs,
     training_operations,
 )
+from trainer.workflows.remarks import short_documents
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -116,7 +117,10 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, total, evaluation)))
     yield Section("Disk", list(_disk(config, controls, corpus, estimates, counts["in all"], vocab)))
-    if remarks := remarks_on_costs(arms, operations, evaluation, _device(request)):
+    remarks = remarks_on_costs(arms, operations, evaluation, _device(request))
+    if isinstance(corpus, Corpus):
+        remarks |= short_documents(arms, corpus)
+    if remarks:
         yield Section("Remarks", [*remarks.items()])
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
@@ -158,6 +162,7 @@ def _training(
             length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
             count, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
             change = f", {describe(phase)}" if phase.drop or phase.rescale else ""
+            change += _new_order(phase, corpus, phases)
             yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
     else:
         yield "steps", f"{steps:,} of {config.tokens_per_step:,} tokens"
@@ -186,6 +191,18 @@ def _training(
                 yield f"text {name}" if config.data.mixture else "text", ", ".join(facts)
     for name, number in operations.items():
         yield f"operations of {config.name if name == MAIN else name}", f"{number:.3g}"
+
+
+def _new_order(phase: Phase, corpus: Corpus | UserError, phases: Sequence[Phase]) -> str:
+    """Return a clause if the phase begins another order of samples than the phase before it."""
+    if not phase.order or phase.start > phase.order_start:
+        return ""
+    clause = ", in a new order"
+    if isinstance(corpus, UserError):
+        return clause
+    times = epochs_read(corpus, phases, [])(phase.start)
+    read = [f"{times[name]:.3g}" for name in phase.config.data.texts]
+    return f"{clause} of text that was read {' and '.join(read)} times before"
 
 
 def _evaluation(operations: float, training: float) -> Iterator[tuple[str, str]]:

@@ -373,7 +373,7 @@ def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
     config, splits = request.config, {"data.test": corpus.test}
     if not {*config.evaluation.parts}.isdisjoint(ON_TEXT):
         splits["data.validation"] = corpus.validation
-    held_out = min(map(len, splits.values()))
+    held_out = min(split.longest for split in splits.values())
     lengths = config.evaluation.in_tokens(config.training_length)
     fitting = [length for length in lengths if length <= held_out]
     if request.evaluates and not fitting:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from trainer.data.corpus import Corpus
+from trainer.data.plan import BYTES_PER_TOKEN
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
-from trainer.runs.arms import MAIN
+from trainer.runs.arms import MAIN, phase_configs
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.parsing import own_checkpoint
@@ -50,6 +51,38 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
             "text, or fewer steps (trainer.max_steps=%d reads it %d times)",
             *(name, tokens, times, few, MANY_EPOCHS),
         )
+
+
+def say_short_documents(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
+    """Warn of sequences that no document fills, see :func:`short_documents`."""
+    for key, text in short_documents(arms, corpus).items():
+        log.warning("%s: %s", key, text)
+
+
+def short_documents(arms: Mapping[str, RunConfig], corpus: Corpus) -> dict[str, str]:
+    """Return a key and a remark for each plain text that is cut into documents shorter than the
+    sequences of a run that keeps documents apart."""
+    longest = max(
+        (
+            phase.data.sequence_length
+            for _, phase in phase_configs(arms)
+            if phase.data.document_mask or phase.data.packing == "best_fit"
+        ),
+        default=0,
+    )
+    remarks = {}
+    for part in corpus.parts:
+        characters = part.text.piece_characters
+        if characters is None or longest <= characters // BYTES_PER_TOKEN:
+            continue
+        group = "data" if len(corpus.parts) == 1 else f"data.mixture.{part.name}"
+        remarks[f"{group}.piece_characters"] = (
+            f"plain text is cut into documents of {characters:,} characters, about "
+            f"{characters // BYTES_PER_TOKEN:,} tokens, so that none fills a sequence of "
+            f"{longest:,}; piece_characters={longest * BYTES_PER_TOKEN} cuts it into longer "
+            "ones, and piece_characters=null keeps every file whole"
+        )
+    return remarks
 
 
 def say_unusual_settings(configs: dict[str, RunConfig], chosen: Collection[str] = ()) -> None:

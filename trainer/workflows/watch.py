@@ -311,7 +311,7 @@ def recovery(arm: WatchedArm) -> Recovery | None:
     if last is not None:
         return replace(drop, share=_won(drop.before, drop.after, last))
     share = None
-    if names := arm.metrics_like(f"{TEXT_LOSS}.+"):
+    if names := arm.metrics_like(f"{TEXT_LOSS}[^/]+"):
         measured = [(r["step"], r[names[0]]) for r in arm.rows if names[0] in r]
         # A drop between two rows overwrites the measurement before it by the one after it.
         old = next(

@@ -18,7 +18,7 @@ import torch
 from trainer.analysis.attention import MEASURES, probe
 from trainer.common.errors import Problem, UserError, renaming
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import held_out_windows
+from trainer.data.held_out import held_out_windows
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.likelihood import Encoder
@@ -128,7 +128,10 @@ class Monitors(StepCallback):
 
 
 class Lengths:
-    """Retrieval and held-out loss at several lengths, on the same validation text every time."""
+    """Retrieval and held-out loss at several lengths, on the same validation text every time.
+
+    The loss of a mixture is also measured for each of its texts, on its windows.
+    """
 
     def __init__(
         self, config: RunConfig, corpus: Corpus, ranks: Ranks, remember: Callable[[Reach], None]
@@ -136,6 +139,7 @@ class Lengths:
         assert config.monitor.lengths_every is not None
         self.config, self.every, self.remember = config, config.monitor.lengths_every, remember
         self.perplexity, self.statements = measurements(config, corpus, ranks)
+        self.windows_of = windows_by_text(config, corpus, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
         """Whether to measure after ``step`` steps."""
@@ -157,18 +161,30 @@ class Lengths:
                     retrieval.append(sum(scores) / len(scores))
         edges, losses = cells[-1]["edges"], cells[-1]["losses"]  # of the longest length
         loss = [cell["last_loss"] for cell in cells]
-        mine = torch.tensor([*loss, *retrieval, *losses], dtype=torch.float64)
+        counts = [len(places) for places in self.windows_of.values()]
+        of_texts = [
+            sum(cell["by_window"][place] for place in places)
+            for cell in cells
+            for places in self.windows_of.values()
+        ]
+        mine = torch.tensor([*loss, *retrieval, *losses, *counts, *of_texts], dtype=torch.float64)
         means = iter(trainer.strategy.reduce(mine.to(module.device)).tolist())
-        by_length, retrieved, by_bucket = (
-            tuple(islice(means, len(part))) for part in (loss, retrieval, losses)
+        by_length, retrieved, by_bucket, windows = (
+            tuple(islice(means, len(part))) for part in (loss, retrieval, losses, counts)
         )
         step = trainer.global_step
         self.remember(Reach(step, has_dropped, C, lengths, by_length, retrieved, edges, by_bucket))
-        return {
+        metrics = {
             f"{name}{n // C}x": value
             for name, values in ((TEXT_LOSS, by_length), (RETRIEVAL, retrieved))
             for n, value in zip(lengths, values, strict=False)
         }
+        for n in lengths:
+            for name, count in zip(self.windows_of, windows, strict=True):
+                total = next(means)
+                if count:
+                    metrics[f"{TEXT_LOSS}{n // C}x/{name}"] = total / count
+        return metrics
 
 
 def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
@@ -176,11 +192,12 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
     if config.monitor.lengths_every is None:
         return
     longest, text, C = max(config.monitor.lengths), corpus.validation, config.training_length
-    if len(text) < longest * C:
+    if text.longest < longest * C:
         raise UserError.at(
             "monitor.lengths",
-            f"the validation text has {len(text)} tokens, fewer than {longest} times the training "
-            f"length of {C:,}; give more text, larger data.validation, or shorter lengths.",
+            f"the validation text has {text.longest} tokens, fewer than {longest} times the "
+            f"training length of {C:,}; give more text, larger data.validation, or shorter "
+            "lengths.",
         )
 
 
@@ -194,18 +211,35 @@ def measurements(
     monitor, needles, C = config.monitor, config.evaluation.needles, config.training_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
     text, first = corpus.validation, corpus.first_token
-
-    def whole(count: int) -> int:
-        return -(-count // ranks.world_size) * ranks.world_size
-
-    windows = windows_with_common_ends(text, whole(monitor.windows), lengths)
+    windows = windows_with_common_ends(text, whole(monitor.windows, ranks), lengths)
     perplexity = Perplexity(windows, first, C, last=C).part(ranks.rank, ranks.world_size)
     if not (config.data.needles.share and monitor.trials):
         return perplexity, None
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     counts = needles.needles, needles.seed, needles.changes
-    statements = Statements.make(text, lengths, vocabulary, first, whole(monitor.trials), *counts)
+    trials = whole(monitor.trials, ranks)
+    statements = Statements.make(text, lengths, vocabulary, first, trials, *counts)
     return perplexity, statements.part(ranks.rank, ranks.world_size)
+
+
+def windows_by_text(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, list[int]]:
+    """Return the indices of each text's windows in this rank's part of :func:`measurements`.
+
+    A single text needs none: its loss is that of all windows.
+    """
+    text, longest = corpus.validation, config.training_length * max(config.monitor.lengths)
+    if len(text.parts) == 1:
+        return {}
+    parts = text.parts_of_windows(text.shares(whole(config.monitor.windows, ranks), longest))
+    mine = parts[ranks.rank :: ranks.world_size]
+    return {
+        part.name: np.flatnonzero(mine == index).tolist() for index, part in enumerate(text.parts)
+    }
+
+
+def whole(count: int, ranks: Ranks) -> int:
+    """Round up to a multiple of the number of ranks, so that all ranks read as much."""
+    return -(-count // ranks.world_size) * ranks.world_size
 
 
 class Probe:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import Batch, as_batch, held_out_windows
+from trainer.data.dataset import Batch, as_batch
+from trainer.data.held_out import held_out_windows
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -302,8 +303,12 @@ def _key(phase: Phase) -> str:
 
 
 def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
-    """Return the fixed batch of validation text on which the effect of a change is measured."""
+    """Return the fixed batch of validation text on which the effect of a change is measured.
+
+    A mixture has the weights of the phase.
+    """
     count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
-    windows = held_out_windows(corpus.validation, count, length)
+    text = corpus.mixed(phase.config.data).validation
+    windows = held_out_windows(text, count, length)
     weights = np.ones(windows.shape, dtype=np.float32)
     return as_batch(windows, corpus.first_token, corpus.end_of_text, weights)
