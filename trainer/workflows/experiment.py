@@ -17,6 +17,7 @@ from trainer.common.errors import (
     Problem,
     UserError,
     collecting,
+    listed,
     raise_all,
     saying_how_to_do_the_rest,
 )
@@ -310,6 +311,7 @@ def _open(
         for arm in configs.values():
             if not config.overwrite or arm is config:  # deletes the controls' directories, too
                 check_run_directory(arm)
+    raise_all(added_control_problems(config))
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
@@ -321,6 +323,31 @@ def _open(
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
+
+
+@listed
+def added_control_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check that controls which a resume adds to its run begin where they should."""
+    directory = Path(config.run_dir)
+    if config.overwrite or not (directory / "config.yaml").exists():
+        return
+    steps = [step_of(path) for path in regular_checkpoints(directory / "checkpoints")]
+    for name in sorted(config.controls.keys() - saved_run(directory).controls.keys()):
+        place, start = directory / "controls" / name, _branch(config, name)
+        if place.exists():
+            yield Problem(
+                f"controls.{name}",
+                f"{str(place)!r} holds a control that was removed, and it may have branched off "
+                "elsewhere; choose another name, or delete that directory.",
+            )
+        branch = config.controls[name].get("branch")
+        step = config.drop_step if branch == "drop" else branch
+        if start and step and not start.is_dir() and step < max(steps, default=0):
+            yield Problem(
+                f"controls.{name}.branch",
+                f"the run has passed step {step:,} and keeps checkpoints of {steps} alone; choose "
+                "one of these, or leave branch out.",
+            )
 
 
 @contextmanager
