@@ -185,6 +185,10 @@ STEPS = "until which the run is as every branch begins, got"
     [
         (controlled(**{"a/b": {}}), "controls: 'a/b' names a directory in the run's; expected "
          "letters, digits and ._+- only."),
+        (
+            controlled(main={"seed": 1}),
+            "controls.main: this is what the run itself is called; choose another name.",
+        ),
         (controlled(a={"branch": "x"}), f"controls.a.branch: {BRANCH} 'x'."),
         (controlled(a={"branch": True}), f"controls.a.branch: {BRANCH} True."),
         (

@@ -652,7 +652,11 @@ def test_controls_that_a_resume_adds_begin_where_they_should(base, tmp_path):
 
     def problems(name="new", **control):
         config = parse(RunConfig, {**run, "controls": {name: {"label": "x", **control}}})
-        return [str(problem) for problem in experiment.added_control_problems(config)]
+        try:
+            experiment.check_added_controls(config)
+        except UserError as error:
+            return [str(problem) for problem in error.problems]
+        return []
 
     keeps = {"drop": {"enabled": False}}
     assert not problems()

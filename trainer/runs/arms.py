@@ -12,15 +12,13 @@ from typing import Any
 
 from trainer.common.errors import Problem, listed
 from trainer.data.config import SourceConfig
-from trainer.runs.config import RunConfig
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import differences, plain
 from trainer.runs.parsing import control_config
 from trainer.runs.phases import phases_of
 from trainer.runs.training_config import StrategyConfig
 
-MAIN = "main"
-"""Name of the run itself among its arms."""
 Check = Callable[[RunConfig], Sequence[Problem]]
 """Function that returns the problems of a configuration."""
 
