@@ -172,6 +172,15 @@ def test_two_processes_share_the_files_and_agree_on_the_newest_sound_checkpoint(
         assert rank[-2] == step_name(3)
 
 
+def test_processes_of_an_evaluation_hash_every_file_once(finished, tmp_path):
+    path = checkpoint_of(finished[0])
+    script, names = Path(__file__).with_name("verifying_ranks.py"), (path, "hf:none", tmp_path)
+    ranks = run_ranks(2, script, *names, cwd=tmp_path)
+    hashed = [rank.stdout.rpartition("hashed:")[2].split() for rank in ranks]
+    assert all(hashed), ranks
+    assert sorted(hashed[0] + hashed[1]) == sorted(json.loads((path / MANIFEST).read_text()))
+
+
 def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):
     config, _ = run()
     for path in regular_checkpoints(Path(config.run_dir) / "checkpoints"):

@@ -98,6 +98,21 @@ def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, pl
     assert tuple(map(str, error.value.problems)) == (f"{(place, 'output')}",)
 
 
+def test_processes_verify_the_named_checkpoints_together(monkeypatch):
+    verified = []
+    monkeypatch.setattr(evaluate, "verify_together", verified.extend)
+
+    def join(together):
+        together()
+        raise UserError.at("", "joined")
+
+    monkeypatch.setattr(evaluate, "join_evaluation", join)
+    settings = EvaluationConfig(key_tokens=KeyTokenSettings("third"))
+    with pytest.raises(UserError, match="joined"):
+        evaluate_lengths(EvaluationRequest("first", compare=["second"], evaluation=settings))
+    assert verified == ["first", "second", "third"]
+
+
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
     methods=["none", "yarn", "temperature"],

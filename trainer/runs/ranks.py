@@ -170,9 +170,11 @@ def check_same_device(device: str) -> None:
         )
 
 
-def join_evaluation() -> tuple[Share, int]:
+def join_evaluation(together: Callable[[], None] = lambda: None) -> tuple[Share, int]:
     """Return this process's share of an evaluation without a run, and the cores that it may use,
     where torchrun or srun started several. All of them call it together.
+
+    ``together``: work that several processes share while they are in one group.
 
     Raises:
         UserError: there are fewer GPUs than processes, or only some processes see a GPU.
@@ -185,6 +187,7 @@ def join_evaluation() -> tuple[Share, int]:
     dist.init_process_group("gloo")
     check_same_device("cuda" if on_gpu else "cpu")
     share, threads = agreed_share(range(ranks.world_size), ranks), share_of_cores()
+    together()
     dist.destroy_process_group()
     assert share is not None
     return share, threads
