@@ -493,6 +493,25 @@ def test_a_checkpoint_with_weights_of_another_model_is_refused(finished):
             load_decoder(path, changed)
 
 
+def test_a_model_that_is_read_in_another_dtype_is_the_converted_one(finished):
+    path = checkpoint_of(finished[0])
+    state, ids = read_state(path), torch.arange(24)[None]
+    read, converted = load_decoder(path, state, "cpu", torch.bfloat16), load_decoder(path, state)
+    assert_same_model(read, converted.to(torch.bfloat16), ids)
+
+
+def assert_same_model(read, converted, ids):
+    """Check dtypes and bits of all tensors, and that both compute alike."""
+    for kind in ("named_parameters", "named_buffers"):
+        tensors, expected = (dict(getattr(model, kind)()) for model in (read, converted))
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(read(ids), converted(ids))
+
+
 NEVER = {"qk_norm": {"when": "never"}}
 
 

@@ -322,9 +322,9 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     read, seen, read_part = [], set(), Perplexity.read
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def load(path, state, device):
-        read.append((path.name, device))
-        model = load_decoder(path, state, device)
+    def load(path, state, device, dtype):
+        read.append((path.name, device, dtype))
+        model = load_decoder(path, state, device, dtype)
         model.config = replace(model.config, attention_backend="flash")
         return model
 
@@ -336,7 +336,8 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     monkeypatch.setattr("trainer.runs.models.load_decoder", load)
     monkeypatch.setattr(Perplexity, "read", looking)
     evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
-    assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
+    half = torch.bfloat16  # never float32 on the device first
+    assert read == [("before-drop", "cpu", half), ("step-000012", "cpu", half)]
     assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
 
 

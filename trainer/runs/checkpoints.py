@@ -415,15 +415,17 @@ def model_config(state: dict[str, Any]) -> ModelConfig:
     return adapter(ModelConfig).validate_python(state["model"])
 
 
-def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:
-    """Load the decoder of a checkpoint, with its layout, directly onto the device; runs no stored
-    code.
+def load_decoder(
+    path: Path, state: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Load the decoder of a checkpoint, with its layout, directly onto the device and in ``dtype``;
+    runs no stored code.
 
     Raises:
         UserError: weights and description contradict each other.
     """
     with torch.device("meta"):
-        model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
+        model = Decoder(model_config(state), Layout.from_dict(state["layout"])).to(dtype)
     shapes: Tensors = {f"model.{name}": p for name, p in model.named_parameters()}
     index = read_index(path)
     saved = tensors_in(index)
