@@ -169,13 +169,9 @@ def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
     if branch == "drop" and config.drop_step is None:
         reason = "the run has no drop to branch from; set drop.at, or leave it out."
         return [Problem("branch", reason)]
-    last = config.trainer.max_steps if config.drop_step is None else config.drop_step
+    last = config.trainer.max_steps
     if is_step and not 1 <= branch <= last:
-        reason = (
-            f"expected a step from 1 to {last}, until which the run is as every branch begins, "
-            f"got {branch}."
-        )
-        return [Problem("branch", reason)]
+        return [Problem("branch", f"expected a step from 1 to {last}, the last, got {branch}.")]
     return []
 
 
