@@ -14,6 +14,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
+from tests.runs.test_checkpoints import assert_same_model
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
@@ -167,6 +168,12 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(saved):
     return read_pretrained(str(saved)).decoder(), read_adapted(f"hf:{saved}").load()
+
+
+def test_models_that_are_read_in_another_dtype_are_the_converted_ones(saved):
+    half, ids = torch.bfloat16, torch.arange(24)[None]
+    for load in (read_pretrained(str(saved)).decoder, read_adapted(f"hf:{saved}").load):
+        assert_same_model(load("cpu", half), load().to(half), ids)
 
 
 def test_the_control_has_the_heads_of_our_decoder(both):

@@ -24,14 +24,16 @@ from trainer.workflows.recipe import Choice
 from trainer.workflows.recipe import Recipe as Chosen
 
 FREE_LEAVES = {
-    "name", "overwrite", "label", "data.num_workers", "data.cache_dir",
-    "data.prepared", "data.about", "trainer.micro_batch_size", "trainer.deterministic",
+    "name", "overwrite", "label", "controls", "data.num_workers", "data.cache_dir",
+    "data.prepared", "data.about", "data.bad_rows", "model.attention_backend", "trainer.compile",
+    "trainer.micro_batch_size", "trainer.deterministic",
     "trainer.accelerator", "trainer.threads", "trainer.log_every", "trainer.checkpoint_every",
     "trainer.checkpoint_minutes", "trainer.keep_checkpoints", "trainer.keep_every",
     "trainer.keep_best", "trainer.async_checkpoint", "trainer.max_time", "trainer.step_timeout",
     "trainer.rewind_after", "trainer.gc_every", "trainer.profile_steps",
 }  # fmt: skip
-"""Leaves that a resumed run may change, since they do not affect training."""
+"""Leaves that a resumed run may change, since they do not affect training. Of ``controls`` whole
+controls alone: see tests/runs/test_directory.py."""
 FREE_GROUPS = {"logger", "evaluation", "monitor", "callbacks", "strategy"}
 """Groups whose leaves a resumed run may all change."""
 

@@ -172,6 +172,15 @@ def test_two_processes_share_the_files_and_agree_on_the_newest_sound_checkpoint(
         assert rank[-2] == step_name(3)
 
 
+def test_processes_of_an_evaluation_hash_every_file_once(finished, tmp_path):
+    path = checkpoint_of(finished[0])
+    script, names = Path(__file__).with_name("verifying_ranks.py"), (path, "hf:none", tmp_path)
+    ranks = run_ranks(2, script, *names, cwd=tmp_path)
+    hashed = [rank.stdout.rpartition("hashed:")[2].split() for rank in ranks]
+    assert all(hashed), ranks
+    assert sorted(hashed[0] + hashed[1]) == sorted(json.loads((path / MANIFEST).read_text()))
+
+
 def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):
     config, _ = run()
     for path in regular_checkpoints(Path(config.run_dir) / "checkpoints"):
@@ -482,6 +491,25 @@ def test_a_checkpoint_with_weights_of_another_model_is_refused(finished):
             changed["layout"] = state["layout"] | {"layers": layers}
         with pytest.raises(UserError, match=message):
             load_decoder(path, changed)
+
+
+def test_a_model_that_is_read_in_another_dtype_is_the_converted_one(finished):
+    path = checkpoint_of(finished[0])
+    state, ids = read_state(path), torch.arange(24)[None]
+    read, converted = load_decoder(path, state, "cpu", torch.bfloat16), load_decoder(path, state)
+    assert_same_model(read, converted.to(torch.bfloat16), ids)
+
+
+def assert_same_model(read, converted, ids):
+    """Check dtypes and bits of all tensors, and that both compute alike."""
+    for kind in ("named_parameters", "named_buffers"):
+        tensors, expected = (dict(getattr(model, kind)()) for model in (read, converted))
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(read(ids), converted(ids))
 
 
 NEVER = {"qk_norm": {"when": "never"}}

@@ -12,7 +12,9 @@ import pytest
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
+from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
+from trainer.model.config import ModelConfig
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.directory import (
     MARK,
@@ -200,13 +202,48 @@ def test_what_differs_is_named_but_for_what_trains_nothing(place):
     assert tuple(map(str, error.value.problems)) == (
         f"optimizer.lr: {where} 0.0003, this command 1.0.",
         f"optimizer.eps: {where} 1e-08, this command 1.0.",
-        "Choose another name=, or overwrite=true to start again; `python -m trainer evaluate "
-        f"checkpoint={place}` evaluates a run anew.",
+        f"Choose another name=; `python -m trainer evaluate checkpoint={place}` evaluates a run "
+        "anew; overwrite=true deletes the run and starts again.",
     )
     other = replace(free["evaluation"], lengths=[2])
     opened(place, evaluation=other)
     with pytest.raises(UserError, match=r"^evaluation\.lengths: .* has \[2.0\], this"):
         check_run_directory(RunConfig(run_dir=str(place), **free), finished=True)
+
+
+def refused(place, finished=False, **changes):
+    """Return the keys that a resume of the run in ``place`` refuses."""
+    config = RunConfig(run_dir=str(place), **changes)
+    try:
+        check_run_directory(config, finished=finished)
+    except UserError as error:
+        return [problem.key for problem in error.problems if problem.key]
+    return []
+
+
+def test_a_resume_may_change_how_the_same_numbers_are_computed(place):
+    opened(place, data=DataConfig(mixture={"a": {"bad_rows": 0.1}}))
+    assert not refused(
+        place,
+        trainer=TrainerConfig(compile=True),
+        model=ModelConfig(attention_backend="flex"),
+        data=DataConfig(bad_rows=0.2, mixture={"a": {"bad_rows": 0.3}}),
+    )
+
+
+def test_a_resume_may_change_tf32_only_if_nothing_is_multiplied_in_float32(place):
+    for precision, keys in (("bf16", []), ("fp32", ["trainer.tf32"])):
+        opened(place / precision, trainer=TrainerConfig(precision=precision))
+        changed = TrainerConfig(precision=precision, tf32=False)
+        assert refused(place / precision, trainer=changed) == keys
+
+
+def test_controls_come_and_go_until_there_is_a_report(place):
+    opened(place, controls={"a": {"seed": 1}, "b": {"branch": 3}})
+    other = {"b": {"branch": 3}, "c": {"seed": 2}}
+    assert not refused(place, controls=other)
+    assert refused(place, finished=True, controls=other) == ["controls.a", "controls.c"]
+    assert refused(place, controls={"b": {"branch": 4}}) == ["controls.b.branch"]
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,11 @@ def test_what_does_not_fit_is_said_with_what_there_is(monkeypatch):
 
 
 def test_weights_on_the_cpu_are_not_held_against_the_device(monkeypatch):
-    offloaded = replace(PLAIN, strategy=StrategyConfig("fsdp2", cpu_offload=True))
-    monkeypatch.setattr(memory, "free_memory", lambda device: STATE // 100)
+    """Activations alone decide."""
+    offloaded = replace(PLAIN, data=LONG, strategy=StrategyConfig("fsdp2", cpu_offload=True))
+    monkeypatch.setattr(memory, "free_memory", lambda device: activations(4))
+    assert memory_problems(offloaded, 1) == []
+    monkeypatch.setattr(memory, "free_memory", lambda device: activations(4) - 1)
     (problem,) = memory_problems(offloaded, 1)
     assert problem.key == "trainer.micro_batch_size"
 

@@ -177,7 +177,6 @@ def test_a_control_is_the_run_with_its_changes_and_without_controls():
 
 
 BRANCH = "expected 'drop', a step or nothing, got"
-STEPS = "until which the run is as every branch begins, got"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +184,10 @@ STEPS = "until which the run is as every branch begins, got"
     [
         (controlled(**{"a/b": {}}), "controls: 'a/b' names a directory in the run's; expected "
          "letters, digits and ._+- only."),
+        (
+            controlled(main={"seed": 1}),
+            "controls.main: this is what the run itself is called; choose another name.",
+        ),
         (controlled(a={"branch": "x"}), f"controls.a.branch: {BRANCH} 'x'."),
         (controlled(a={"branch": True}), f"controls.a.branch: {BRANCH} True."),
         (
@@ -193,15 +196,16 @@ STEPS = "until which the run is as every branch begins, got"
         ),
         (
             controlled(a={"branch": 0}),
-            f"controls.a.branch: expected a step from 1 to 10, {STEPS} 0.",
+            "controls.a.branch: expected a step from 1 to 10, the last, got 0.",
         ),
         (
             controlled(a={"branch": 11}),
-            f"controls.a.branch: expected a step from 1 to 10, {STEPS} 11.",
+            "controls.a.branch: expected a step from 1 to 10, the last, got 11.",
         ),
         (
-            controlled(drop=5, a={"branch": 6}),
-            f"controls.a.branch: expected a step from 1 to 5, {STEPS} 6.",
+            controlled(drop=5, a={"branch": 6, "drop": {"at": None}}),
+            "controls.a.branch: after step 5 the run and the control are not changed alike, and "
+            "step 6, from which the control goes on, is later.",
         ),
         (
             controlled(a={"trainer": {"keep_best": -1}}),
@@ -215,10 +219,11 @@ def test_what_is_wrong_with_a_control_is_one_sentence(values, sentence):
     assert tuple(map(str, error.value.problems)) == (sentence,)
 
 
-def test_branches_are_possible_from_the_first_step_to_the_last_before_a_drop():
+def test_branches_are_possible_from_every_step_until_which_both_are_changed_alike():
     ends = {"a": {"branch": 1}, "b": {"branch": 5}, "c": {"branch": "drop"}, "d": {"branch": None}}
     parse(RunConfig, controlled(drop=5, **ends))
     parse(RunConfig, controlled(a={"branch": 10}))
+    parse(RunConfig, controlled(drop=5, a={"branch": 6}))
 
 
 def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():

@@ -166,14 +166,32 @@ def test_ranks_of_a_machine_share_its_cores(said_by_two):
 )
 def test_ranks_of_srun_meet_at_the_first_host_of_the_job(environment, nodes, first):
     step = {
-        "PROCID": "5", "LOCALID": "1", "NODEID": "2", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
+        "PROCID": "5", "LOCALID": "1", "NODEID": "1", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
         "STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": nodes,
     }  # fmt: skip
     for name, value in step.items():
         environment.setenv(f"SLURM_{name}", value)
     assert current_ranks() == Ranks(5, 8, 1, 4)
     names = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "RANK", "WORLD_SIZE")
-    assert [os.environ[name] for name in names] == [first, "18456", "2", "5", "8"]
+    assert [os.environ[name] for name in names] == [first, "18456", "1", "5", "8"]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "sizes"), [("2(x3),1", [2, 2, 2, 1]), ("1,4(x2)", [1, 4, 4]), ("3,2", [3, 2])]
+)
+def test_ranks_of_srun_count_those_of_their_own_node(environment, per_node, sizes):
+    step = {
+        "PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": str(sum(sizes)), "JOB_ID": "7",
+        "STEP_TASKS_PER_NODE": per_node, "STEP_NODELIST": "a1",
+    }  # fmt: skip
+    for name, value in step.items():
+        environment.setenv(f"SLURM_{name}", value)
+    counts = []
+    for node in range(len(sizes)):
+        environment.setenv("SLURM_NODEID", str(node))
+        environment.delenv("RANK", raising=False)
+        counts.append(current_ranks().local_size)
+    assert counts == sizes
 
 
 def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):

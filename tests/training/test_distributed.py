@@ -185,7 +185,7 @@ def test_each_process_reports_what_does_not_fit_its_strategy(base, tmp_path):
     ]
     cases = {
         "strategy=single": "2 processes were started, but strategy=single uses one",
-        "strategy=ddp trainer.batch_size=5": "5 sequences do not divide .*nearest that does is 4",
+        "strategy=ddp trainer.batch_size=5": "5 sequences do not divide .*start 1 or 5 ranks",
         "strategy=ddp": "has not been prepared .* -m trainer prepare \\+experiment=drope_demo",
     }
     for case, expected in cases.items():

@@ -21,6 +21,7 @@ from tests.training.test_run import (
 )
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
+from trainer.evaluation.measurements import Reading
 from trainer.evaluation.results import Reach
 from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.checkpoints import load_decoder, read_state
@@ -28,7 +29,13 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.runs.training_config import BenchmarksConfig
-from trainer.training.callbacks.monitors import Benchmarks, Probe, measurements, windows_by_text
+from trainer.training.callbacks.monitors import (
+    Benchmarks,
+    Lengths,
+    Probe,
+    measurements,
+    windows_by_text,
+)
 from trainer.training.module import evaluating
 from trainer.training.tally import StepTimer
 from trainer.workflows.experiment import run_experiment
@@ -171,13 +178,39 @@ def test_numbers_are_those_of_the_saved_model_on_validation_text(run):
         assert value == pytest.approx(part.mean().item(), rel=1e-5)
 
 
-def test_ranks_share_the_reading(base, tmp_path):
-    config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path), "monitor": LENGTHS}))
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_any_number_of_ranks_measures_the_same_text(base, tmp_path, module, tiny_decoder, size):
+    """3 windows and 6 trials: every rank reads as many, and each counts once."""
+    module.model = tiny_decoder(model={"vocab_size": 512})
+    values = merged(base, {"run_dir": str(tmp_path), "monitor": LENGTHS})
+    config = parse(RunConfig, values)
     corpus = prepare_corpus(config.data, config.tokenizer)
-    parts = [measurements(config, corpus, Ranks(rank, 4, rank, 4)) for rank in range(4)]
-    # 3 windows and 6 trials become 4 and 8, so that all ranks read as much.
-    assert [len(perplexity.windows[128]) for perplexity, _ in parts] == [1] * 4
-    assert [len(statements.trials[128].prompts) for _, statements in parts] == [2] * 4
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda mine: mine), global_step=4)
+
+    def measured(ranks):
+        reached = []
+        lengths = Lengths(config, corpus, ranks, reached.append)
+        lengths.measure(trainer, module, False)
+        read = len(lengths.perplexity.windows[128]), len(lengths.statements.trials[128].prompts)
+        return read, [*reached[0].loss, *reached[0].retrieval, *reached[0].losses]
+
+    by_rank = [measured(Ranks(rank, size, rank, size)) for rank in range(size)]
+    assert {read for read, _ in by_rank} == {(-(-3 // size), -(-6 // size))}
+    _, alone = measured(Ranks())
+    assert np.mean([numbers for _, numbers in by_rank], axis=0) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_single_process_reports_its_cells_exactly(base, tmp_path, module, tiny_decoder):
+    module.model = tiny_decoder(model={"vocab_size": 512})
+    config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path), "monitor": LENGTHS}))
+    corpus, reached = prepare_corpus(config.data, config.tokenizer), []
+    lengths = Lengths(config, corpus, Ranks(), reached.append)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda mine: mine), global_step=4)
+    lengths.measure(trainer, module, False)
+    reading = Reading(module.model, 128, None, config.evaluation.batch_tokens)
+    cell = lengths.perplexity.measure(reading)
+    assert reached[0].losses == cell["losses"]
+    assert reached[0].loss[-1] == cell["last_loss"]
 
 
 def mixture_of(base, tmp_path):

@@ -98,6 +98,21 @@ def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, pl
     assert tuple(map(str, error.value.problems)) == (f"{(place, 'output')}",)
 
 
+def test_processes_verify_the_named_checkpoints_together(monkeypatch):
+    verified = []
+    monkeypatch.setattr(evaluate, "verify_together", verified.extend)
+
+    def join(together):
+        together()
+        raise UserError.at("", "joined")
+
+    monkeypatch.setattr(evaluate, "join_evaluation", join)
+    settings = EvaluationConfig(key_tokens=KeyTokenSettings("third"))
+    with pytest.raises(UserError, match="joined"):
+        evaluate_lengths(EvaluationRequest("first", compare=["second"], evaluation=settings))
+    assert verified == ["first", "second", "third"]
+
+
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
     methods=["none", "yarn", "temperature"],
@@ -307,9 +322,9 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     read, seen, read_part = [], set(), Perplexity.read
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def load(path, state, device):
-        read.append((path.name, device))
-        model = load_decoder(path, state, device)
+    def load(path, state, device, dtype):
+        read.append((path.name, device, dtype))
+        model = load_decoder(path, state, device, dtype)
         model.config = replace(model.config, attention_backend="flash")
         return model
 
@@ -321,7 +336,8 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     monkeypatch.setattr("trainer.runs.models.load_decoder", load)
     monkeypatch.setattr(Perplexity, "read", looking)
     evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
-    assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
+    half = torch.bfloat16  # never float32 on the device first
+    assert read == [("before-drop", "cpu", half), ("step-000012", "cpu", half)]
     assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
 
 

@@ -712,6 +712,36 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
     ]
 
 
+def test_controls_that_a_resume_adds_begin_where_they_should(base, tmp_path):
+    """Of a run that was interrupted after step 8 of 12, with its drop at 6."""
+    run = {**base, "run_dir": str(tmp_path)}
+    open_run_directory(parse(RunConfig, run))
+    for name in ("step-000006", "step-000008", "before-drop"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "controls" / "old").mkdir(parents=True)
+
+    def problems(name="new", **control):
+        config = parse(RunConfig, {**run, "controls": {name: {"label": "x", **control}}})
+        try:
+            experiment.check_added_controls(config)
+        except UserError as error:
+            return [str(problem) for problem in error.problems]
+        return []
+
+    keeps = {"drop": {"enabled": False}}
+    assert not problems()
+    assert not problems(branch="drop", **keeps)
+    assert not problems(branch=6, **keeps)
+    assert problems(branch=3) == [
+        "controls.new.branch: the run has passed step 3 and keeps checkpoints of [6, 8] alone; "
+        "choose one of these, or leave branch out."
+    ]
+    (problem,) = problems("old")
+    assert problem.startswith(f"controls.old: '{tmp_path / 'controls' / 'old'}' holds a control")
+    (tmp_path / "checkpoints" / "step-000008").rmdir()
+    assert not problems(branch=6, **keeps)
+
+
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
     changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}

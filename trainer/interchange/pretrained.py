@@ -93,10 +93,11 @@ class Pretrained:
             else:
                 parameter.copy_(initial_value(model.config, name, parameter.shape, seed=0))
 
-    def decoder(self, device: str = "cpu") -> Decoder:
-        """Load the model directly onto the device; takes hardly more memory than its size."""
+    def decoder(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+        """Load the model directly onto the device and in ``dtype``; takes hardly more memory than
+        its size."""
         with torch.device("meta"):
-            model = Decoder(self.config, self.layout)
+            model = Decoder(self.config, self.layout).to(dtype)
         model.to_empty(device=device)
         self.fill(model)
         return model

@@ -12,15 +12,13 @@ from typing import Any
 
 from trainer.common.errors import Problem, listed
 from trainer.data.config import SourceConfig
-from trainer.runs.config import RunConfig
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import differences, plain
 from trainer.runs.parsing import control_config
 from trainer.runs.phases import phases_of
 from trainer.runs.training_config import StrategyConfig
 
-MAIN = "main"
-"""Name of the run itself among its arms."""
 Check = Callable[[RunConfig], Sequence[Problem]]
 """Function that returns the problems of a configuration."""
 
@@ -135,13 +133,19 @@ def control_problems(arms: Mapping[str, RunConfig]) -> Iterator[Problem]:
 def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> Iterator[Problem]:
     """Check that a run fits this number of processes."""
     run = config.trainer
-    share = processes * (run.micro_batch_size or 1)
-    if run.batch_size % share:
-        near = max(run.batch_size // share, 1) * share
+    micro = run.micro_batch_size or 1
+    if run.batch_size % processes:
         yield Problem(
             "trainer.batch_size",
-            f"{run.batch_size} sequences do not divide into micro-batches of "
-            f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is {near}.",
+            f"{run.batch_size} sequences do not divide into micro-batches of {micro} on "
+            f"{processes} ranks; start {_near_divisors(run.batch_size // micro, processes)} ranks.",
+        )
+    elif run.batch_size % (processes * micro):
+        share = run.batch_size // processes
+        yield Problem(
+            "trainer.micro_batch_size",
+            f"the {share} sequences of each of {processes} ranks do not divide into micro-batches "
+            f"of {micro}; choose {_near_divisors(share, micro)}.",
         )
     tokens = (run.micro_batch_size or run.batch_size // processes) * config.data.sequence_length
     if run.fp8 and tokens % 16:
@@ -156,6 +160,13 @@ def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> Iterat
             f"{size} does not divide the {processes} ranks; by default it is the number of ranks "
             "on a node.",
         )
+
+
+def _near_divisors(number: int, near: int) -> str:
+    """Return the divisors of a number just below and above ``near``: ``4 or 8``."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    below, above = [n for n in divisors if n <= near], [n for n in divisors if n > near]
+    return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
 def gpus_that_fit(config: RunConfig, nodes: int) -> int:

@@ -17,10 +17,11 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -113,6 +114,25 @@ def damage_together(directory: Path) -> str | None:
     if wrong is None:
         _trust(directory)
     return wrong
+
+
+def verify_together(names: Iterable[str]) -> None:
+    """Hash the files of all named checkpoints, each rank a share, so that :func:`read_state` reads
+    no file again.
+
+    All ranks call this together. Damage and names of anything else are left to whoever reads them.
+    """
+    for name in dict.fromkeys(names):
+        if (path := on_rank_zero(partial(_checkpoint_at, name))) is not None:
+            damage_together(path)
+
+
+def _checkpoint_at(name: str) -> Path | None:
+    """Return the checkpoint of that name, or None, as for published weights."""
+    try:
+        return find_checkpoint(name)
+    except UserError:
+        return None
 
 
 def _trust(directory: Path) -> None:
@@ -404,15 +424,17 @@ def model_config(state: dict[str, Any]) -> ModelConfig:
     return adapter(ModelConfig).validate_python(state["model"])
 
 
-def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:
-    """Load the decoder of a checkpoint, with its layout, directly onto the device; runs no stored
-    code.
+def load_decoder(
+    path: Path, state: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Load the decoder of a checkpoint, with its layout, directly onto the device and in ``dtype``;
+    runs no stored code.
 
     Raises:
         UserError: weights and description contradict each other.
     """
     with torch.device("meta"):
-        model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
+        model = Decoder(model_config(state), Layout.from_dict(state["layout"])).to(dtype)
     shapes: Tensors = {f"model.{name}": p for name, p in model.named_parameters()}
     index = read_index(path)
     saved = tensors_in(index)

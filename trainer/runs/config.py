@@ -161,6 +161,8 @@ class PhaseConfig:
                 yield Problem(f"{key}.{name}", "no text of data.mixture.", near)
 
 
+MAIN = "main"
+"""Name of the run itself among its controls."""
 NAME = re.compile(r"\w[\w.+-]*")
 """Names of runs and controls, which become names of directories."""
 

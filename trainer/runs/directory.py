@@ -81,11 +81,14 @@ FREE_TO_CHANGE = (
     "trainer.deterministic",
     "trainer.micro_batch_size",
     "trainer.accelerator",
+    "trainer.compile",
+    "model.attention_backend",
     "strategy",
     "data.num_workers",
     "data.cache_dir",
     "data.prepared",
     "data.about",
+    "data.bad_rows",
     "label",
 )
 """Keys that do not change what is trained, so that a run may resume with other values."""
@@ -119,21 +122,33 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         )
     if record.exists():
         # Keys added since the run was written have their default values.
-        saved = plain(saved_run(directory))
-        free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
+        saved = saved_run(directory)
+        free = _free_to_change(saved, config, finished)
         changed = [
             Problem(
                 key,
                 f"the run in {config.run_dir!r} has {shown(old)}, this command {shown(new)}.",
             )
-            for key, old, new in differences(saved, plain(config), free)
+            for key, old, new in differences(plain(saved), plain(config), free)
         ]
         if changed:
             advice = (
-                "Choose another name=, or overwrite=true to start again; `python -m trainer "
-                f"evaluate checkpoint={config.run_dir}` evaluates a run anew."
+                f"Choose another name=; `python -m trainer evaluate checkpoint={config.run_dir}` "
+                "evaluates a run anew; overwrite=true deletes the run and starts again."
             )
             raise UserError(*changed, Problem("", advice))
+
+
+def _free_to_change(saved: RunConfig, config: RunConfig, finished: bool) -> tuple[str, ...]:
+    """Return the keys that may differ between a ``saved`` run and the command that resumes it."""
+    free = {*FREE_TO_CHANGE}
+    free |= {f"data.mixture.{name}.bad_rows" for name in config.data.mixture}
+    if finished:
+        return tuple(free - {"evaluation"})
+    if config.trainer.precision == "bf16":  # TF32 is for float32 matrices
+        free.add("trainer.tf32")
+    free |= {f"controls.{name}" for name in saved.controls.keys() ^ config.controls.keys()}
+    return tuple(free)
 
 
 def open_run_directory(config: RunConfig) -> Path:

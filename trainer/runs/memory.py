@@ -189,9 +189,10 @@ def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
     vocab = model.vocab_size or config.tokenizer.vocab_size
     shape = ModelConfig(**{**vars(model), "vocab_size": vocab})
     shards = ranks if config.strategy.name in ("fsdp2", "hsdp") else 1
-    # Weights, gradients, and one moment of AdamW or the momentum of Muon.
-    state, free = 12 * weights_of(shape) // shards, free_memory(device)
-    if state > free and not config.strategy.cpu_offload:
+    # Weights, gradients, and one moment of AdamW or the momentum of Muon, unless on the CPU.
+    state = 0 if config.strategy.cpu_offload else 12 * weights_of(shape) // shards
+    free = free_memory(device)
+    if state > free:
         reason = (
             f"{weights_of(shape):,} weights with gradients and optimizer need at least "
             f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."

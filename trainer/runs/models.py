@@ -45,10 +45,11 @@ class Candidate:
 
     ``reference``: the user's name for it. ``run``: configuration of the run that trained it (None:
     published weights). ``fingerprint``: changes whenever the weights change. ``load``: loads it
-    onto a device, by default the CPU. ``role``: its role in comparisons, such as ``drope``.
-    ``state``: the description in its checkpoint. ``computed_by``: the program that computes it, if
-    not this one. ``named_bos``: id of the first token of a text, if a published configuration gives
-    one. ``stored_length``: the training length in its files, if ``layout`` has another.
+    onto a device, by default the CPU, and in a dtype, by default float32. ``role``: its role in
+    comparisons, such as ``drope``. ``state``: the description in its checkpoint. ``computed_by``:
+    the program that computes it, if not this one. ``named_bos``: id of the first token of a text,
+    if a published configuration gives one. ``stored_length``: the training length in its files, if
+    ``layout`` has another.
     """
 
     reference: str
@@ -78,8 +79,8 @@ class Candidate:
         stored = self.stored_length or self.layout.training_length
         layout, weights = self.layout.with_training_length(length), self.load
 
-        def load(*device: str) -> LanguageModel:
-            model = weights(*device)
+        def load(*place: Any) -> LanguageModel:
+            model = weights(*place)
             model.layout = layout
             return model
 

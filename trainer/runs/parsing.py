@@ -16,7 +16,7 @@ from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.fields import checked
 from trainer.common.plugins import load_plugins
 from trainer.evaluation.config import EvaluationConfig
-from trainer.runs.config import NAME, RunConfig
+from trainer.runs.config import MAIN, NAME, RunConfig
 from trainer.runs.directory import nothing_at, saved_run
 from trainer.runs.layouts import layout_problems
 from trainer.runs.phases import branch_problems, phase_problems, with_lengths
@@ -137,6 +137,9 @@ def _control_problems(
     if not NAME.fullmatch(name):
         reason = f"{name!r} names a directory in the run's; expected letters, digits and ._+- only."
         return [Problem("controls", reason)]
+    if name == MAIN:
+        reason = "this is what the run itself is called; choose another name."
+        return [Problem(f"controls.{name}", reason)]
     branch = changes.get("branch")
     problems = [
         Problem(key, "a control has none of its own; leave it out.")
@@ -166,13 +169,9 @@ def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
     if branch == "drop" and config.drop_step is None:
         reason = "the run has no drop to branch from; set drop.at, or leave it out."
         return [Problem("branch", reason)]
-    last = config.trainer.max_steps if config.drop_step is None else config.drop_step
+    last = config.trainer.max_steps
     if is_step and not 1 <= branch <= last:
-        reason = (
-            f"expected a step from 1 to {last}, until which the run is as every branch begins, "
-            f"got {branch}."
-        )
-        return [Problem("branch", reason)]
+        return [Problem("branch", f"expected a step from 1 to {last}, the last, got {branch}.")]
     return []
 
 

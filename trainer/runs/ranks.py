@@ -61,15 +61,15 @@ def _translate_slurm() -> None:
     """Set torchrun's environment variables from srun's."""
     slurm = os.environ
     # "4(x2),3" means four tasks on each of two nodes, then three.
-    per_node = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])
-    assert per_node is not None
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm["SLURM_STEP_TASKS_PER_NODE"])
+    per_node = [tasks for tasks, nodes in groups for _ in range(int(nodes or 1))]
     # "gpu[07-08,12],login1" begins with gpu07.
     hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[0],
+        "LOCAL_WORLD_SIZE": per_node[int(slurm["SLURM_NODEID"])],
         "GROUP_RANK": slurm["SLURM_NODEID"],
         "MASTER_ADDR": hosts.split(",")[0],
         "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
@@ -170,9 +170,11 @@ def check_same_device(device: str) -> None:
         )
 
 
-def join_evaluation() -> tuple[Share, int]:
+def join_evaluation(together: Callable[[], None] = lambda: None) -> tuple[Share, int]:
     """Return this process's share of an evaluation without a run, and the cores that it may use,
     where torchrun or srun started several. All of them call it together.
+
+    ``together``: work that several processes share while they are in one group.
 
     Raises:
         UserError: there are fewer GPUs than processes, or only some processes see a GPU.
@@ -185,6 +187,7 @@ def join_evaluation() -> tuple[Share, int]:
     dist.init_process_group("gloo")
     check_same_device("cuda" if on_gpu else "cpu")
     share, threads = agreed_share(range(ranks.world_size), ranks), share_of_cores()
+    together()
     dist.destroy_process_group()
     assert share is not None
     return share, threads

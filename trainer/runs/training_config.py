@@ -303,7 +303,7 @@ class MonitorConfig:
     trials: Annotated[Natural, Field(le=1_000_000)] = 64
     """Retrieval trials of a length, if the training text carries needles; 0: none."""
     windows: Count = 16
-    """Windows of held-out text of a length, rounded up to a multiple of the ranks."""
+    """Windows of held-out text of a length."""
     probe_every: Count | None = None
     """Steps between looks at the attention of every layer; null: never."""
     probe_sequences: Count = 2

@@ -20,8 +20,7 @@ from trainer.evaluation.results import STATEMENTS
 from trainer.model.flops import training_flops
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.arms import MAIN
-from trainer.runs.config import RunConfig
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.phases import phases_of

@@ -27,7 +27,7 @@ from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import MAIN, arm_problems, arms_of, control_problems, spread_problems
+from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
     MANIFEST,
@@ -36,7 +36,7 @@ from trainer.runs.checkpoints import (
     step_name,
     step_of,
 )
-from trainer.runs.config import RunConfig
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.directory import (
     check_run_directory,
     check_writable,
@@ -311,6 +311,7 @@ def _open(
         for arm in configs.values():
             if not config.overwrite or arm is config:  # deletes the controls' directories, too
                 check_run_directory(arm)
+    check_added_controls(config)
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
@@ -322,6 +323,36 @@ def _open(
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
+
+
+def check_added_controls(config: RunConfig) -> None:
+    """Check that controls which a resume adds to its run begin where they should.
+
+    Raises:
+        UserError: a removed control lies in the way, or the checkpoint of a branch is gone.
+    """
+    directory = Path(config.run_dir)
+    if config.overwrite or not (directory / "config.yaml").exists():
+        return
+    steps = [step_of(path) for path in regular_checkpoints(directory / "checkpoints")]
+    problems = []
+    for name in sorted(config.controls.keys() - saved_run(directory).controls.keys()):
+        place, start = directory / "controls" / name, _branch(config, name)
+        if place.exists():
+            reason = (
+                f"{str(place)!r} holds a control that was removed, and it may have branched off "
+                "elsewhere; choose another name, or delete that directory."
+            )
+            problems.append(Problem(f"controls.{name}", reason))
+        branch = config.controls[name].get("branch")
+        step = config.drop_step if branch == "drop" else branch
+        if start and step and not start.is_dir() and step < max(steps, default=0):
+            reason = (
+                f"the run has passed step {step:,} and keeps checkpoints of {steps} alone; choose "
+                "one of these, or leave branch out."
+            )
+            problems.append(Problem(f"controls.{name}.branch", reason))
+    raise_all(problems)
 
 
 @contextmanager

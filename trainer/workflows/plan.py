@@ -19,8 +19,8 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.plan import BYTES_PER_TOKEN
 from trainer.data.sources import estimated_bytes
 from trainer.model.decoder import Decoder
-from trainer.runs.arms import MAIN, arms_of
-from trainer.runs.config import RunConfig
+from trainer.runs.arms import arms_of
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.memory import GIB, gib
 from trainer.runs.phases import Phase, kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks

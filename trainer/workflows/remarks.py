@@ -12,8 +12,8 @@ from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
-from trainer.runs.arms import MAIN, phase_configs
-from trainer.runs.config import RunConfig
+from trainer.runs.arms import phase_configs
+from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.phases import Phase, phases_of, tokens_at

@@ -69,7 +69,7 @@ def subject_of(
     precision = multiplied_in(weights, device, tf32)
 
     def load() -> LanguageModel:
-        model = candidate.load(device).to(DTYPES[weights])
+        model = candidate.load(device, DTYPES[weights])
         model.prefill_chunk = chunk
         half = weights == "bf16"
         try:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, did_you_mean, first_line, near_path
@@ -45,9 +46,9 @@ class Adapted:
     computed_by: str
     bos_token: int | None
 
-    def load(self, device: str = "cpu") -> LanguageModel:
-        """Load the model in float32 onto a device."""
-        return _read(self.path).to(device)
+    def load(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
+        """Load the model onto a device in ``dtype``; it is converted before it gets there."""
+        return _read(self.path).to(dtype).to(device)
 
 
 def read_adapted(name: str) -> Adapted:
@@ -143,7 +144,6 @@ def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: Path) -> Any:
-    import torch
     import transformers
 
     from trainer.interchange.adapted.model import AdaptedModel

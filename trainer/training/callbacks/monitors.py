@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lightning as L
 import numpy as np
@@ -19,7 +19,8 @@ from trainer.analysis.attention import MEASURES, probe
 from trainer.common.errors import Problem, UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import held_out_windows
-from trainer.data.needles import NeedleVocabulary
+from trainer.data.needles import NeedleVocabulary, Trials
+from trainer.data.order import Integers
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
@@ -33,6 +34,7 @@ from trainer.evaluation.multiple_choice import (
     score_questions,
 )
 from trainer.evaluation.results import Milestone, Reach
+from trainer.evaluation.store import Floats, pack, unpack
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
@@ -47,6 +49,9 @@ from trainer.training.module import LanguageModule, StepCallback, evaluating
 from trainer.training.strategy import gathered
 
 log = logging.getLogger(__name__)
+
+Rows = TypeVar("Rows", Floats, tuple[float, ...])
+"""Values by row."""
 
 
 class Measure(Protocol):
@@ -140,6 +145,8 @@ class Lengths:
         self.config, self.every, self.remember = config, config.monitor.lengths_every, remember
         self.perplexity, self.statements = measurements(config, corpus, ranks)
         self.windows_of = windows_by_text(config, corpus, ranks)
+        self.windows = RowsOfRank(config.monitor.windows, ranks)
+        self.trials = RowsOfRank(config.monitor.trials, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
         """Whether to measure after ``step`` steps."""
@@ -154,13 +161,14 @@ class Lengths:
         retrieval: list[float] = []
         with evaluating(module) as model:
             readings = [Reading(model, length, None, tokens) for length in lengths]
-            cells = [self.perplexity.measure(reading) for reading in readings]
+            cells = [self._losses(reading) for reading in readings]
             if self.statements is not None:
                 for reading in readings:
-                    scores = self.statements.measure(reading)["scores"]
-                    retrieval.append(sum(scores) / len(scores))
-        edges, losses = cells[-1]["edges"], cells[-1]["losses"]  # of the longest length
-        loss = [cell["last_loss"] for cell in cells]
+                    scores = self.trials.counted(self.statements.measure(reading)["scores"])
+                    retrieval.append(sum(scores) / len(scores) * self.trials.weight)
+        edges = cells[-1]["edges"]  # of the longest length
+        losses = [loss * self.windows.weight for loss in cells[-1]["losses"]]
+        loss = [cell["last_loss"] * self.windows.weight for cell in cells]
         counts = [len(places) for places in self.windows_of.values()]
         of_texts = [
             sum(cell["by_window"][place] for place in places)
@@ -185,6 +193,47 @@ class Lengths:
                 if count:
                     metrics[f"{TEXT_LOSS}{n // C}x/{name}"] = total / count
         return metrics
+
+    def _losses(self, reading: Reading) -> dict[str, Any]:
+        """Return the losses at one length, without windows that another rank counts."""
+        part = self.perplexity.read(reading)
+        losses = self.windows.counted(unpack(part["losses"]))
+        ends = np.minimum(np.cumsum([0, *part["sizes"]]), len(losses))
+        counted = {"sizes": np.diff(ends).tolist(), "losses": pack(losses)}
+        return self.perplexity.cell(reading.length, [counted])
+
+
+@dataclass(frozen=True)
+class RowsOfRank:
+    """This rank's rows of ``count`` sequences.
+
+    Ranks that share parameters must do the same forward passes, so every rank reads as many rows.
+    Where ``count`` is no multiple of the ranks, the last row of some repeats one of another rank,
+    and only that other rank counts it. The rows of all ranks are then the same on any number of
+    ranks.
+    """
+
+    count: int
+    ranks: Ranks
+
+    @property
+    def read(self) -> Integers:
+        """Numbers of the rows to read."""
+        rank, size = self.ranks.rank, self.ranks.world_size
+        return np.arange(rank, -(-self.count // size) * size, size) % self.count
+
+    @property
+    def _count_own(self) -> int:
+        return len(range(self.ranks.rank, self.count, self.ranks.world_size))
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank's mean in the mean over all ranks; 0 if it repeats its only row."""
+        return self._count_own * self.ranks.world_size / self.count
+
+    def counted(self, values: Rows) -> Rows:
+        """Return the values of rows that this rank counts, or of the one that it repeats."""
+        return values[: max(self._count_own, 1)]
 
 
 def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
@@ -211,35 +260,35 @@ def measurements(
     monitor, needles, C = config.monitor, config.evaluation.needles, config.training_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
     text, first = corpus.validation, corpus.first_token
-    windows = windows_with_common_ends(text, whole(monitor.windows, ranks), lengths)
-    perplexity = Perplexity(windows, first, C, last=C).part(ranks.rank, ranks.world_size)
+    windows = windows_with_common_ends(text, monitor.windows, lengths)
+    rows = RowsOfRank(monitor.windows, ranks).read
+    perplexity = Perplexity({n: read[rows] for n, read in windows.items()}, first, C, last=C)
     if not (config.data.needles.share and monitor.trials):
         return perplexity, None
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     counts = needles.needles, needles.seed, needles.changes
-    trials = whole(monitor.trials, ranks)
-    statements = Statements.make(text, lengths, vocabulary, first, trials, *counts)
-    return perplexity, statements.part(ranks.rank, ranks.world_size)
+    asked = Statements.make(text, lengths, vocabulary, first, monitor.trials, *counts)
+    rows = RowsOfRank(monitor.trials, ranks).read
+    trials = {
+        length: Trials(whole.prompts[rows], whole.answers[rows], whole.depths[rows])
+        for length, whole in asked.trials.items()
+    }
+    return perplexity, Statements(trials, first)
 
 
 def windows_by_text(config: RunConfig, corpus: Corpus, ranks: Ranks) -> dict[str, list[int]]:
-    """Return the indices of each text's windows in this rank's part of :func:`measurements`.
+    """Return the indices of each text's windows among those that this rank counts.
 
     A single text needs none: its loss is that of all windows.
     """
     text, longest = corpus.validation, config.training_length * max(config.monitor.lengths)
     if len(text.parts) == 1:
         return {}
-    parts = text.parts_of_windows(text.shares(whole(config.monitor.windows, ranks), longest))
+    parts = text.parts_of_windows(text.shares(config.monitor.windows, longest))
     mine = parts[ranks.rank :: ranks.world_size]
     return {
         part.name: np.flatnonzero(mine == index).tolist() for index, part in enumerate(text.parts)
     }
-
-
-def whole(count: int, ranks: Ranks) -> int:
-    """Round up to a multiple of the number of ranks, so that all ranks read as much."""
-    return -(-count // ranks.world_size) * ranks.world_size
 
 
 class Probe:
