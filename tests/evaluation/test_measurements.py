@@ -109,6 +109,24 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     assert asked == [("0",), ("1",), ("2",)]
 
 
+@pytest.mark.parametrize(
+    ("named", "numbers"),
+    [
+        ([7, 7, 3, None, 3, None], (0, 0, 1, 2, 1, 3)),
+        ([7, 3, None, None], ()),
+        ([], ()),
+    ],
+)
+def test_groups_are_counted_in_the_order_of_prompts(corpus, named, numbers):
+    class Grouped:
+        name, stop = "grouped", None
+
+        def prompts(self, length):
+            return [Prompt((0, i), (), 2, group=group) for i, group in enumerate(named)]
+
+    assert Prompted(Grouped(), corpus.tokenizer).groups(64) == numbers
+
+
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.evaluation.outcomes import Outcomes, labelled, natural
+from trainer.evaluation.outcomes import Outcomes, Sample, natural, samples
+from trainer.evaluation.statistics import wilson_interval
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -61,9 +62,53 @@ def test_a_mean_over_tasks_needs_all_of_them():
 
 def test_trials_are_selected_by_a_part_of_their_label():
     made = cell([0.1, 0.2, 0.3], labels=("qa|0–4K", "qa|4–8K", "code|0–4K"))
-    assert labelled(made, (0, "qa")) == [0.1, 0.2]
-    assert labelled(made, (1, "0–4K")) == [0.1, 0.3]
-    assert labelled(made, None) == [0.1, 0.2, 0.3]
+    assert samples([made], (0, "qa")) == [Sample((0.1, 0.2), 2)]
+    assert samples([made], (1, "0–4K")) == [Sample((0.1, 0.3), 2)]
+    assert samples([made]) == [Sample((0.1, 0.2, 0.3), 3)]
+    assert samples([made], (0, "law")) == []
+
+
+def test_trials_of_a_text_count_as_their_mean():
+    made = cell([1.0, 0.0, 0.5, 1.0, 1.0], groups=(0, 0, 1, 1, 2), labels=("a", "b", "a", "b", "a"))
+    assert samples([made]) == [Sample((0.5, 0.75, 1.0), 5)]
+    assert samples([made], (0, "a")) == [Sample((1.0, 0.5, 1.0), 3)]
+
+
+def test_depths_of_a_text_make_no_arrow_and_no_narrow_interval():
+    """Eight texts at eleven depths, five of them won at every depth and three lost."""
+    groups = tuple(text for text in range(8) for _ in range(11))
+    won = [float(text < 5) for text in groups]
+    lost = [1 - score for score in won]
+    cells = cell(lost, groups=groups), cell(won, method="yarn", groups=groups)
+    outcomes, row = Outcomes(report(*cells)), ("RoPE", "yarn")
+    held = outcomes.comparison(row, ["multi_key"], 2048)
+    assert (held.better, held.worse, held.mark) == (5, 3, "")
+    mean = outcomes.estimate(row, ["multi_key"], 2048)
+    alone = wilson_interval(5, 8)
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((5 / 8, *alone), abs=0.005)
+
+
+def test_equal_sums_of_different_depths_are_a_tie():
+    cells = (
+        cell([0.1, 0.2, 0.3], groups=(0, 0, 0)),
+        cell([0.3, 0.2, 0.1], method="yarn", groups=(0, 0, 0)),
+    )
+    held = Outcomes(report(*cells)).comparison(("RoPE", "yarn"), ["multi_key"], 2048)
+    assert (held.better, held.worse) == (0, 0)
+
+
+def test_cells_that_count_other_texts_are_not_compared():
+    """A report of an earlier version has no groups."""
+    cells = cell([0.0, 1.0], groups=(0, 0)), cell([1.0, 1.0], method="yarn")
+    assert Outcomes(report(*cells)).comparison(("RoPE", "yarn"), ["multi_key"], 2048) is None
+
+
+def test_a_score_at_chance_at_every_depth_of_few_texts_has_no_effective_length():
+    groups = tuple(text for text in range(4) for _ in range(11))
+    scores = [float(text < 2) for text in groups]
+    cells = (cell(scores, task="statements", length=n, groups=groups) for n in (1024, 2048))
+    outcomes = Outcomes(report(*cells, task={"chance_listed": 0.25}))
+    assert outcomes.effective_length(("RoPE", "none"), ["statements"]).text == "none"
 
 
 def test_buckets_are_sorted_by_their_numbers():

@@ -15,6 +15,7 @@ from trainer.evaluation.statistics import (
     _student_quantile,
     average,
     change,
+    effective_trials,
     estimate,
     sign_test,
     wilson_interval,
@@ -48,6 +49,60 @@ def test_an_interval_contains_its_mean_in_any_order_of_scores(scores):
     assert 0 <= result.low <= result.mean + 1e-12
     assert result.mean - 1e-12 <= result.high <= 1
     assert estimate(scores[::-1]) == result
+
+
+def texts_with_depths(generator, rate, correlation, texts=64, depths=11):
+    """Scores of 0 and 1, ``[texts, depths]``, whose chance of success is a text's own."""
+    if correlation:
+        spread = 1 / correlation - 1
+        rates = generator.beta(rate * spread, (1 - rate) * spread, (texts, 1))
+    else:
+        rates = rate
+    return (generator.random((texts, depths)) < rates).astype(float)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.95])
+@pytest.mark.parametrize("correlation", [0, 0.3, 0.6])
+def test_an_interval_over_texts_covers_the_rate_at_any_correlation_of_depths(rate, correlation):
+    generator, covered = np.random.default_rng(6), 0
+    for _ in range(500):
+        scores = texts_with_depths(generator, rate, correlation)
+        result = estimate(scores.mean(axis=1).tolist(), scores.size)
+        covered += result.low <= rate <= result.high
+    assert covered / 500 >= 0.92
+
+
+def test_an_interval_over_texts_lies_between_those_of_all_trials_and_of_one_each():
+    generator = np.random.default_rng(7)
+    alone, alike = (
+        estimate(scores.mean(axis=1).tolist(), scores.size)
+        for scores in (
+            texts_with_depths(generator, 0.5, 0, texts=2000),
+            texts_with_depths(generator, 0.5, 0.999, texts=2000),
+        )
+    )
+    for result, trials in ((alone, 22_000), (alike, 2000)):
+        low, high = wilson_interval(result.mean * trials, trials)
+        assert result.high - result.low == pytest.approx(high - low, rel=0.03)
+    for successes in (0, 64):
+        result = estimate([successes / 64] * 64, 64 * 11)
+        assert (result.low, result.high) == pytest.approx(wilson_interval(successes, 64))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
+def test_the_effective_number_of_trials_is_a_plain_sum(hits):
+    means = [n / 4 for n in hits]
+    p = (sum(means) + 0.5) / (len(means) + 1)
+    squares = sum((x - p) ** 2 for x in means) + ((0 - p) ** 2 + (1 - p) ** 2) / 2
+    expected = len(means) * p * (1 - p) * (len(means) + 1) / squares
+    result = effective_trials(means, 4 * len(means))
+    assert result == pytest.approx(min(4 * len(means), expected))
+    assert len(means) <= result + 1e-9
+
+
+@given(bits)
+def test_one_trial_for_each_score_changes_nothing(scores):
+    assert estimate(scores, len(scores)) == estimate(scores)
 
 
 def test_a_change_has_the_percentile_bootstraps_interval_over_pairs():
