@@ -173,6 +173,13 @@ def test_thousands_of_pairs_do_not_overflow():
     assert result.p_value == pytest.approx(binomtest(3000, 5000).pvalue, rel=1e-9)
 
 
+def test_scores_of_numpy_do_not_overflow():
+    a, b = np.repeat([1.0, 0.0], [130, 70]), np.repeat([0.0, 1.0], [130, 70])
+    result = sign_test(list(a), list(b))
+    assert (type(result.better), type(result.worse)) == (int, int)
+    assert result.p_value == pytest.approx(binomtest(130, 200).pvalue, rel=1e-9)
+
+
 def test_a_difference_is_marked_below_one_in_twenty():
     assert Comparison(9, 1, 0.05).mark == ""
     assert Comparison(9, 1, 0.0499).mark == "↑"

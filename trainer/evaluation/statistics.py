@@ -187,8 +187,8 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison
         ValueError: the lengths differ.
     """
     pairs = list(zip(scores, reference, strict=True))
-    better = sum(a > b for a, b in pairs)
-    worse = sum(a < b for a, b in pairs)
+    better = int(sum(a > b for a, b in pairs))  # of numpy floats the sum is int64
+    worse = int(sum(a < b for a, b in pairs))
     n = better + worse
     term = tail = 1  # C(n, k), and its sum over k up to the smaller count
     for k in range(min(better, worse)):
