@@ -133,6 +133,22 @@ def test_an_interval_over_few_pairs_misses_the_truth_in_one_of_twenty(n):
     assert missed / 400 < 0.085
 
 
+@pytest.mark.parametrize("n", [2, 5, 12])
+def test_an_interval_over_few_fractions_misses_the_truth_in_one_of_twenty(n):
+    generator, missed = np.random.default_rng(n), 0
+    for _ in range(1000):
+        result = estimate(generator.beta(20, 20, n).tolist())
+        missed += not result.low <= 0.5 <= result.high
+    assert missed / 1000 < 0.085
+
+
+@pytest.mark.parametrize("n", [1, 4, 40])
+def test_equal_fractions_have_the_interval_of_as_many_trials(n):
+    result = estimate([0.25] * n)
+    assert (result.mean, result.low, result.high) == (0.25, *wilson_interval(n / 4, n))
+    assert result.low < 0.25 < result.high
+
+
 def test_few_pairs_widen_an_interval_by_students_quantiles():
     for n in (2, 6, 29):
         assert _student_quantile(n - 1) == pytest.approx(student.ppf(0.975, n - 1), rel=0.01)
@@ -189,9 +205,9 @@ def test_a_difference_is_marked_below_one_in_twenty():
 def test_intervals_are_the_same_in_every_repetition():
     """Of the first 2000 resamples of numpy's generator with seed 0: each resample draws how often
     each value occurs."""
-    draws = np.random.default_rng(0).multinomial(4, [0.5, 0.25, 0.25], size=2000)
-    low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 4, (0.025, 0.975))
-    assert estimate([0.0, 1.0, 0.5, 0.0]) == Estimate(0.375, low, high)
+    draws = np.random.default_rng(0).multinomial(32, [0.5, 0.25, 0.25], size=2000)
+    low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 32, (0.025, 0.975))
+    assert estimate([0.0, 1.0, 0.5, 0.0] * 8) == Estimate(0.375, low, high)
     pairs = np.array([[2.0, 1.0], [9, 3]] * 15)
     draws = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000) @ pairs / 30
     low, high = np.quantile(draws[:, 0] / draws[:, 1] - 1, (0.025, 0.975))

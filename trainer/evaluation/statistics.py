@@ -18,7 +18,7 @@ RESAMPLES, SEED = 2000, 0
 Z = 1.959964
 """Quantile of the normal distribution for intervals of 95%."""
 FEW = 30
-"""Pairs below which a bootstrap interval is widened: it is too short by a factor of about
+"""Scores or pairs below which a bootstrap interval is widened: it is too short by a factor of about
 sqrt((n - 1) / n) Z / t, which is 0.94 for 30 pairs and 0.78 for 8."""
 
 
@@ -55,7 +55,9 @@ def estimate(scores: Sequence[float], trials: int | None = None) -> Estimate:
 
     The interval is Wilson's if every score is 0 or 1. Otherwise it comes from a percentile
     bootstrap with ``RESAMPLES`` resamples (B. Efron, Bootstrap Methods, Annals of Statistics 7,
-    1979), with a fixed seed and independent of the order of scores.
+    1979), with a fixed seed, independent of the order of scores, widened for few of them as in
+    :func:`change`. A bootstrap of equal fractions has no width: they have Wilson's interval for
+    as many trials, which is too wide for fractions rather than too narrow.
 
     ``trials``: number of trials behind the scores. If there are several for each score, the
     interval is Wilson's with an effective number of trials (:func:`effective_trials`).
@@ -73,10 +75,13 @@ def estimate(scores: Sequence[float], trials: int | None = None) -> Estimate:
     if set(values) <= {0.0, 1.0}:
         successes = int(counts[values == 1].sum())
         return Estimate(successes / n, *wilson_interval(successes, n))
+    if len(values) == 1:
+        return Estimate(float(values[0]), *wilson_interval(n * float(values[0]), n))
     # Counts of each value in a resample are multinomial, so trials need not be drawn one by one.
     draws = np.random.default_rng(SEED).multinomial(n, counts / n, size=RESAMPLES)
     low, high = np.quantile(draws @ values / n, (0.025, 0.975))
-    return Estimate(float(values @ counts) / n, float(low), float(high))
+    result = _widened(Estimate(float(values @ counts) / n, float(low), float(high)), n)
+    return Estimate(result.mean, max(0.0, result.low), min(1.0, result.high))
 
 
 def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
@@ -98,11 +103,16 @@ def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     draws = np.random.default_rng(SEED).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     resampled = draws @ pairs / n
     low, high = np.quantile(resampled[:, 0] / resampled[:, 1] - 1, (0.025, 0.975))
-    mean = float(a / b) - 1
-    if 1 < n < FEW:
-        wider = math.sqrt(n / (n - 1)) * _student_quantile(n - 1) / Z
-        low, high = mean - wider * (mean - low), mean + wider * (high - mean)
-    return Estimate(mean, float(low), float(high))
+    return _widened(Estimate(float(a / b) - 1, float(low), float(high)), n)
+
+
+def _widened(bootstrap: Estimate, n: int) -> Estimate:
+    """Return a bootstrap's estimate from ``n`` values, with a wider interval if they are few."""
+    if not 1 < n < FEW:
+        return bootstrap
+    wider, mean = math.sqrt(n / (n - 1)) * _student_quantile(n - 1) / Z, bootstrap.mean
+    low, high = mean - wider * (mean - bootstrap.low), mean + wider * (bootstrap.high - mean)
+    return Estimate(mean, low, high)
 
 
 def _student_quantile(degrees: int) -> float:
