@@ -5,6 +5,7 @@ import pytest
 from tests.report.examples import cell, report, statements
 from trainer.evaluation.outcomes import Outcomes, Sample, natural, samples
 from trainer.evaluation.statistics import wilson_interval
+from trainer.report.tables import tables
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -58,6 +59,40 @@ def test_a_mean_over_tasks_needs_all_of_them():
     tasks = ["multi_key", "multi_value"]
     assert outcomes.estimate(("RoPE", "none"), tasks, 2048).mean == pytest.approx(0.5)
     assert outcomes.estimate(("DroPE", "none"), tasks, 2048) is None
+
+
+def test_the_same_trials_in_two_tasks_count_once():
+    """As in standard and noisy: an interval for both together is no narrower than for one."""
+    scores, tasks = [1.0] * 30 + [0.0] * 20, ["multi_key", "multi_value"]
+    cells = [cell(scores, task=task) for task in tasks]
+    better = [cell([1.0] * 35 + [0.0] * 15, task=task, method="yarn") for task in tasks]
+    outcomes = Outcomes(report(*cells, *better))
+    both = outcomes.estimate(("RoPE", "none"), tasks, 2048)
+    low, high = wilson_interval(30, 50)
+    assert (both.mean, both.low, both.high) == pytest.approx((0.6, low, high), abs=0.003)
+    held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
+    assert (held.better, held.worse, held.mark) == (5, 0, "")
+    note = tables(outcomes.report)[0].note
+    assert note.endswith("Differences are tested on the means of the n-th trials of all tasks.")
+
+
+def test_tasks_are_paired_by_the_numbers_of_their_texts():
+    at_depths = cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))
+    alone, more = cell([0.0, 1.0], task="b"), cell([0.0, 1.0, 1.0], task="c")
+    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6)]
+    assert samples([at_depths, more]) == [Sample((0.5, 1.0), 4), Sample((0.0, 1.0, 1.0), 3)]
+
+
+def test_means_of_equal_sum_over_tasks_are_a_tie():
+    """(3 / 11 + 5 / 11) / 2 and 4 / 11 differ as floats."""
+
+    def made(method, *hits):
+        for task, n in zip(("a", "b"), hits, strict=True):
+            yield cell([1.0] * n + [0.0] * (11 - n), method=method, task=task, groups=(0,) * 11)
+
+    outcomes = Outcomes(report(*made("none", 3, 5), *made("yarn", 4, 4)))
+    held = outcomes.comparison(("RoPE", "yarn"), ["a", "b"], 2048)
+    assert (held.better, held.worse) == (0, 0)
 
 
 def test_trials_are_selected_by_a_part_of_their_label():

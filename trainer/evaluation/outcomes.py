@@ -204,11 +204,18 @@ class Sample:
 
 
 def samples(cells: Sequence[Cell], label: tuple[int, str] | None = None) -> list[Sample]:
-    """Return the independent scores of each task: the mean over the trials of each text.
+    """Return the independent scores of tasks: the mean over the trials of each text.
+
+    If several tasks have the same numbers of texts, their n-th texts may be the same one by design:
+    a single sample has their means over the tasks. Otherwise every task has its own sample.
 
     ``label``: an index and a value; only trials with that part of their label count.
     """
     tasks = [texts for cell in cells if (texts := _by_text(cell, label))]
+    if len(tasks) > 1 and all(texts.keys() == tasks[0].keys() for texts in tasks):
+        scores = [_mean([_mean(texts[number]) for texts in tasks]) for number in tasks[0]]
+        trials = sum(len(scores) for texts in tasks for scores in texts.values())
+        return [Sample(tuple(scores), trials)]
     return [
         Sample(tuple(map(_mean, texts.values())), sum(map(len, texts.values()))) for texts in tasks
     ]
