@@ -129,6 +129,24 @@ def test_prompts_that_wait_take_four_bytes_a_token(corpus):
     assert 4 * 4 * 50_000 < held < 1.2 * 4 * 4 * 50_000
 
 
+@pytest.mark.parametrize(
+    ("named", "numbers"),
+    [
+        ([7, 7, 3, None, 3, None], (0, 0, 1, 2, 1, 3)),
+        ([7, 3, None, None], ()),
+        ([], ()),
+    ],
+)
+def test_groups_are_counted_in_the_order_of_prompts(corpus, named, numbers):
+    class Grouped:
+        name, stop = "grouped", None
+
+        def prompts(self, length):
+            return [Prompt((0, i), (), 2, group=group) for i, group in enumerate(named)]
+
+    assert Prompted(Grouped(), corpus.tokenizer).groups(64) == numbers
+
+
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(

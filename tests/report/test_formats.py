@@ -176,9 +176,9 @@ def test_markdown_has_every_number_with_its_interval_and_mark(whole):
 
         | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
         | --- | --- | ---: | ---: | ---: |
-        | RoPE | as is | **90.6** (75.3–100.0) | 45.8 (32.0–64.7) | 64 |
-        | RoPE | YaRN | 28.1 (15.8–45.1) ↓ | **65.6** (50.3–75.0) | **≥256** |
-        | Dro\\|PE_ | as is | **90.6** (75.3–100.0) | · | · |
+        | RoPE | as is | **90.6** (69.4–100.0) | 45.8 (7.9–64.7) | 64 |
+        | RoPE | YaRN | 28.1 (10.5–50.6) ↓ | **65.6** (45.8–83.1) | **≥256** |
+        | Dro\\|PE_ | as is | **90.6** (69.4–100.0) | · | · |
         """,  # noqa: E501
     )
     check_text(
@@ -236,10 +236,10 @@ def test_a_latex_table_needs_booktabs_alone(whole):
          & & 64 tokens & 256 tokens & effective \\\\
         model & method & 1$\\times$ (trained) & 4$\\times$ & $\\geq$85\\% of 1$\\times$ \\\\
         \\midrule
-        RoPE & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & 45.8 {\\scriptsize (32.0--64.7)} & 64 \\\\
-         & YaRN & 28.1 {\\scriptsize (15.8--45.1)}$^{\\downarrow}$ & \\textbf{65.6} {\\scriptsize (50.3--75.0)} & \\textbf{$\\geq$256} \\\\
+        RoPE & as is & \\textbf{90.6} {\\scriptsize (69.4--100.0)} & 45.8 {\\scriptsize (7.9--64.7)} & 64 \\\\
+         & YaRN & 28.1 {\\scriptsize (10.5--50.6)}$^{\\downarrow}$ & \\textbf{65.6} {\\scriptsize (45.8--83.1)} & \\textbf{$\\geq$256} \\\\
         \\midrule
-        Dro\\textbar{}PE\\_ & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & $\\cdot$ & $\\cdot$ \\\\
+        Dro\\textbar{}PE\\_ & as is & \\textbf{90.6} {\\scriptsize (69.4--100.0)} & $\\cdot$ & $\\cdot$ \\\\
         \\bottomrule
         \\end{tabular}
         \\end{table}
@@ -291,18 +291,18 @@ def test_csv_has_a_row_for_each_cell(whole, tmp_path):
         """
         model, method, task, length, factor, n, score, low, high, p_value, loss, seconds
         RoPE, none, keys, 64, 1, 12, 1, 0.7575, 1, , , 1.5
-        RoPE, none, values, 64, 1, 4, 0.8125, 0.625, 1, , , 0
+        RoPE, none, values, 64, 1, 4, 0.8125, 0.4635, 1, , , 0
         RoPE, none, perplexity, 64, 1, 2, , , , , 3, 0
         RoPE, none, keys, 256, 4, 12, 0.1667, 0.04697, 0.448, , , 1.5
-        RoPE, none, values, 256, 4, 2, 0.75, 0.5, 1, , , 0
+        RoPE, none, values, 256, 4, 2, 0.75, 0, 1, , , 0
         RoPE, none, perplexity, 256, 4, 2, , , , , 7, 0
         RoPE, yarn, keys, 64, 1, 12, 0.25, 0.08894, 0.5323, 0.003906, , 1.5
-        RoPE, yarn, values, 64, 1, 4, 0.3125, 0.125, 0.5, 0.125, , 0
+        RoPE, yarn, values, 64, 1, 4, 0.3125, 0, 0.6615, 0.125, , 0
         RoPE, yarn, keys, 256, 4, 12, 1, 0.7575, 1, 0.001953, , 1.5
-        RoPE, yarn, values, 256, 4, 4, 0.3125, 0.125, 0.5, , , 0
+        RoPE, yarn, values, 256, 4, 4, 0.3125, 0, 0.6615, , , 0
         RoPE, yarn, perplexity, 256, 4, 2, , , , , 3.5, 0
         Dro|PE_, none, keys, 64, 1, 12, 1, 0.7575, 1, 1, , 1.5
-        Dro|PE_, none, values, 64, 1, 4, 0.8125, 0.625, 1, 1, , 0
+        Dro|PE_, none, values, 64, 1, 4, 0.8125, 0.4635, 1, 1, , 0
         Dro|PE_, none, perplexity, 64, 1, 2, , , , , 3, 0
         Dro|PE_, none, perplexity, 256, 4, 2, , , , , 13, 0
         """,
@@ -332,7 +332,7 @@ def test_the_page_has_the_rows_of_the_tables(whole):
     text = [unescape(re.sub(r"<[^>]+>|^[^>]*>", "", row)).split() for row in rows]
     assert [" ".join(words) for words in text] == [
         "Model and method 64 tokens 1× (trained) 256 tokens 4× effective ≥85% of 1×",
-        "RoPE 90.6 75.3–100.0 45.8 32.0–64.7 64",
-        "+ YaRN 28.1↓ 15.8–45.1 65.6 50.3–75.0 ≥256",
-        "Dro|PE_ 90.6 75.3–100.0 · ·",
+        "RoPE 90.6 69.4–100.0 45.8 7.9–64.7 64",
+        "+ YaRN 28.1↓ 10.5–50.6 65.6 45.8–83.1 ≥256",
+        "Dro|PE_ 90.6 69.4–100.0 · ·",
     ]

@@ -3,7 +3,9 @@
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.evaluation.outcomes import Outcomes, labelled, natural
+from trainer.evaluation.outcomes import Outcomes, Sample, natural, samples
+from trainer.evaluation.statistics import wilson_interval
+from trainer.report.tables import tables
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -59,11 +61,89 @@ def test_a_mean_over_tasks_needs_all_of_them():
     assert outcomes.estimate(("DroPE", "none"), tasks, 2048) is None
 
 
+def test_the_same_trials_in_two_tasks_count_once():
+    """As in standard and noisy: an interval for both together is no narrower than for one."""
+    scores, tasks = [1.0] * 30 + [0.0] * 20, ["multi_key", "multi_value"]
+    cells = [cell(scores, task=task) for task in tasks]
+    better = [cell([1.0] * 35 + [0.0] * 15, task=task, method="yarn") for task in tasks]
+    outcomes = Outcomes(report(*cells, *better))
+    both = outcomes.estimate(("RoPE", "none"), tasks, 2048)
+    low, high = wilson_interval(30, 50)
+    assert (both.mean, both.low, both.high) == pytest.approx((0.6, low, high), abs=0.003)
+    held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
+    assert (held.better, held.worse, held.mark) == (5, 0, "")
+    note = tables(outcomes.report)[0].note
+    assert note.endswith("Differences are tested on the means of the n-th trials of all tasks.")
+
+
+def test_tasks_are_paired_by_the_numbers_of_their_texts():
+    at_depths = cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))
+    alone, more = cell([0.0, 1.0], task="b"), cell([0.0, 1.0, 1.0], task="c")
+    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6)]
+    assert samples([at_depths, more]) == [Sample((0.5, 1.0), 4), Sample((0.0, 1.0, 1.0), 3)]
+
+
+def test_means_of_equal_sum_over_tasks_are_a_tie():
+    """(3 / 11 + 5 / 11) / 2 and 4 / 11 differ as floats."""
+
+    def made(method, *hits):
+        for task, n in zip(("a", "b"), hits, strict=True):
+            yield cell([1.0] * n + [0.0] * (11 - n), method=method, task=task, groups=(0,) * 11)
+
+    outcomes = Outcomes(report(*made("none", 3, 5), *made("yarn", 4, 4)))
+    held = outcomes.comparison(("RoPE", "yarn"), ["a", "b"], 2048)
+    assert (held.better, held.worse) == (0, 0)
+
+
 def test_trials_are_selected_by_a_part_of_their_label():
     made = cell([0.1, 0.2, 0.3], labels=("qa|0–4K", "qa|4–8K", "code|0–4K"))
-    assert labelled(made, (0, "qa")) == [0.1, 0.2]
-    assert labelled(made, (1, "0–4K")) == [0.1, 0.3]
-    assert labelled(made, None) == [0.1, 0.2, 0.3]
+    assert samples([made], (0, "qa")) == [Sample((0.1, 0.2), 2)]
+    assert samples([made], (1, "0–4K")) == [Sample((0.1, 0.3), 2)]
+    assert samples([made]) == [Sample((0.1, 0.2, 0.3), 3)]
+    assert samples([made], (0, "law")) == []
+
+
+def test_trials_of_a_text_count_as_their_mean():
+    made = cell([1.0, 0.0, 0.5, 1.0, 1.0], groups=(0, 0, 1, 1, 2), labels=("a", "b", "a", "b", "a"))
+    assert samples([made]) == [Sample((0.5, 0.75, 1.0), 5)]
+    assert samples([made], (0, "a")) == [Sample((1.0, 0.5, 1.0), 3)]
+
+
+def test_depths_of_a_text_make_no_arrow_and_no_narrow_interval():
+    """Eight texts at eleven depths, five of them won at every depth and three lost."""
+    groups = tuple(text for text in range(8) for _ in range(11))
+    won = [float(text < 5) for text in groups]
+    lost = [1 - score for score in won]
+    cells = cell(lost, groups=groups), cell(won, method="yarn", groups=groups)
+    outcomes, row = Outcomes(report(*cells)), ("RoPE", "yarn")
+    held = outcomes.comparison(row, ["multi_key"], 2048)
+    assert (held.better, held.worse, held.mark) == (5, 3, "")
+    mean = outcomes.estimate(row, ["multi_key"], 2048)
+    alone = wilson_interval(5, 8)
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((5 / 8, *alone), abs=0.005)
+
+
+def test_equal_sums_of_different_depths_are_a_tie():
+    cells = (
+        cell([0.1, 0.2, 0.3], groups=(0, 0, 0)),
+        cell([0.3, 0.2, 0.1], method="yarn", groups=(0, 0, 0)),
+    )
+    held = Outcomes(report(*cells)).comparison(("RoPE", "yarn"), ["multi_key"], 2048)
+    assert (held.better, held.worse) == (0, 0)
+
+
+def test_cells_that_count_other_texts_are_not_compared():
+    """A report of an earlier version has no groups."""
+    cells = cell([0.0, 1.0], groups=(0, 0)), cell([1.0, 1.0], method="yarn")
+    assert Outcomes(report(*cells)).comparison(("RoPE", "yarn"), ["multi_key"], 2048) is None
+
+
+def test_a_score_at_chance_at_every_depth_of_few_texts_has_no_effective_length():
+    groups = tuple(text for text in range(4) for _ in range(11))
+    scores = [float(text < 2) for text in groups]
+    cells = (cell(scores, task="statements", length=n, groups=groups) for n in (1024, 2048))
+    outcomes = Outcomes(report(*cells, task={"chance_listed": 0.25}))
+    assert outcomes.effective_length(("RoPE", "none"), ["statements"]).text == "none"
 
 
 def test_buckets_are_sorted_by_their_numbers():

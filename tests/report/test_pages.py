@@ -21,7 +21,7 @@ from trainer.report import files
 from trainer.report.figures import is_panelled, write_figures
 from trainer.report.files import base64, render
 from trainer.report.pages import lead, measured, tally, write_html, write_renderings
-from trainer.report.tables import tables
+from trainer.report.tables import csv_table, tables
 from trainer.report.training_figures import smoothed, training_figure
 
 FIGURES = {
@@ -263,6 +263,15 @@ def test_one_is_no_plural():
     assert dict(measured(single))["Multi-key needles"].startswith("1 trial at each length")
     assert tally(single.observations) == "Of 1 observation of the papers: 1 shown."
     assert tables(single)[0].note == "1 trial a cell."
+
+
+def test_words_and_numbers_tell_trials_from_texts():
+    made = report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1)))
+    on_two = "4 trials on 2 texts"
+    assert tables(made)[0].note == f"{on_two} a cell. The trials of one text count as one."
+    assert dict(measured(made))["Multi-key needles"].startswith(f"{on_two} at each length")
+    head, row = (line.split(",") for line in csv_table(made).split())
+    assert dict(zip(head, row, strict=True))["n"] == "2"
 
 
 def test_changes_of_a_phase_are_in_the_terminal_and_on_the_page(tmp_path, monkeypatch):

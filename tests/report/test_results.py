@@ -177,6 +177,7 @@ def test_the_last_tokens_default_to_the_shortest_length():
     [
         ({"depths": (0.5,)}, "has 2 scores but 1 depths"),
         ({"labels": ("a", "b", "c")}, "has 2 scores but 3 labels"),
+        ({"groups": (0,)}, "has 2 scores but 1 groups"),
         ({"losses": (4.0,), "edges": (0,)}, "has 1 losses but 1 edges"),
         ({"losses": (4.0,), "edges": (0, 1, 2)}, "has 1 losses but 3 edges"),
     ],

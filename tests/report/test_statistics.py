@@ -15,6 +15,7 @@ from trainer.evaluation.statistics import (
     _student_quantile,
     average,
     change,
+    effective_trials,
     estimate,
     sign_test,
     wilson_interval,
@@ -50,6 +51,60 @@ def test_an_interval_contains_its_mean_in_any_order_of_scores(scores):
     assert estimate(scores[::-1]) == result
 
 
+def texts_with_depths(generator, rate, correlation, texts=64, depths=11):
+    """Scores of 0 and 1, ``[texts, depths]``, whose chance of success is a text's own."""
+    if correlation:
+        spread = 1 / correlation - 1
+        rates = generator.beta(rate * spread, (1 - rate) * spread, (texts, 1))
+    else:
+        rates = rate
+    return (generator.random((texts, depths)) < rates).astype(float)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.95])
+@pytest.mark.parametrize("correlation", [0, 0.3, 0.6])
+def test_an_interval_over_texts_covers_the_rate_at_any_correlation_of_depths(rate, correlation):
+    generator, covered = np.random.default_rng(6), 0
+    for _ in range(500):
+        scores = texts_with_depths(generator, rate, correlation)
+        result = estimate(scores.mean(axis=1).tolist(), scores.size)
+        covered += result.low <= rate <= result.high
+    assert covered / 500 >= 0.92
+
+
+def test_an_interval_over_texts_lies_between_those_of_all_trials_and_of_one_each():
+    generator = np.random.default_rng(7)
+    alone, alike = (
+        estimate(scores.mean(axis=1).tolist(), scores.size)
+        for scores in (
+            texts_with_depths(generator, 0.5, 0, texts=2000),
+            texts_with_depths(generator, 0.5, 0.999, texts=2000),
+        )
+    )
+    for result, trials in ((alone, 22_000), (alike, 2000)):
+        low, high = wilson_interval(result.mean * trials, trials)
+        assert result.high - result.low == pytest.approx(high - low, rel=0.03)
+    for successes in (0, 64):
+        result = estimate([successes / 64] * 64, 64 * 11)
+        assert (result.low, result.high) == pytest.approx(wilson_interval(successes, 64))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
+def test_the_effective_number_of_trials_is_a_plain_sum(hits):
+    means = [n / 4 for n in hits]
+    p = (sum(means) + 0.5) / (len(means) + 1)
+    squares = sum((x - p) ** 2 for x in means) + ((0 - p) ** 2 + (1 - p) ** 2) / 2
+    expected = len(means) * p * (1 - p) * (len(means) + 1) / squares
+    result = effective_trials(means, 4 * len(means))
+    assert result == pytest.approx(min(4 * len(means), expected))
+    assert len(means) <= result + 1e-9
+
+
+@given(bits)
+def test_one_trial_for_each_score_changes_nothing(scores):
+    assert estimate(scores, len(scores)) == estimate(scores)
+
+
 def test_a_change_has_the_percentile_bootstraps_interval_over_pairs():
     generator = np.random.default_rng(3)
     reference = generator.normal(4, 0.5, 80)  # windows differ more than the models on one of them
@@ -76,6 +131,22 @@ def test_an_interval_over_few_pairs_misses_the_truth_in_one_of_twenty(n):
         result = change((reference + generator.normal(0, 0.1, n)).tolist(), reference.tolist())
         missed += not result.low <= 0 <= result.high
     assert missed / 400 < 0.085
+
+
+@pytest.mark.parametrize("n", [2, 5, 12])
+def test_an_interval_over_few_fractions_misses_the_truth_in_one_of_twenty(n):
+    generator, missed = np.random.default_rng(n), 0
+    for _ in range(1000):
+        result = estimate(generator.beta(20, 20, n).tolist())
+        missed += not result.low <= 0.5 <= result.high
+    assert missed / 1000 < 0.085
+
+
+@pytest.mark.parametrize("n", [1, 4, 40])
+def test_equal_fractions_have_the_interval_of_as_many_trials(n):
+    result = estimate([0.25] * n)
+    assert (result.mean, result.low, result.high) == (0.25, *wilson_interval(n / 4, n))
+    assert result.low < 0.25 < result.high
 
 
 def test_few_pairs_widen_an_interval_by_students_quantiles():
@@ -118,6 +189,13 @@ def test_thousands_of_pairs_do_not_overflow():
     assert result.p_value == pytest.approx(binomtest(3000, 5000).pvalue, rel=1e-9)
 
 
+def test_scores_of_numpy_do_not_overflow():
+    a, b = np.repeat([1.0, 0.0], [130, 70]), np.repeat([0.0, 1.0], [130, 70])
+    result = sign_test(list(a), list(b))
+    assert (type(result.better), type(result.worse)) == (int, int)
+    assert result.p_value == pytest.approx(binomtest(130, 200).pvalue, rel=1e-9)
+
+
 def test_a_difference_is_marked_below_one_in_twenty():
     assert Comparison(9, 1, 0.05).mark == ""
     assert Comparison(9, 1, 0.0499).mark == "↑"
@@ -127,9 +205,9 @@ def test_a_difference_is_marked_below_one_in_twenty():
 def test_intervals_are_the_same_in_every_repetition():
     """Of the first 2000 resamples of numpy's generator with seed 0: each resample draws how often
     each value occurs."""
-    draws = np.random.default_rng(0).multinomial(4, [0.5, 0.25, 0.25], size=2000)
-    low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 4, (0.025, 0.975))
-    assert estimate([0.0, 1.0, 0.5, 0.0]) == Estimate(0.375, low, high)
+    draws = np.random.default_rng(0).multinomial(32, [0.5, 0.25, 0.25], size=2000)
+    low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 32, (0.025, 0.975))
+    assert estimate([0.0, 1.0, 0.5, 0.0] * 8) == Estimate(0.375, low, high)
     pairs = np.array([[2.0, 1.0], [9, 3]] * 15)
     draws = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000) @ pairs / 30
     low, high = np.quantile(draws[:, 0] / draws[:, 1] - 1, (0.025, 0.975))

@@ -277,9 +277,17 @@ def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, t
     report, output = evaluate_lengths(asked)
     (cell,) = report.cells
     assert (cell.task, cell.depths) == ("sentence", (0.0, 1.0, 0.0, 1.0))
+    assert cell.groups == (0, 0, 1, 1)
     assert all(0 <= score <= 1 for score in cell.scores)
     (chosen,) = (output / "cells").glob("longrope-*")
     assert "needles" in json.loads(chosen.read_text())["key"]["settings"][1].values()
+    (stored,) = (output / "cells").glob("cell-*")
+    earlier = json.loads(stored.read_text())
+    del earlier["value"]["groups"], earlier["sha256"]
+    stored.write_text(json.dumps(earlier))
+    again, _ = evaluate_lengths(asked)
+    assert again.cells == report.cells
+    assert json.loads(stored.read_text()) == earlier
 
 
 def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):

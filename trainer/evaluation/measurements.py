@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -59,7 +59,7 @@ _NOT_OF_WINDOWS = {
 }
 _NOT_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
 _NOT_OF_PROMPTS = {
-    "group": "prompts of a group share a forward pass, which only saves time",
+    "group": "changes no score: a report takes the groups from the task, not from a stored cell",
     "classes": "equal in all prompts: hashed once, and not for tasks without classes",
 }
 """Fields that the fingerprints leave out, with the reason."""
@@ -82,6 +82,10 @@ class Measurement(ABC):
     @abstractmethod
     def fingerprint(self, length: int) -> str:
         """Return a hash of everything that a cell reads and expects."""
+
+    def groups(self, length: int) -> tuple[int, ...]:
+        """Return the number of each trial's text; empty if every trial has its own."""
+        return ()
 
     @abstractmethod
     def read(self, reading: Reading) -> dict[str, Any]:
@@ -304,14 +308,19 @@ class Prompted(Measurement):
         """Return a hash of the prompts and their answers."""
         return self._summary(length)[1]
 
-    def _summarise(self, length: int) -> tuple[int, str]:
-        """Return the number of prompts and the fingerprint, to store in place of the prompts."""
+    def groups(self, length: int) -> tuple[int, ...]:
+        """Return the number of each prompt's group, in order of appearance; empty without any."""
+        return self._summary(length)[2]
+
+    def _summarise(self, length: int) -> tuple[int, str, tuple[int, ...]]:
+        """Return number, fingerprint and groups of the prompts, to store in place of them."""
         prompts = [
             {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens, np.int64)}
             for prompt in self._prompts(length)
         ]
         classes = {prompt.classes for prompt in self._prompts(length)} - {()}
-        return len(prompts), fingerprint(prompts, *sorted(classes))
+        groups = _numbered(self._prompts(length))
+        return len(prompts), fingerprint(prompts, *sorted(classes)), groups
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""
@@ -342,6 +351,13 @@ class Prompted(Measurement):
         if any(prompt.label for prompt in prompts):
             fields["labels"] = tuple(prompt.label for prompt in prompts)
         return fields
+
+
+def _numbered(prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    """Return the number of each prompt's group, counted from 0; empty if no two share a group."""
+    names = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names) if len(numbers) < len(names) else ()
 
 
 def _cropped(prompt: Prompt, reads: int) -> Prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,7 @@ class Result:
 
     ``name``: the row's name. ``retrieval``: score on the task of the training sequences, the mean
     of ``scores``. ``loss``: mean on the last tokens. ``losses``: this loss for each window, the
-    same windows for all rows. ``scores``, ``losses``: empty if unknown.
+    same windows for all rows. ``scores``, ``losses``: empty if unknown, and independent.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Outcomes:
     def __init__(self, report: Report) -> None:
         self.report = report
         self._cells = {((c.model, c.method), c.task, c.length): c for c in report.cells}
-        self._estimates: dict[tuple[Row, str, int], Estimate] = {}
+        self._estimates: dict[tuple[Row, tuple[str, ...], int], Estimate | None] = {}
         self.models = list(dict.fromkeys(cell.model for cell in report.cells))
         methods = list(dict.fromkeys((*report.methods, *(c.method for c in report.cells))))
         measured = {row for row, _, _ in self._cells}
@@ -116,9 +117,16 @@ class Outcomes:
 
     def estimate(self, row: Row, tasks: Sequence[str], length: int) -> Estimate | None:
         """Return the unweighted mean over the tasks."""
-        estimates = [self._estimate(row, task, length) for task in tasks]
-        known = [mean for mean in estimates if mean is not None]
-        return average(known) if known and len(known) == len(estimates) else None
+        key = (row, tuple(tasks), length)
+        if key not in self._estimates:
+            self._estimates[key] = mean_of(self.samples(row, tasks, length))
+        return self._estimates[key]
+
+    def samples(self, row: Row, tasks: Sequence[str], length: int) -> list[Sample]:
+        """Return the independent scores of the tasks; empty unless all of them were measured."""
+        cells = [self.cell(row, task, length) for task in tasks]
+        scored = [cell for cell in cells if cell is not None and cell.scores]
+        return samples(scored) if len(scored) == len(cells) else []
 
     def effective_length(self, row: Row, tasks: Sequence[str]) -> EffectiveLength | None:
         """Return up to which length a row keeps its score at the training length."""
@@ -136,21 +144,23 @@ class Outcomes:
     def comparison(
         self, row: Row, tasks: Sequence[str], length: int, label: tuple[int, str] | None = None
     ) -> Comparison | None:
-        """Compare a row with its reference on the trials of all tasks together.
+        """Compare a row with its reference on the same texts (:func:`samples`).
 
         ``label``: an index and a value; only trials with that part of their label count.
         """
         other = self.reference(row)
         if other is None:
             return None
-        scores: list[float] = []
-        reference: list[float] = []
-        for task in tasks:
-            a, b = self.cell(row, task, length), self.cell(other, task, length)
-            if a is None or b is None or len(a.scores) != len(b.scores):
-                return None
-            scores += labelled(a, label)
-            reference += labelled(b, label)
+        pairs = [(self.cell(row, task, length), self.cell(other, task, length)) for task in tasks]
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if not known or len(known) < len(pairs):
+            return None
+        if any(len(a.scores) != len(b.scores) or a.groups != b.groups for a, b in known):
+            return None
+        scores, reference = (
+            [score for sample in samples(cells, label) for score in sample.scores]
+            for cells in zip(*known, strict=True)
+        )
         return sign_test(scores, reference) if scores else None
 
     def is_unchanged(self, row: Row, tasks: Iterable[str], length: int) -> bool:
@@ -172,15 +182,6 @@ class Outcomes:
                     results.append(Result(self.name(row), length, factor, retrieval, loss, losses))
         return results
 
-    def _estimate(self, row: Row, task: str, length: int) -> Estimate | None:
-        cell = self.cell(row, task, length)
-        if cell is None or not cell.scores:
-            return None
-        key = (row, task, length)
-        if key not in self._estimates:
-            self._estimates[key] = estimate(cell.scores)
-        return self._estimates[key]
-
 
 def row_name(model: str, method: str, *, first: bool) -> str:
     """Return a row's name in a table; only the ``first`` row of a model repeats the model."""
@@ -194,13 +195,51 @@ def parts(label: str) -> list[str]:
     return label.split("|")
 
 
-def labelled(cell: Cell, label: tuple[int, str] | None) -> list[float]:
-    """Return the scores of trials with that part of their label, or all if it is None."""
-    if label is None:
-        return list(cell.scores)
-    index, value = label
-    pairs = zip(cell.scores, map(parts, cell.labels), strict=True) if cell.labels else ()
-    return [score for score, p in pairs if len(p) > index and p[index] == value]
+@dataclass(frozen=True)
+class Sample:
+    """Independent scores, one for each text, and the number of ``trials`` behind them."""
+
+    scores: tuple[float, ...]
+    trials: int
+
+
+def samples(cells: Sequence[Cell], label: tuple[int, str] | None = None) -> list[Sample]:
+    """Return the independent scores of tasks: the mean over the trials of each text.
+
+    If several tasks have the same numbers of texts, their n-th texts may be the same one by design:
+    a single sample has their means over the tasks. Otherwise every task has its own sample.
+
+    ``label``: an index and a value; only trials with that part of their label count.
+    """
+    tasks = [texts for cell in cells if (texts := _by_text(cell, label))]
+    if len(tasks) > 1 and all(texts.keys() == tasks[0].keys() for texts in tasks):
+        scores = [_mean([_mean(texts[number]) for texts in tasks]) for number in tasks[0]]
+        trials = sum(len(scores) for texts in tasks for scores in texts.values())
+        return [Sample(tuple(scores), trials)]
+    return [
+        Sample(tuple(map(_mean, texts.values())), sum(map(len, texts.values()))) for texts in tasks
+    ]
+
+
+def mean_of(samples: Sequence[Sample]) -> Estimate | None:
+    """Return the unweighted mean of the samples; None without any."""
+    return average([estimate(s.scores, s.trials) for s in samples]) if samples else None
+
+
+def _by_text(cell: Cell, label: tuple[int, str] | None) -> dict[int, list[float]]:
+    """Return the scores of each text that has trials with that part of their label."""
+    texts: dict[int, list[float]] = defaultdict(list)
+    numbers = cell.groups or range(len(cell.scores))
+    labels = cell.labels or [""] * len(cell.scores)
+    for number, score, text in zip(numbers, cell.scores, labels, strict=True):
+        if label is None or label in enumerate(parts(text)):
+            texts[number].append(score)
+    return texts
+
+
+def _mean(scores: Sequence[float]) -> float:
+    # Equal sums of fractions may differ by 1e-16, which a sign test would count.
+    return scores[0] if len(scores) == 1 else round(sum(scores) / len(scores), 12)
 
 
 def natural(text: str) -> list[tuple[int, str]]:

@@ -59,9 +59,11 @@ class Cell(Json):
 
     ``factor``: length over training length. ``scores``: one for each trial, in the order of the
     task's prompts, which are the same for all methods and models. ``depths``, ``labels``: one for
-    each trial, or empty. ``losses[i]``: mean held-out loss over positions ``edges[i]`` (included)
-    to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, which are the same
-    at every length. ``by_window``: this loss for each window, or empty. ``seconds``: duration.
+    each trial, or empty. ``groups``: number of each trial's text, from 0; empty if every trial has
+    its own. Trials of one text are not independent. ``losses[i]``: mean held-out loss over
+    positions ``edges[i]`` (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on
+    the last tokens, which are the same at every length. ``by_window``: this loss for each window,
+    or empty. ``seconds``: duration.
     ``unchanged``: whether the method leaves the model as it is at this length.
     """
 
@@ -73,6 +75,7 @@ class Cell(Json):
     scores: tuple[float, ...] = ()
     depths: tuple[float, ...] = ()
     labels: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
     last_loss: float | None = None
@@ -80,9 +83,14 @@ class Cell(Json):
     seconds: float = 0.0
     unchanged: bool = False
 
+    @property
+    def texts(self) -> int:
+        """Number of texts with scores, which are independent of each other."""
+        return len(set(self.groups)) or len(self.scores)
+
     def __post_init__(self) -> None:
         where = f"{self.task!r} of {self.model!r} with {self.method!r} at {self.length}"
-        for name in ("depths", "labels"):
+        for name in ("depths", "labels", "groups"):
             if getattr(self, name) and len(getattr(self, name)) != len(self.scores):
                 raise ValueError(
                     f"{where} has {len(self.scores)} scores but {len(getattr(self, name))} {name}"

@@ -47,8 +47,8 @@ _DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not 
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 _INTERVALS = (
-    "Bars: 95% intervals over trials, Wilson's for scores of 0 and 1, percentile bootstrap for "
-    "fractions. Dashed: the training length."
+    "Bars: 95% intervals over texts, Wilson's for scores of 0 and 1 and for several trials on a "
+    "text, percentile bootstrap for other fractions. Dashed: the training length."
 )
 
 AxisScale = Callable[[Axes], None]

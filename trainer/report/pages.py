@@ -41,6 +41,7 @@ from trainer.report.tables import (
     latex_tables,
     markdown_tables,
     tables,
+    trials_of,
 )
 
 PAGE = "report.html"
@@ -151,10 +152,9 @@ def measured(report: Report) -> list[tuple[str, str]]:
         ("Lengths in tokens", ", ".join(spans)),
     ]
     for task in outcomes.scored:
-        counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
-        least = "" if counts[0] == counts[-1] else f"{counts[0]:,} to "
-        text = f"{least}{counted(counts[-1], 'trial')} at each length"
-        words.append((outcomes.task(task), f"{text}, the same for all models and methods"))
+        trials = trials_of([c for c in report.cells if c.task == task and c.scores])
+        text = f"{trials} at each length, the same for all models and methods"
+        words.append((outcomes.task(task), text))
     if any(cell.task == PERPLEXITY for cell in report.cells):
         text = "held-out text; windows of all lengths end with the same tokens"
         words.append((outcomes.task(PERPLEXITY), text))

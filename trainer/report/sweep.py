@@ -168,7 +168,7 @@ def reached(report: Report, label: str) -> tuple[Result, ...]:
     lengths = {c.length: c.factor for c in report.cells if (c.model, c.method) == row}
     points = []
     for length, factor in sorted(lengths.items()):
-        cells = [outcomes.cell(row, task, length) for task in tasks]
+        samples = outcomes.samples(row, tasks, length) if tasks else []
         text = outcomes.cell(row, PERPLEXITY, length)
         points.append(
             Result(
@@ -176,7 +176,7 @@ def reached(report: Report, label: str) -> tuple[Result, ...]:
                 outcomes.estimate(row, tasks, length) if tasks else None,
                 text.last_loss if text else None,
                 tuple(x for x in text.by_window if is_known(x)) if text else (),
-                tuple(score for cell in cells if cell for score in cell.scores),
+                tuple(score for sample in samples for score in sample.scores),
             )
         )
     return tuple(points)
@@ -373,7 +373,7 @@ def markdown_sweep(sweep: Sweep) -> str:
 def csv_sweep(sweep: Sweep) -> str:
     """Return CSV with a row for each run and length, or one row for a run without measurements.
 
-    ``n`` counts trials. Empty: not measured.
+    ``n`` counts texts, which are independent. Empty: not measured.
     """
     return csv_text(("run", *sweep.keys, *CSV_HEAD), _csv_rows(sweep))
 

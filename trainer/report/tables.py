@@ -17,14 +17,12 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.outcomes import Outcomes, Row, labelled, natural, parts, row_name
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Report
+from trainer.evaluation.outcomes import Outcomes, Row, mean_of, natural, parts, row_name, samples
+from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
     EffectiveLength,
     Estimate,
-    average,
-    estimate,
 )
 
 MISSING = "·"
@@ -224,10 +222,10 @@ def _label(
     estimates: dict[Row, Estimate | None] = {}
     most = 0
     for row in outcomes.rows:
-        cells = [outcomes.cell(row, task, length) for task in tasks]
-        scores = [by_task for cell in cells if cell and (by_task := labelled(cell, label))]
-        estimates[row] = average(list(map(estimate, scores))) if scores else None
-        most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
+        cells = [cell for task in tasks if (cell := outcomes.cell(row, task, length)) is not None]
+        estimates[row] = mean_of(samples(cells, label))
+        scored = [trials for cell in cells if (trials := samples([cell], label))]
+        most = max(most, len(scored) if len(tasks) > 1 else sum(s.trials for (s,) in scored))
     column = _column(outcomes, estimates, tasks, length, label)
     return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
@@ -329,18 +327,33 @@ def _table(
 
 
 def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
-    """Return the number of trials in a cell as text."""
-    counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
-    trials = counted(max(counts), "trial")
-    if len(counts) > 1:
-        trials = f"{min(counts):,} to {trials}"
+    """Return the number of trials in a cell, and which of them are independent, as text."""
+    cells = [c for c in outcomes.report.cells if c.task in tasks and c.scores]
+    trials = trials_of(cells)
+    shared = " The trials of one text count as one." if any(c.groups for c in cells) else ""
     if len(tasks) == 1:
-        return f"{trials} a cell."
+        return f"{trials} a cell.{shared}"
     titles = ", ".join(outcomes.task(task) for task in tasks)
-    return (
-        f"Unweighted mean over {titles}; {trials} of each. Differences are tested on the "
-        "trials of all of them together."
+    is_paired = len({c.texts for c in cells}) == 1
+    tested = (
+        "means of the n-th trials of all tasks" if is_paired else "trials of all of them together"
     )
+    return (
+        f"Unweighted mean over {titles}; {trials} of each.{shared} Differences are tested on the "
+        f"{tested}."
+    )
+
+
+def trials_of(cells: Sequence[Cell]) -> str:
+    """Return ``256 trials``, ``2 to 4 trials`` or ``2,816 trials on 256 texts``."""
+    trials = _range((len(cell.scores) for cell in cells), "trial")
+    texts = f" on {_range((cell.texts for cell in cells), 'text')}"
+    return trials + (texts if any(cell.groups for cell in cells) else "")
+
+
+def _range(counts: Iterable[int], noun: str) -> str:
+    least, *more = sorted({*counts})
+    return f"{least:,} to {counted(more[-1], noun)}" if more else counted(least, noun)
 
 
 def _legend(outcomes: Outcomes) -> str:
@@ -394,9 +407,9 @@ def markdown_tables(report: Report) -> str:
 def csv_table(report: Report) -> str:
     """Return CSV with one row for each cell, with numbers in full; empty if not measured.
 
-    ``n`` counts trials, or windows of a loss. ``score``, ``low`` and ``high`` are fractions.
-    ``p_value`` belongs to the exact sign test against the row's reference. ``loss`` is in nats per
-    token.
+    ``n`` counts what is independent: the texts of the trials, or the windows of a loss. ``score``,
+    ``low`` and ``high`` are fractions. ``p_value`` belongs to the exact sign test against the row's
+    reference. ``loss`` is in nats per token.
     """
     outcomes, rows = Outcomes(report), []
     for cell in report.cells:
@@ -406,7 +419,7 @@ def csv_table(report: Report) -> str:
         rows.append(
             (
                 *(cell.model, cell.method, cell.task, cell.length, cell.factor),
-                len(cell.scores or cell.by_window) or "",
+                cell.texts or len(cell.by_window) or "",
                 *((rate.mean, rate.low, rate.high) if rate else ("", "", "")),
                 comparison.p_value if comparison else "",
                 cell.last_loss,
