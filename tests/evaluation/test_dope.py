@@ -83,6 +83,32 @@ def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model,
     assert [chosen.score for chosen in selection.heads] == pytest.approx(sorted(ranks.values()))
 
 
+@pytest.mark.parametrize("variant", ["by_all", "by_gaussian"])
+def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeypatch):
+    """All together would need the memory of all."""
+    ids = torch.randint(50, (5, 40), generator=torch.Generator().manual_seed(9))
+    layers, read = [], []
+    capture(model, ids, layers.append)
+    hidden_states = model.hidden_states
+
+    def reading(ids, **options):
+        read.append(tuple(ids.shape))
+        return hidden_states(ids, **options)
+
+    monkeypatch.setattr(model, "hidden_states", reading)
+    selection = select(model, ids, DopeSettings(variant, by="joint", r=4, heads=1))
+    assert read == [(1, 40)] * 5
+    (chosen,) = selection.heads
+    heads, h = layers[chosen.layer], chosen.head
+    sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
+    vectors = [row for x in sides for row in x[:, h].flatten(0, 1).double().tolist()]
+    assert chosen.score == pytest.approx(plain_rank(vectors, 4), rel=1e-6)
+    if variant == "by_gaussian":
+        others = [other for other in range(4) if other != h]
+        expected = [float(x[:, others].double().std(correction=0)) for x in sides]
+        assert chosen.noise == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize(
     ("entropy", "r"), [("vanilla", 1), ("trunc", 1), ("trunc", 4), ("trunc", None)]

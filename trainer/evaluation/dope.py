@@ -88,29 +88,35 @@ def select(
         raise UserError(*problems)
     if not settings.heads:
         return Selection(settings)
-    scores: list[Tensor] = []
-    moments: list[Tensor] = []
+    grams: dict[int, Tensor] = {}
+    pairs: dict[int, tuple[int, ...]] = {}
+    moments: dict[int, Tensor] = {}
 
     def by_unit(values: Tensor) -> Tensor:
         """Average over the query heads of each unit, ``[..., Hq]`` to ``[..., units]``."""
         return values.unflatten(-1, (count, -1)).mean(dim=-1)
 
     def on_layer(heads: Heads) -> None:
-        entropies = _entropies(heads, settings, trained)
-        scores.append(by_unit(_scores(entropies, settings)))
+        layer, queries = heads.layer, heads.q.shape[1]
+        grams[layer] = grams.get(layer, 0) + _grams(heads, settings, trained).cpu()
+        pairs[layer] = pair_counts(heads.encoding, queries, heads.q.shape[-1])
         if settings.variant == "by_gaussian" and settings.sigma is None:
-            moments.append(by_unit(_moments(heads)))
+            mean_of_text = by_unit(_moments(heads)).cpu() / len(ids)
+            moments[layer] = moments.get(layer, 0) + mean_of_text
 
     with model.using(layout or trained):
-        capture(model, ids, on_layer)
-    table = torch.stack(scores).tolist()
+        for text in ids:  # one at a time: all together would need the memory of all
+            capture(model, text[None], on_layer)
+    entropies = (matrix_entropy(grams[layer], pairs[layer]) for layer in sorted(grams))
+    table = torch.stack([by_unit(_scores(each, settings)) for each in entropies]).tolist()
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
     chosen = ranked[: settings.heads]
     sigma = settings.sigma or 0.0
     noise = [(sigma, sigma)] * len(table)
     if moments:
-        by_layer, retained = torch.stack(moments).cpu(), set(rotating) - set(chosen)
+        by_layer = torch.stack([moments[layer] for layer in sorted(moments)])
+        retained = set(rotating) - set(chosen)
         query_and_key = (_noise(by_layer[:, side], retained) for side in (0, 1))
         noise = list(zip(*query_and_key, strict=True))
     heads = []
@@ -131,13 +137,12 @@ def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
     return entropies.eigenvalues[:, 0] if share else entropies.spectral_norm
 
 
-def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixEntropy:
-    """Compute the matrix entropy of all query heads, each with the keys that it reads."""
+def _grams(heads: Heads, settings: DopeSettings, trained: Layout) -> Tensor:
+    """Compute the Gram matrices of all query heads, each with the keys that it reads."""
     queries = heads.q.shape[1]
     sides: tuple[Side, ...] = ("query", "key") if settings.by == "joint" else (settings.by,)
     stages = (at_stage(heads, side, settings.stage, trained) for side in sides)
-    grams = torch.stack([_per_query_head(gram(stage), queries) for stage in stages]).sum(dim=0)
-    return matrix_entropy(grams, pair_counts(heads.encoding, queries, heads.q.shape[-1]))
+    return torch.stack([_per_query_head(gram(stage), queries) for stage in stages]).sum(dim=0)
 
 
 def _moments(heads: Heads) -> Tensor:
