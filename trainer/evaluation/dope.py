@@ -55,11 +55,15 @@ class Chosen:
 @dataclass(frozen=True)
 class Selection:
     """Chosen heads, in order, of a model with ``queries`` query heads per layer of ``head_dim``
-    channels."""
+    channels.
+
+    ``units``: number of heads per layer that can be chosen: query heads or groups of them.
+    """
 
     settings: DopeSettings
     heads: tuple[Chosen, ...] = ()
     queries: int = 0
+    units: int = 0
     head_dim: int = 0
 
     @property
@@ -124,7 +128,7 @@ def select(
         spectrum = spectrum_of(trained.layers[layer], head, count)
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
-    return Selection(settings, tuple(heads), config.num_attention_heads, config.head_size)
+    return Selection(settings, tuple(heads), config.num_attention_heads, count, config.head_size)
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
@@ -222,8 +226,9 @@ def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
     if settings.variant == "by_gaussian":
         return _noised(encoding, chosen, selection)
     spectra = list(encoding.spectra)
-    for head in chosen:
-        spectra[head.head] = _standing_still(spectra[head.head], head.bands)
+    by_place = _by_place(chosen, selection.units, len(spectra))
+    for place, head in by_place.items():
+        spectra[place] = _standing_still(spectra[place], head.bands)
     return replace(encoding, groups=tuple((spectrum, 1) for spectrum in spectra))
 
 
@@ -239,7 +244,7 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
 
 def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
-    by_query = _by_query(encoding, chosen, selection)
+    by_query = _by_place(chosen, selection.units, selection.queries)
 
     def row(head: int) -> tuple[float, ...]:
         if head not in by_query:
@@ -255,7 +260,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 
 def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Replace queries and keys by noise (Eq. 36 and 37)."""
-    by_query = _by_query(encoding, chosen, selection)
+    by_query = _by_place(chosen, selection.units, selection.queries)
     copies = selection.queries // len(encoding.spectra)
 
     def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
@@ -271,9 +276,11 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     return with_intervention(encoding, intervention)
 
 
-def _by_query(
-    encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
-) -> dict[int, Chosen]:
-    """Return the chosen heads by query head; a chosen group stands at each of its query heads."""
-    each = 1 if selection.settings.unit == "head" else selection.queries // len(encoding.spectra)
+def _by_place(chosen: list[Chosen], units: int, places: int) -> dict[int, Chosen]:
+    """Return the chosen of ``units`` heads by their places, of which each has equally many.
+
+    The places are query heads, or the spectra of a layer: an earlier part of a method may have
+    given each query head its own.
+    """
+    each = places // units
     return {unit.head * each + i: unit for unit in chosen for i in range(each)}
