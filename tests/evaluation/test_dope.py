@@ -83,6 +83,32 @@ def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model,
     assert [chosen.score for chosen in selection.heads] == pytest.approx(sorted(ranks.values()))
 
 
+@pytest.mark.parametrize("variant", ["by_all", "by_gaussian"])
+def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeypatch):
+    """All together would need the memory of all."""
+    ids = torch.randint(50, (5, 40), generator=torch.Generator().manual_seed(9))
+    layers, read = [], []
+    capture(model, ids, layers.append)
+    hidden_states = model.hidden_states
+
+    def reading(ids, **options):
+        read.append(tuple(ids.shape))
+        return hidden_states(ids, **options)
+
+    monkeypatch.setattr(model, "hidden_states", reading)
+    selection = select(model, ids, DopeSettings(variant, by="joint", r=4, heads=1))
+    assert read == [(1, 40)] * 5
+    (chosen,) = selection.heads
+    heads, h = layers[chosen.layer], chosen.head
+    sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
+    vectors = [row for x in sides for row in x[:, h].flatten(0, 1).double().tolist()]
+    assert chosen.score == pytest.approx(plain_rank(vectors, 4), rel=1e-6)
+    if variant == "by_gaussian":
+        others = [other for other in range(4) if other != h]
+        expected = [float(x[:, others].double().std(correction=0)) for x in sides]
+        assert chosen.noise == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize(
     ("entropy", "r"), [("vanilla", 1), ("trunc", 1), ("trunc", 4), ("trunc", None)]
@@ -309,6 +335,29 @@ def test_layers_and_seeds_have_different_noise(model):
     assert all(map(torch.equal, noise(1), draws[6:]))
 
 
+@pytest.mark.parametrize(
+    ("variant", "removal"), [("by_all", "unrotate"), ("by_all", "zero"), ("by_gaussian", "zero")]
+)
+def test_a_group_is_all_of_its_query_heads_where_each_has_its_own_spectrum(
+    tiny_decoder, variant, removal
+):
+    """A temperature per head before it gives one to each."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+    model = tiny_decoder(model=shape)
+    settings = DopeSettings(variant, removal=removal, unit="group", sigma=1.0)
+    selection = chosen_by_hand(model, settings, 0, 1)
+    changed = []
+    for layout in (
+        model.layout,
+        model.layout.tempered_by_head([[0.1 * h for h in range(8)]] * 2, [0, 1]).at(32),
+    ):
+        before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
+        keys = [x.rotated_k.repeat_interleave(8 // x.k.shape[1], dim=1) for x in (before, after)]
+        scores = [x.rotated_q @ k.mT for x, k in zip((before, after), keys, strict=True)]
+        changed.append([h for h in range(8) if not torch.equal(*(s[:, h] for s in scores))])
+    assert changed == [[4, 5, 6, 7]] * 2
+
+
 def test_one_head_more_changes_the_factors_of_a_layer_that_has_some(model):
     """Weights on pairs, made before, go with the copies of the keys."""
     halves = Intervention(query=((0.5,) * 8,) * 4, key=((0.5,) * 8, (0.25,) * 8))
@@ -341,7 +390,7 @@ def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
 
 def test_gains_that_are_there_already_are_not_overwritten(model):
     settings = DopeSettings(removal="zero", heads=1)
-    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)
+    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 4, 8)
     once = apply(model.layout, selection)
     assert isinstance(once, Layout)
     with pytest.raises(ValueError, match="intervention already"):

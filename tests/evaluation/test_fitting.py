@@ -61,6 +61,27 @@ def test_a_stored_fit_is_for_the_same_weights_text_and_settings(tmp_path):
     assert stored() == 1
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder, by_file):
+    """The first ones overlap in almost all of their tokens."""
+    windows, read = {16: np.arange(9)[:, None].repeat(16, 1)}, []
+    text = FitText({} if by_file else windows, 0, "text", {}, windows if by_file else None)
+    model = tiny_decoder(training_length=8)
+    have = Fitting(model, "weights", text, Store(Path()), 64, lambda *shape: read.append(shape))
+    for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
+        ids = have.ids(2.0, texts)
+        assert (ids.shape, ids[:, 0].tolist()) == ((len(rows), 16), rows)
+        assert read.pop() == ids.shape
+
+
+def test_a_choice_of_the_first_windows_is_not_reused():
+    """An earlier version chose on them, and had no text for choices alone in its keys."""
+    text = replace(TEXT, choice=None)
+    earlier = {**text.key, "choice": {}}
+    assert text.choice_key != earlier
+    assert {**text.choice_key, "choice": {}} == earlier
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_loss_that_is_not_a_number_is_the_worst_one(tmp_path, processes):
     """Also where processes share the values through the store, whose JSON has no NaN."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -224,6 +225,22 @@ def test_perplexity_and_needles_search_by_their_losses_on_their_texts(model, fit
         assert read == [shape] * 12
 
 
+def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, monkeypatch):
+    have, read = fitting(model), []
+    rows = np.arange(9)[:, None].repeat(32, 1)
+    have.text = replace(have.text, windows={32: rows})
+
+    def losses(model, windows, first_token, batch_tokens):
+        read.append(windows[:, 0].tolist())
+        return torch.ones(32)
+
+    monkeypatch.setattr("trainer.evaluation.longrope.losses_by_position", losses)
+    for count, chosen in ((1, [0]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
+        settings = LongRopeSettings(evaluations=1, windows=count)
+        fitted_factors(have, settings, S, model.layout)
+        assert read.pop() == chosen
+
+
 def test_a_search_begins_with_the_unchanged_model_and_by_needles_with_the_extension(model):
     for search, slowest_factor in (("perplexity", 1.0), ("needles", S)):
         factors = search_longrope(model, lambda: 0.0, S, search, budget=1)
@@ -237,6 +254,7 @@ def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fittin
 
 
 def test_the_key_of_a_search_has_its_settings():
-    usual = LongRopeSettings()
-    assert usual.of_choice == {"evaluations": 64, "windows": 4, "seed": 0}
+    """And the rows that it reads: an earlier version read the first ones."""
+    usual, rows = LongRopeSettings(), {"rows": "rows spread evenly"}
+    assert usual.of_choice == {"evaluations": 64, "windows": 4, "seed": 0, **rows}
     assert replace(usual, search="needles").of_choice != usual.of_choice

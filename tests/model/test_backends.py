@@ -213,6 +213,30 @@ def test_written_out_scores_are_so_many_at_once(monkeypatch):
     assert sizes == [16, 16, 8]
 
 
+@pytest.mark.parametrize("own_masks", [False, True])
+def test_biases_of_alibi_are_so_many_at_once(monkeypatch, own_masks):
+    """For every row of the batch, where each has its own mask."""
+    length, rows = 40, 3
+    q, k, v = (torch.randn(rows, heads, length, D) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    documents = torch.arange(length).expand(rows, -1) // 13 if own_masks else None
+    mask = Mask(slopes=torch.linspace(0.1, 1, HEADS), documents=documents)
+    whole = eager(q, k, v, mask)
+    limit = 20 * HEADS * length * (rows if own_masks else 1)
+    monkeypatch.setattr(backends, "SCORES", limit)
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 1000)
+    sizes = []
+
+    def counted(*arguments):
+        biases = bias(*arguments)
+        sizes.append(biases.numel())
+        return biases
+
+    monkeypatch.setattr(backends, "bias", counted)
+    torch.testing.assert_close(BACKENDS["sdpa"](q, k, v, mask), whole)
+    assert len(sizes) == 2
+    assert max(sizes) <= limit
+
+
 def test_heads_that_change_in_a_run_are_compiled_as_one_graph():
     """From the second number on the compiler takes it for a symbol."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from trainer.evaluation import fitting
+from trainer.evaluation import dope, fitting
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.method_config import DopeSettings
 from trainer.evaluation.results import PERPLEXITY
 from trainer.model.config import ModelConfig
 from trainer.recalibration.config import DropConfig
@@ -19,6 +22,7 @@ from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.memory import (
     HeadFit,
     cache_memory,
+    choice_memory,
     evaluation_memory,
     evaluation_problems,
     fit_memory,
@@ -323,6 +327,39 @@ def test_a_fit_that_does_not_fit_the_memory_is_refused(free):
     (problem,) = evaluation_problems(*about, head_fits=fits)
     assert str(problem).startswith(
         "evaluation.methods: temperature_per_head is fitted on 4,096 tokens of a and needs at "
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("wide", ["heads", "MLP"])
+def test_a_choice_of_heads_needs_what_one_text_takes_at_once(tiny_decoder, dtype, wide):
+    """Peak of what torch allocates, also where it reads several texts."""
+    changes = {"head_dim": 32} if wide == "heads" else {"intermediate_size": 256}
+    model = tiny_decoder(model=changes).to(memory_type({"fp32": 4, "bf16": 2}[dtype]))
+    ids = torch.zeros(3, 512, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        dope.select(model, ids, DopeSettings())
+    events = profiled.profiler.kineto_results.events()
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    _, activations = choice_memory(model.config, 512, dtype)
+    assert 0.5 * peak <= activations <= peak
+
+
+def test_a_choice_that_does_not_fit_the_memory_is_refused(free):
+    choices = {"a": 131_072}
+    about = {"a": SMOLLM2_360M}, 4096, EvaluationConfig(dtype="bf16", batch_tokens=4096), "cuda"
+    needed = sum(choice_memory(SMOLLM2_360M, choices["a"], "bf16"))
+    assert needed > sum(evaluation_memory(SMOLLM2_360M, 4096, *about[2:3], None, "bf16", "cuda"))
+    free(needed)
+    assert evaluation_problems(*about, choices=choices) == []
+    free(needed - 1)
+    assert evaluation_problems(*about, choices={"b": choices["a"]}) == []
+    (problem,) = evaluation_problems(*about, choices=choices)
+    assert str(problem).startswith(
+        "evaluation.methods: dope or weighted_rope reads 131,072 tokens of a in one pass and needs "
+    )
+    assert str(problem).endswith(
+        "; choose on shorter texts (evaluation.choice.length), or leave the method out."
     )
 
 

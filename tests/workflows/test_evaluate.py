@@ -33,7 +33,7 @@ from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.memory import HeadFit, evaluation_memory, fit_memory
+from trainer.runs.memory import HeadFit, choice_memory, evaluation_memory, fit_memory
 from trainer.runs.models import distinct, find_candidate
 from trainer.runs.parsing import parse
 from trainer.workflows import evaluate
@@ -457,6 +457,33 @@ def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
         for name in ("RoPE (before-drop)", "DroPE")
     ]
     assert {problem.key for problem in error.value.problems} == {"evaluation.methods"}
+
+
+@pytest.mark.parametrize(
+    ("method", "choice", "tokens"),
+    [("dope", None, 256), ("weighted_rope", 16.0, 512), ("dope+temperature_per_head", None, 384)],
+)
+def test_a_choice_whose_text_does_not_fit_the_memory_is_refused(
+    runs, tmp_path, monkeypatch, method, choice, tokens
+):
+    """Also at the length of a temperature that is fitted behind it."""
+    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
+    needed = sum(choice_memory(find_candidate(str(runs)).config, tokens, "fp32"))
+    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
+    monkeypatch.setattr("trainer.runs.memory.fit_memory", lambda *_: (0, 0))
+    asked = {
+        "methods": [method],
+        "lengths": [8],
+        "batch_tokens": 1,
+        "prefill_chunk": 16,
+        "choice": ChoiceSettings(length=choice),
+        "temperature": TemperatureSettings(models="all", lengths=[12.0]),
+    }
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, **asked))
+    (problem,) = error.value.problems
+    beginning = f"dope or weighted_rope reads {tokens} tokens of RoPE (before-drop) in one pass "
+    assert problem.message.startswith(beginning)
 
 
 @pytest.mark.usefixtures("without_temperature")

@@ -55,11 +55,15 @@ class Chosen:
 @dataclass(frozen=True)
 class Selection:
     """Chosen heads, in order, of a model with ``queries`` query heads per layer of ``head_dim``
-    channels."""
+    channels.
+
+    ``units``: number of heads per layer that can be chosen: query heads or groups of them.
+    """
 
     settings: DopeSettings
     heads: tuple[Chosen, ...] = ()
     queries: int = 0
+    units: int = 0
     head_dim: int = 0
 
     @property
@@ -88,29 +92,35 @@ def select(
         raise UserError(*problems)
     if not settings.heads:
         return Selection(settings)
-    scores: list[Tensor] = []
-    moments: list[Tensor] = []
+    grams: dict[int, Tensor] = {}
+    pairs: dict[int, tuple[int, ...]] = {}
+    moments: dict[int, Tensor] = {}
 
     def by_unit(values: Tensor) -> Tensor:
         """Average over the query heads of each unit, ``[..., Hq]`` to ``[..., units]``."""
         return values.unflatten(-1, (count, -1)).mean(dim=-1)
 
     def on_layer(heads: Heads) -> None:
-        entropies = _entropies(heads, settings, trained)
-        scores.append(by_unit(_scores(entropies, settings)))
+        layer, queries = heads.layer, heads.q.shape[1]
+        grams[layer] = grams.get(layer, 0) + _grams(heads, settings, trained).cpu()
+        pairs[layer] = pair_counts(heads.encoding, queries, heads.q.shape[-1])
         if settings.variant == "by_gaussian" and settings.sigma is None:
-            moments.append(by_unit(_moments(heads)))
+            mean_of_text = by_unit(_moments(heads)).cpu() / len(ids)
+            moments[layer] = moments.get(layer, 0) + mean_of_text
 
     with model.using(layout or trained):
-        capture(model, ids, on_layer)
-    table = torch.stack(scores).tolist()
+        for text in ids:  # one at a time: all together would need the memory of all
+            capture(model, text[None], on_layer)
+    entropies = (matrix_entropy(grams[layer], pairs[layer]) for layer in sorted(grams))
+    table = torch.stack([by_unit(_scores(each, settings)) for each in entropies]).tolist()
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
     chosen = ranked[: settings.heads]
     sigma = settings.sigma or 0.0
     noise = [(sigma, sigma)] * len(table)
     if moments:
-        by_layer, retained = torch.stack(moments).cpu(), set(rotating) - set(chosen)
+        by_layer = torch.stack([moments[layer] for layer in sorted(moments)])
+        retained = set(rotating) - set(chosen)
         query_and_key = (_noise(by_layer[:, side], retained) for side in (0, 1))
         noise = list(zip(*query_and_key, strict=True))
     heads = []
@@ -118,7 +128,7 @@ def select(
         spectrum = spectrum_of(trained.layers[layer], head, count)
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
-    return Selection(settings, tuple(heads), config.num_attention_heads, config.head_size)
+    return Selection(settings, tuple(heads), config.num_attention_heads, count, config.head_size)
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
@@ -131,13 +141,12 @@ def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
     return entropies.eigenvalues[:, 0] if share else entropies.spectral_norm
 
 
-def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixEntropy:
-    """Compute the matrix entropy of all query heads, each with the keys that it reads."""
+def _grams(heads: Heads, settings: DopeSettings, trained: Layout) -> Tensor:
+    """Compute the Gram matrices of all query heads, each with the keys that it reads."""
     queries = heads.q.shape[1]
     sides: tuple[Side, ...] = ("query", "key") if settings.by == "joint" else (settings.by,)
     stages = (at_stage(heads, side, settings.stage, trained) for side in sides)
-    grams = torch.stack([_per_query_head(gram(stage), queries) for stage in stages]).sum(dim=0)
-    return matrix_entropy(grams, pair_counts(heads.encoding, queries, heads.q.shape[-1]))
+    return torch.stack([_per_query_head(gram(stage), queries) for stage in stages]).sum(dim=0)
 
 
 def _moments(heads: Heads) -> Tensor:
@@ -217,8 +226,9 @@ def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
     if settings.variant == "by_gaussian":
         return _noised(encoding, chosen, selection)
     spectra = list(encoding.spectra)
-    for head in chosen:
-        spectra[head.head] = _standing_still(spectra[head.head], head.bands)
+    by_place = _by_place(chosen, selection.units, len(spectra))
+    for place, head in by_place.items():
+        spectra[place] = _standing_still(spectra[place], head.bands)
     return replace(encoding, groups=tuple((spectrum, 1) for spectrum in spectra))
 
 
@@ -234,7 +244,7 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
 
 def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
-    by_query = _by_query(encoding, chosen, selection)
+    by_query = _by_place(chosen, selection.units, selection.queries)
 
     def row(head: int) -> tuple[float, ...]:
         if head not in by_query:
@@ -250,7 +260,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 
 def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Replace queries and keys by noise (Eq. 36 and 37)."""
-    by_query = _by_query(encoding, chosen, selection)
+    by_query = _by_place(chosen, selection.units, selection.queries)
     copies = selection.queries // len(encoding.spectra)
 
     def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
@@ -266,9 +276,11 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     return with_intervention(encoding, intervention)
 
 
-def _by_query(
-    encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
-) -> dict[int, Chosen]:
-    """Return the chosen heads by query head; a chosen group stands at each of its query heads."""
-    each = 1 if selection.settings.unit == "head" else selection.queries // len(encoding.spectra)
+def _by_place(chosen: list[Chosen], units: int, places: int) -> dict[int, Chosen]:
+    """Return the chosen of ``units`` heads by their places, of which each has equally many.
+
+    The places are query heads, or the spectra of a layer: an earlier part of a method may have
+    given each query head its own.
+    """
+    each = places // units
     return {unit.head * each + i: unit for unit in chosen for i in range(each)}

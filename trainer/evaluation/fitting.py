@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts, losses_by_position
+from trainer.evaluation.method_config import SPREAD
 from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
@@ -26,6 +28,15 @@ _NOT_OF_FITS = {
     "choice": "read by choices alone: see FitText.choice_key",
 }
 """Fields of the text that the key of a fit leaves out, with the reason."""
+
+
+def spread_evenly(count: int, total: int) -> Integers:
+    """Return the indices of ``count`` rows spread evenly over ``total``, or of all if there are
+    fewer.
+
+    Windows of one text overlap with their neighbours, so that the first ones are nearly one text.
+    """
+    return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,9 @@ class FitText:
     @property
     def choice_key(self) -> dict[str, Any]:
         """Inputs of a choice of heads or pairs other than the model and settings."""
-        texts = self.choice or {}
+        texts = self.choice
+        if texts is None:
+            return {**self.key, "choice": SPREAD}
         return {**self.key, "choice": {n: fingerprint(texts[n]) for n in sorted(texts)}}
 
 
@@ -86,7 +99,7 @@ class Fitting:
         """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""
         length = round(factor * self.model.layout.training_length)
         chosen = self.text.windows if self.text.choice is None else self.text.choice
-        ids = chosen[length][:texts]
+        ids = chosen[length][spread_evenly(texts, len(chosen[length]))]
         self.read(len(ids), length)
         return torch.from_numpy(ids).to(self.model.device)
 

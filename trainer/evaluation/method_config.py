@@ -35,6 +35,10 @@ from trainer.positional.layout import LayerChoice, LayerEncoding, Layout, layer_
 from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT, Spectrum
 
+SPREAD = "rows spread evenly"
+"""Windows of validation text that a search or choice reads. It is part of the keys of their
+results, because earlier versions read the first windows."""
+
 Length = Annotated[Integer, Field(ge=2, lt=1 << 31)]
 """Tokens of a sequence."""
 
@@ -101,7 +105,9 @@ class LongRopeSettings:
         if self.factors is not None:
             return asdict(read_factors(self.factors))
         search = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
-        return search if self.search == "perplexity" else {"search": self.search, **search}
+        if self.search == "perplexity":
+            return {**search, "rows": SPREAD}
+        return {"search": self.search, **search}
 
     def problems(self) -> list[Problem]:
         """Check the file of published factors."""

@@ -17,7 +17,7 @@ from trainer.analysis.settings import Gate
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Intervention, Layout
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 
 
 def select(
@@ -63,7 +63,18 @@ def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
     if all(factors == none for factors in chosen):
         return layout
     changed = (
-        encoding if factors == none else with_intervention(encoding, factors)
+        encoding if factors == none else with_intervention(encoding, _fitted(factors, encoding))
         for encoding, factors in zip(layout.layers, chosen, strict=True)
     )
     return replace(layout, layers=tuple(changed))
+
+
+def _fitted(factors: Intervention, encoding: LayerEncoding) -> Intervention:
+    """Return the factors with a row of keys for every spectrum of the layer.
+
+    A temperature per head gives each query head a copy of its keys beyond the training length. A
+    choice at one length then has more or fewer rows than the layer at another one, and all copies
+    have equal rows.
+    """
+    rows, keys = factors.key, len(encoding.spectra)
+    return replace(factors, key=tuple(rows[i * len(rows) // keys] for i in range(keys) if rows))

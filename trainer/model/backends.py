@@ -31,7 +31,8 @@ QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 """Queries per block of ``sdpa`` with a mask: small blocks compute fewer scores that the mask hides,
 large ones keep a GPU busy."""
 SCORES = 2**28
-"""Limit on the scores of a block of queries, if they are computed explicitly (in float32)."""
+"""Limit on the scores of a block of queries, if they or ALiBi's biases are computed explicitly (in
+float32)."""
 VARIANTS = 64
 """Limit on the variants of FlexAttention that one process compiles."""
 
@@ -69,8 +70,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
             return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # CUDA kernels know it
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)
-    if not softmax.is_plain:
-        block = max(16, min(block, SCORES // (q.shape[0] * q.shape[1] * Tk)))
+    if mask.slopes is not None or not softmax.is_plain:
+        # Rows of a batch share biases, unless each has its own mask.
+        share = softmax.is_plain and mask.documents is None and mask.begins is None
+        rows = 1 if share else q.shape[0]
+        block = max(16, min(block, SCORES // (rows * q.shape[1] * Tk)))
     for start in range(0, Tq, block):
         queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)

@@ -108,6 +108,22 @@ def fit_memory(config: ModelConfig, fit: HeadFit, dtype: Dtype) -> tuple[int, in
     return size * weights_of(config), size * fit.tokens * layers * a_token
 
 
+def choice_memory(config: ModelConfig, tokens: int, dtype: Dtype) -> tuple[int, int]:
+    """Return lower bounds for the bytes of weights and of activations of a choice of heads or
+    pairs on a text of ``tokens``.
+
+    Queries and keys are captured from one pass over the whole text, in float32.
+    """
+    size = 2 if dtype == "bf16" else 4
+    q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
+    k *= config.head_size
+    # Beside the residual stream and its norm, either queries and keys before and after their
+    # encoding, and values, or the MLP's three products.
+    captured = size * (2 * q + 3 * k) + (8 * (q + k) if size < 4 else 0)
+    a_token = 2 * size * config.hidden_size + max(captured, 3 * size * config.intermediate_size)
+    return size * weights_of(config), tokens * a_token
+
+
 @listed
 def evaluation_problems(
     shapes: Mapping[str, ModelConfig],
@@ -116,12 +132,14 @@ def evaluation_problems(
     device: str,
     processes: int = 1,
     head_fits: Mapping[str, HeadFit] | None = None,
+    choices: Mapping[str, int] | None = None,
 ) -> Iterator[Problem]:
     """Check that evaluating each model fits the free memory; otherwise name a change that would.
 
-    ``shapes``, ``head_fits``: shapes of the models and fits of a temperature per head, by name.
-    ``longest``: tokens of the longest sequences. ``device``: "cpu" or "cuda". ``processes``: their
-    number; they share the memory of a CPU, and each has its own GPU.
+    ``shapes``, ``head_fits``, ``choices``: shapes of the models, fits of a temperature per head,
+    and tokens of the longest text on which heads or pairs are chosen, by name. ``longest``: tokens
+    of the longest sequences. ``device``: "cpu" or "cuda". ``processes``: their number; they share
+    the memory of a CPU, and each has its own GPU.
     """
     if device == "cuda":
         torch.cuda.empty_cache()  # left by training
@@ -139,17 +157,37 @@ def evaluation_problems(
                 f"{longest:,} tokens of {name} need at least {gib(sum(sizes))} ({held}), and "
                 f"{gib(free)} are free; {_smallest_change(needed, longest, chunk, dtype, free)}.",
             )
-        elif head_fits and name in head_fits:
+            continue
+        if head_fits and name in head_fits:
             fit = head_fits[name]
-            weights, activations = fit_memory(shape, fit, dtype)
-            if weights + activations > free:
-                yield Problem(
-                    "evaluation.methods",
-                    f"temperature_per_head is fitted on {fit.tokens:,} tokens of {name} and needs "
-                    f"at least {gib(weights + activations)} (weights {gib(weights)}, activations "
-                    f"{gib(activations)}), and {gib(free)} are free; choose shorter ones for the "
-                    "fit (evaluation.temperature.lengths), or leave the method out.",
-                )
+            yield from _method_problems(
+                f"temperature_per_head is fitted on {fit.tokens:,} tokens of {name}",
+                fit_memory(shape, fit, dtype),
+                free,
+                "choose shorter ones for the fit (evaluation.temperature.lengths), or leave the "
+                "method out",
+            )
+        if choices and name in choices:
+            yield from _method_problems(
+                f"dope or weighted_rope reads {choices[name]:,} tokens of {name} in one pass",
+                choice_memory(shape, choices[name], dtype),
+                free,
+                "choose on shorter texts (evaluation.choice.length), or leave the method out",
+            )
+
+
+def _method_problems(
+    reads: str, sizes: tuple[int, int], free: int, remedy: str
+) -> Iterator[Problem]:
+    """Check that what a method reads fits into ``free`` bytes; ``sizes``: of weights and of
+    activations."""
+    weights, activations = sizes
+    if weights + activations > free:
+        yield Problem(
+            "evaluation.methods",
+            f"{reads} and needs at least {gib(weights + activations)} (weights {gib(weights)}, "
+            f"activations {gib(activations)}), and {gib(free)} are free; {remedy}.",
+        )
 
 
 def _smallest_change(

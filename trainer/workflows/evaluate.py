@@ -20,7 +20,7 @@ from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
 from trainer.evaluation.engine import Measured, measure_cells
 from trainer.evaluation.key_tokens import Chooser, KeyTokens
-from trainer.evaluation.methods import LAYERS, PER_HEAD, Recipe
+from trainer.evaluation.methods import CHOICE, LAYERS, PER_HEAD, Recipe
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import Subject, plan_cells
@@ -218,7 +218,10 @@ def measure_models(
             chooses = subjects[0] if other is None else subject(_chooser(other, text))
             chooser = Chooser(chooses, config.key_tokens, Store(cells), config.batch_tokens, share)
         fits = _head_fits(recipes, config, C)
-        raise_all(_memory_problems(subjects, fits, chooser, config, lengths, device, share))
+        choices = _choice_tokens(recipes, config, C)
+        raise_all(
+            _memory_problems(subjects, fits, choices, chooser, config, lengths, device, share)
+        )
         with multiplying(device, tf32):
             tasks, task_notes = make_tasks(text.held_out, config, lengths, C, chooser)
         check_prompts(tasks, lengths)
@@ -265,6 +268,7 @@ def measure_models(
 def _memory_problems(
     subjects: Sequence[Subject],
     fits: Mapping[str, HeadFit],
+    choices: Mapping[str, int],
     chooser: Chooser | None,
     config: EvaluationConfig,
     lengths: Sequence[int],
@@ -274,7 +278,7 @@ def _memory_problems(
     """Return the models that do not fit into memory, among them one that chooses key tokens."""
     longest = max(lengths)
     shapes = {subject.name: subject.config for subject in subjects}
-    problems = evaluation_problems(shapes, longest, config, device, share.processes, fits)
+    problems = evaluation_problems(shapes, longest, config, device, share.processes, fits, choices)
     if chooser is not None and chooser.subject is not subjects[0]:
         model = chooser.subject
         longest = min(model.layout.training_length, longest)
@@ -331,6 +335,21 @@ def _head_fits(
         for recipe in applied
         if PER_HEAD in recipe.key.split("+")
     }
+
+
+def _choice_tokens(
+    recipes: Mapping[str, Sequence[Recipe]], config: EvaluationConfig, training_length: int
+) -> dict[str, int]:
+    """Return the tokens of the longest text on which heads or pairs are chosen, by the names of
+    the models."""
+    choice_length = config.choice.length
+    tokens: dict[str, int] = {}
+    for name, applied in recipes.items():
+        if choosing := [recipe for recipe in applied if CHOICE in recipe.settings]:
+            also = (s for recipe in choosing for s in recipe.also_at)
+            factor = choice_length or max((*config.lengths, *also))
+            tokens[name] = round(training_length * factor)
+    return tokens
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:

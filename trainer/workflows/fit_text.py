@@ -15,7 +15,7 @@ from trainer.common.errors import UserError, os_reason, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.fitting import FitText
+from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
@@ -131,8 +131,7 @@ def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:
     beginning: many-shot prompts differ by less than an example."""
     with renaming(**{"evaluation.lengths": f"{KEY}.length"}):
         prompts = task.prompts(length)
-    chosen = np.linspace(0, len(prompts) - 1, min(texts, len(prompts))).round().astype(int)
-    tokens = [prompts[i].tokens for i in chosen]
+    tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
 

@@ -20,6 +20,7 @@ from trainer.analysis.frequency_entropy.measure import (
     TAPERS,
     attenuated,
     frequency_entropies,
+    frequency_entropy_of,
     sequence_fe,
     spectrum_fe,
     sweep,
@@ -187,6 +188,27 @@ def test_a_model_s_heads(tiny_decoder, model):
             for name, ours in entropies[side].items():
                 expected = expected_entropies(heads, counts, side, name)
                 np.testing.assert_allclose(ours, expected, rtol=1e-4)
+
+
+def test_texts_are_read_one_at_a_time_and_averaged(tiny_decoder, monkeypatch):
+    """All together would need the memory of all."""
+    model, layers, read = tiny_decoder(), [], []
+    ids = torch.randint(50, (5, 60), generator=torch.Generator().manual_seed(9))
+    capture(model, ids, layers.append)
+    hidden_states = model.hidden_states
+
+    def reading(ids, **options):
+        read.append(tuple(ids.shape))
+        return hidden_states(ids, **options)
+
+    monkeypatch.setattr(model, "hidden_states", reading)
+    measured = frequency_entropies(model, ids, ["sequence"])
+    assert read == [(1, 60)] * 5
+    for entropies, heads in zip(measured, layers, strict=True):
+        together = frequency_entropy_of(heads, ["sequence"])
+        for side in ("query", "key"):
+            expected = together[side]["sequence"]
+            torch.testing.assert_close(entropies[side]["sequence"], expected, rtol=1e-6, atol=0)
 
 
 def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(tiny_decoder):

@@ -91,7 +91,7 @@ def frequency_entropies(
     measures: Sequence[str] = tuple(MEASURES),
     frames: ShortTime = USUAL,
 ) -> list[FrequencyEntropy]:
-    """Compute the frequency entropies of every layer in one forward pass.
+    """Compute the frequency entropies of every layer, with one text in memory at a time.
 
     Norms are taken before the encoding: a rotation does not change them, and a temperature would.
     ``ids``: ``[B, T]`` texts; entropies are averaged over them. ``measures``: names in
@@ -100,15 +100,26 @@ def frequency_entropies(
     Raises:
         UserError: the texts are too short for a measure.
     """
-    entropies: list[FrequencyEntropy] = []
-
-    # Check the length before the forward pass.
+    # Check the length before the forward passes.
     for name in measures:
         MEASURES[name](torch.ones(ids.shape[1]), frames)
-    capture(
-        model, ids, lambda heads: entropies.append(frequency_entropy_of(heads, measures, frames))
-    )
-    return entropies
+
+    def of_text(text: Tensor) -> list[FrequencyEntropy]:
+        entropies: list[FrequencyEntropy] = []
+        capture(
+            model,
+            text[None],
+            lambda heads: entropies.append(frequency_entropy_of(heads, measures, frames)),
+        )
+        return entropies
+
+    def averaged(texts: Sequence[FrequencyEntropy]) -> FrequencyEntropy:
+        return {
+            side: {name: torch.stack([e[side][name] for e in texts]).mean(dim=0) for name in values}
+            for side, values in texts[0].items()
+        }
+
+    return [averaged(layer) for layer in zip(*map(of_text, ids), strict=True)]
 
 
 def frequency_entropy_of(
