@@ -362,6 +362,21 @@ def test_runs_of_a_sweep_are_compared_where_there_are_several(monkeypatch, jobs,
     assert len(places) == compared
 
 
+def test_a_sweep_with_a_failed_job_is_compared_under_its_own_command(monkeypatch):
+    words = ["--multirun", "seed=0,1", "name=a_${seed}"]
+    monkeypatch.setattr("sys.argv", ["trainer/__main__.py", "train", *words])
+    seen = []
+
+    def fail(named):
+        raise RuntimeError("a GPU was lost")
+
+    command = replace(train.COMMAND, execute=fail, together=lambda _: seen.append([*sys.argv]))
+    with pytest.raises(SystemExit) as stop:
+        run_command(command, words)
+    assert stop.value.code == 1
+    assert seen == [["trainer/__main__.py", "train", *words]]
+
+
 @pytest.mark.parametrize(
     ("outputs", "settings"),
     [

@@ -1,6 +1,7 @@
 """An object that was used for one thing does the next as a new one would, and leaves all as it was.
 
-Caches, counters and context managers are used for A and then for B; a new object is used for B.
+Caches, counters, files and context managers are used for A and then for B; a new object is used for
+B.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import ast
 import gc
 import math
 import signal
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,8 @@ import torch
 from tests.program import ROOT
 from trainer.analysis.capture import capture, observing
 from trainer.analysis.positional_bias import measure as positional_bias
+from trainer.commands.hydra import jobs
+from trainer.common.locks import locked
 from trainer.common.processes import stopping_at_once
 from trainer.data import sources
 from trainer.evaluation import fitting
@@ -28,6 +32,7 @@ from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import LongFrequencies
 from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.run_lock import RunLock
 from trainer.training.callbacks import stopping
 from trainer.training.callbacks.guards import GarbageCollection
 from trainer.training.callbacks.transitions import input_sizes
@@ -70,6 +75,7 @@ def process_state():
         "kernels": [cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()],
         "notice": stopping._process_notice,
         "wakeup": wakeup_pipe(),
+        "words": sys.argv,
     }
 
 
@@ -97,6 +103,7 @@ CONTEXTS = {
     "subjects.multiplying": lambda model: multiplying("cuda", True),
     "stopping.heeding_signals": lambda model: stopping.heeding_signals(),
     "stopping.acknowledging": lambda model: stopping.acknowledging(stopping.Notice()),
+    "jobs._called_with": lambda model: jobs._called_with(["unrope", "seed=1"]),
     "processes.stopping_at_once": lambda model: stopping_at_once("Stopped", signal.SIGTERM),
     "loggers.kept_dashboards": lambda model: kept_dashboards(),
     "sources._without_collections": lambda model: sources._without_collections(),
@@ -250,6 +257,39 @@ def test_tables_of_one_layout_and_length_are_not_used_for_another(tiny_decoder):
             for length in order:
                 expected = fresh[name][LENGTHS.index(length)]
                 assert torch.equal(model(ids[:, :length]), expected), (name, length)
+
+
+# Files
+
+
+@contextmanager
+def run_lock(directory):
+    """Hold the lock of a run."""
+    lock = RunLock()
+    lock.acquire(directory)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+LOCKS = {
+    "locked": lambda directory: locked(directory / ".lock", "data", ""),
+    "RunLock": run_lock,
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_file_that_was_held_before_says_what_a_new_one_does(name, tmp_path):
+    texts = []
+    for earlier in (None, f"process 1 of {'a node that is gone ' * 20}"):
+        directory = tmp_path / str(earlier is None)
+        directory.mkdir()
+        if earlier is not None:
+            (directory / ".lock").write_text(earlier)
+        with LOCKS[name](directory):
+            texts.append((directory / ".lock").read_text())
+    assert texts[0] == texts[1] != ""
 
 
 # Counters

@@ -1,17 +1,24 @@
 """Results of what is measured together are those of each alone, in any order.
 
 Models, methods, tasks, lengths and studies of one call share a store, caches and loaded weights. A
-value of one that is used for another changes a result here.
+value of one that is used for another changes a result here. Two models that a study compares give
+the same numbers in either order.
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.program import ROOT
 from tests.small_runs import trained_in
+from trainer.analysis.drop import DropStudy
+from trainer.analysis.offset_features.changes import OffsetChanges
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.study import Target
 from trainer.evaluation import fitting
 from trainer.evaluation.config import EvaluationConfig, KeyTokenSettings
 from trainer.evaluation.method_config import LongRopeSettings, TemperatureSettings
@@ -129,3 +136,53 @@ def test_studies_do_not_depend_on_those_beside_them(models, tmp_path, monkeypatc
     assert together.keys() >= {"clusters", "sinks", "frequency_entropy", "offset_features"}
     for kind in together.keys() & STUDIES.keys():
         assert sections(other, tmp_path / kind, kind) == {kind: together[kind]}
+
+
+COMPARING = {"drop": DropStudy, "changes": OffsetChanges}
+"""Studies of two models, by their files."""
+IN_ORDER = {
+    "kl": "how far the second model's predictions lie from the first one's",
+    "names": "the models in order",
+    "long, bounds of short": "the second model by the bounds of the first",
+    "short, bounds of long": "likewise",
+}
+"""Numbers of these studies that the order decides on, with the reason."""
+TURNED = {"before": "after", "after": "before"}
+
+
+def comparing_studies():
+    """Return the files of the studies that are made of two targets."""
+    files = set()
+    for path in (ROOT / "trainer/analysis").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                kinds = [ast.unparse(x.annotation) for x in node.args.args if x.annotation]
+                files |= {path.stem} if kinds.count("Target") > 1 else set()
+    return files
+
+
+def test_every_study_of_two_models_is_turned_around():
+    assert comparing_studies() == {*COMPARING}
+
+
+def under(words, numbers):
+    """Return numbers with ``words`` of their names replaced, without those of :data:`IN_ORDER`."""
+    if not isinstance(numbers, dict):
+        return numbers
+    return {
+        "_".join(words.get(word, word) for word in name.split("_")): under(words, value)
+        for name, value in numbers.items()
+        if name not in IN_ORDER
+    }
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_two_models_are_compared_alike_in_either_order(name, tiny_decoder):
+    """The text is longer than one training length and shorter than the other."""
+    ids = torch.randint(0, 50, (1, 48), generator=torch.Generator().manual_seed(2))
+    targets = [
+        Target(called, tiny_decoder(training_length=C, encodings={"rope": {"base": base}}), ids)
+        for called, C, base in (("short", 24, 1e4), ("long", 96, 5e5))
+    ]
+    forth, back = (COMPARING[name](*pair).run().numbers for pair in (targets, targets[::-1]))
+    assert under(TURNED, back) == under({}, forth)

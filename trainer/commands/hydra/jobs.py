@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,18 @@ def _main(
             exit_code = MISTAKE
 
     directory = [] if files.user_directory is None else ["--config-dir", str(files.user_directory)]
-    original = sys.argv
-    sys.argv = ["unrope", *directory, *plain_groups(words, files.default_groups(command.root))]
-    try:
+    plain = plain_groups(words, files.default_groups(command.root))
+    with _called_with(["unrope", *directory, *plain]):
         job()
+    return exit_code
+
+
+@contextmanager
+def _called_with(words: list[str]) -> Iterator[None]:
+    """Let the process appear to be started with ``words``, from which Hydra reads its overrides."""
+    original = sys.argv
+    sys.argv = words
+    try:
+        yield
     finally:
         sys.argv = original
-    return exit_code
