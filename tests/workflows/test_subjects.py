@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
@@ -16,8 +18,10 @@ from trainer.evaluation.method_config import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
+from trainer.evaluation.methods import keeps_frequencies
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.store import fingerprint
+from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.workflows import subjects
 from trainer.workflows.subjects import applicable, held_out_corpus, multiplying, subject_of
 
@@ -50,6 +54,32 @@ def test_each_model_has_the_methods_that_do_something_to_it(models):
         "hf is computed by transformers, and the decoder of this program is needed for sliding "
         "window.",
     ]
+
+
+def test_a_rescaling_that_keeps_all_frequencies_is_named(tiny_decoder):
+    """RoPE-ID, App. A.9: the thresholds of YaRN do not work for such high frequencies."""
+
+    def subject(name, training_length, slowest):
+        encoding = {"fastest_wavelength": 32.0, "slowest_wavelength": slowest}
+        encodings = {"encodings": {"rope_id": encoding}, "layers": ["rope_id"]}
+        model = tiny_decoder(training_length=training_length, **encodings)
+        return Subject(name, "", model.config, model.layout, lambda: model)
+
+    models = [subject("4k", 4096, 2048.0), subject("128k", 131_072, 2048.0)]
+    methods = ["none", "pi", "yarn", "dynamic_yarn", "llama3", "pi+yarn", "yarn_full_range"]
+    found, notes = applicable(models, EvaluationConfig(methods=methods))
+    assert [made.key for made in found["128k"]] == methods
+    assert notes == [
+        "128k has no pair slow enough for YaRN, dynamic YaRN, Llama 3: all frequencies stay, and "
+        "yarn_full_range slows them."
+    ]
+
+
+def test_the_evaluation_of_rope_id_at_128k_rescales_its_frequencies():
+    config = read_run(compose_words(["+experiment=rope_id_128k"]), [], weights=False)
+    *_, tuned = layouts_of_phases(config, configured_layout(config))
+    assert tuned.training_length == 131_072
+    assert not any(keeps_frequencies(name, tuned, None) for name in config.evaluation.names)
 
 
 def test_a_temperature_that_no_model_takes_is_named(models):

@@ -49,7 +49,7 @@ from trainer.evaluation.method_config import (
 from trainer.evaluation.outcomes import AS_IS_TITLE
 from trainer.evaluation.store import fingerprint
 from trainer.positional.layout import Intervention, LayerChoice, Layout
-from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
+from trainer.positional.rescaling import RESCALINGS, Rescaling, longest, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
 
@@ -196,6 +196,29 @@ def _idle(
             why = f"{does} {where}, so there is nothing to do for {{}} "
             return f"{why}({layers_key}=all changes them all)", _titles(idle)
     return None
+
+
+TOO_FAST = "has no pair slow enough for {}: all frequencies stay, and yarn_full_range slows them"
+"""What a note says of a model that a rescaling leaves as fast as it was."""
+
+
+def keeps_frequencies(name: str, layout: Layout, layers: LayerChoice) -> bool:
+    """Return whether a method's rescaling changes no frequency, although full-range YaRN would.
+
+    YaRN's attention factor then acts alone (RoPE-ID, App. A.9). With several rescalings, one may
+    act on what another has slowed: the answer is False.
+    """
+    parts = [part.removeprefix("dynamic_") for part in name.split("+")]
+    rescalings = [part for part in parts if part in RESCALINGS]
+    if len(rescalings) != 1:
+        return False
+    C = layout.training_length
+    spectra = [longest(s, C) for s in layout.of_layers(layers).spectra if s.rotates]
+
+    def keeps(key: str) -> bool:
+        return all(RESCALINGS[key](pairs, C).frequencies(pairs, 2.0) == pairs for pairs in spectra)
+
+    return keeps(rescalings[0]) and not keeps("yarn_full_range")
 
 
 def _untempered(

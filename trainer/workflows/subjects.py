@@ -15,7 +15,14 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig, heads_problems
-from trainer.evaluation.methods import HAS_POSITIONS, LAYERS, Recipe, recipe
+from trainer.evaluation.methods import (
+    HAS_POSITIONS,
+    LAYERS,
+    TOO_FAST,
+    Recipe,
+    keeps_frequencies,
+    recipe,
+)
 from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.store import fingerprint
@@ -123,6 +130,8 @@ def applicable(
             made = recipe(name, subject.layout, config, native=subject.native)
             if isinstance(made, Recipe):
                 recipes[subject.name].append(made)
+                if keeps_frequencies(name, subject.layout, config.layers):
+                    idle[subject.name, TOO_FAST].append(made.title)
                 if "dope" in made.settings:
                     problems += heads_problems(subject.layout, subject.config, config.dope)
             else:
