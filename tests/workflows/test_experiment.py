@@ -735,6 +735,19 @@ def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(
     assert len(measured) == 8
 
 
+def test_a_run_is_finished_before_its_dashboard_gets_the_results(base, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(experiment, "log_table", refuse)
+    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "run")})
+    config = replace(config, evaluation=replace(config.evaluation, enabled=False))
+    with pytest.raises(ConnectionError):
+        run_experiment(config)
+    report, existed = run_experiment(config)
+    assert (report.name, existed) == (base["name"], True)
+
+
 def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     changes = {"run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))

@@ -143,8 +143,8 @@ def _run_experiment(
         figures = write_renderings(report, directory)
         shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
         images = {path.stem: path.with_suffix(".png") for path in shown}
-        log_table(config, Outcomes(report).results(), report.reach, images)
         report.write(directory / "report.json")
+        log_table(config, Outcomes(report).results(), report.reach, images)
     return report, False
 
 
