@@ -54,7 +54,7 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     run, monkeypatch, tmp_path, number, update
 ):
     data = {"num_workers": 2 if update == 5 else 0}
-    whole, _ = run("whole", trainer={"checkpoint_every": 100})
+    whole, whole_run = run("whole", trainer={"checkpoint_every": 100})
     asked, when_closing = tmp_path / "requeue", []
     monkeypatch.setenv("UNROPE_REQUEUE_FILE", str(asked))
     before = signal.getsignal(number)
@@ -68,7 +68,8 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     assert signal.getsignal(number) is before
     checkpoints = regular_checkpoints(tmp_path / "stopped" / "checkpoints")
     assert [p.name for p in checkpoints] == [step_name(update + 1)]
-    resumed, _ = run("stopped", trainer={"checkpoint_every": 100})
+    resumed, trained = run("stopped", trainer={"checkpoint_every": 100})
+    assert (whole_run.seconds > 0, trained.seconds) == (True, None)  # which began elsewhere
     assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
     assert rows_of(resumed) == rows_of(whole)
 

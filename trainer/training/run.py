@@ -34,7 +34,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_all_ranks, on_rank_zero
-from trainer.runs.saved_state import Effect
+from trainer.runs.saved_state import Effect, rewinds_of
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
@@ -65,13 +65,13 @@ class TrainedRun:
     """A finished run.
 
     ``config`` has the actual steps of each phase; ``checkpoint`` is the last one; ``effects`` of
-    changes are by phase; ``seconds`` were spent in this process.
+    changes are by phase. ``seconds``: duration of its training; None if another process began it.
     """
 
     config: RunConfig
     checkpoint: Path
     effects: dict[str, Effect]
-    seconds: float
+    seconds: float | None
 
     @property
     def effect_of_drop(self) -> Effect | None:
@@ -103,6 +103,8 @@ def train(
     """
     start_time, clock, rewinds = time.time(), time.perf_counter(), 0
     skips: list[list[int]] | None = None  # None: as in the checkpoint
+    all_rewinds = 0  # by earlier processes, too
+    began_elsewhere: bool | None = None
     planned = config
     if user_callbacks is None:
         user_callbacks = make_callbacks(config.callbacks)
@@ -113,16 +115,18 @@ def train(
         # A finished trainer is a reference cycle: collect it now to free its memory.
         gc.collect()
         start = starting_point(planned, branch)
+        if began_elsewhere is None:
+            began_elsewhere = start.checkpoint not in (None, branch)
         config = with_ends(planned, start.state.get("ends", {}))
         if skips is None:
             skips = start.state.get("skips", [])
+            all_rewinds = rewinds_of(start.state)
         with numerics(config):
-            stretch = _stretch(config, corpus, start, skips, is_control)
+            stretch = _stretch(config, corpus, start, skips, all_rewinds, is_control)
             trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
             if config.trainer.rewind_after is None:
                 raise _divergence(config, *trained.diverged, branch)
-            rewinds += 1
             if rewinds == MAX_REWINDS:
                 raise UserError.at(
                     "trainer.rewind_after",
@@ -130,11 +134,13 @@ def train(
                     "learning rate, or look at the text.",
                 )
             skips = rewind_run(config, *trained.diverged, skips, branch)
+            rewinds, all_rewinds = rewinds + 1, all_rewinds + 1
         else:
             config = with_ends(planned, trained.ends)
             if trained.step == config.trainer.max_steps:
                 path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
-                return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
+                seconds = None if began_elsewhere else time.perf_counter() - clock
+                return TrainedRun(config, path, trained.effects, seconds)
             skips = None
             # The checkpoint exists, and the next stretch would take long to start.
             if request := next(filter(None, all_gather(trained.stop_request)), None):
@@ -238,7 +244,12 @@ def _train_stretch(
 
 
 def _stretch(
-    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]], is_control: bool
+    config: RunConfig,
+    corpus: Corpus,
+    start: Start,
+    skips: list[list[int]],
+    rewinds: int,
+    is_control: bool,
 ) -> PhaseStretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
@@ -250,6 +261,7 @@ def _stretch(
         phases=phases,
         phase=phase,
         skips=[(step, samples) for step, samples in skips],
+        rewinds=rewinds,
         ends=dict(start.state.get("ends", {})),
         is_control=is_control,
     )

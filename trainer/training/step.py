@@ -67,7 +67,8 @@ class PhaseStretch:
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
     sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
-    out), ``ends`` the steps of earlier phases that ended early. ``is_control``: see
+    out), of ``rewinds`` so far. ``ends`` are the steps of earlier phases that ended early.
+    ``is_control``: see
     :func:`~trainer.training.run.train`.
     """
 
@@ -77,6 +78,7 @@ class PhaseStretch:
     phases: tuple[Phase, ...]
     phase: Phase
     skips: list[tuple[int, int]]
+    rewinds: int
     ends: dict[str, int]
     is_control: bool = False
 
@@ -150,6 +152,7 @@ class Step:
             loss=self.metrics.last_loss,
             finite_parameters=bool(norm.isfinite()),
             skips=stretch.skips,
+            rewinds=stretch.rewinds,
             ends=self.ends,
             world_size=self.ranks.world_size,
             user_callbacks=states_of(self.user_callbacks),
