@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -605,12 +606,19 @@ def test_a_run_that_is_not_finished_is_to_be_finished_before_it_is_made_longer(b
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(
     base, tmp_path, monkeypatch
 ):
-    trained, looked = [], []
+    trained, looked, begun, started = [], [], [], []
     monkeypatch.setattr(
         experiment, "check_run_directory", lambda arm: looked.append(Path(arm.run_dir).name)
     )
 
-    def train(config, corpus, branch, *, user_callbacks, is_control):
+    def opening(*given):
+        begun.append(time.time())
+        return open_corpus(*given)
+
+    def train(config, corpus, branch, *, user_callbacks, is_control, start_time):
+        # The limit of time covers what precedes training, and all controls.
+        assert start_time < begun[-1]
+        started.append(start_time)
         assert is_control == ("controls" in Path(config.run_dir).parts)
         place = branch and str(branch.relative_to(tmp_path))
         trained.append((config.run_dir, config.seed, place, user_callbacks))
@@ -618,6 +626,7 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
             raise KeyboardInterrupt
         return "done"
 
+    monkeypatch.setattr(experiment, "open_corpus", opening)
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "make_all_callbacks", lambda arms: {n: [n] for n in arms})
     controls = {
@@ -633,6 +642,7 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
     with pytest.raises(KeyboardInterrupt):
         run_experiment(parse(RunConfig, {**values, "overwrite": True}))
     assert looked[4:] == ["run"]
+    assert len(set(started[:4])) == 1
     run, seed = str(tmp_path / "run"), base.get("seed", 0)
     assert trained[:4] == [
         (run, seed, None, ["main"]),

@@ -88,6 +88,7 @@ def train(
     user_callbacks: Sequence[L.Callback] | None = None,
     *,
     is_control: bool = False,
+    start_time: float | None = None,
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
@@ -95,13 +96,16 @@ def train(
     ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
     for each further stretch and after a rewind. ``is_control``: whether to go on if updates are
     skipped without end, so that the run which this one is compared with is evaluated all the same.
+    ``start_time``: when the program began, in seconds since the epoch, from which
+    ``trainer.max_time`` counts; None: now.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
             written, or the backend cannot run here.
         PreemptedError: the run was asked to stop, and has.
     """
-    start_time, clock, rewinds = time.time(), time.perf_counter(), 0
+    start_time = time.time() if start_time is None else start_time
+    clock, rewinds = time.perf_counter(), 0
     skips: list[list[int]] | None = None  # None: as in the checkpoint
     all_rewinds = 0  # by earlier processes, too
     began_elsewhere: bool | None = None
@@ -198,7 +202,7 @@ def _train_stretch(
 ) -> TrainedStretch:
     """Train from ``start`` to the end of its stretch.
 
-    ``callbacks`` follow all others. ``start_time``: of the process, in seconds since the epoch.
+    ``callbacks`` follow all others. ``start_time``: as for :func:`train`.
     """
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)

@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,16 +89,16 @@ def run_experiment(config: RunConfig, chosen: Collection[str] = ()) -> tuple[Rep
         UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
-    lock = RunLock()
+    start_time, lock = time.time(), RunLock()
     try:
         with kept_dashboards():
-            return _run_experiment(config, lock, chosen)
+            return _run_experiment(config, lock, chosen, start_time)
     finally:
         lock.release()
 
 
 def _run_experiment(
-    config: RunConfig, lock: RunLock, chosen: Collection[str]
+    config: RunConfig, lock: RunLock, chosen: Collection[str], start_time: float
 ) -> tuple[Report, bool] | None:
     configs = arms_of(config)
     set_environment(config)
@@ -125,6 +126,7 @@ def _run_experiment(
                     _branch(config, name),
                     user_callbacks=callbacks[name],
                     is_control=name != MAIN,
+                    start_time=start_time,
                 )
                 for name, arm in configs.items()
             }
