@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from tests.program import run_ranks
 from tests.report.examples import report as reported
 from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.files import ConfigFiles
@@ -650,6 +651,20 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
         (f"{run}/controls/early", seed, "run/checkpoints/step-000003", ["early"]),
         (f"{run}/controls/other", 9, None, ["other"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("PreemptedError", "stopped"), ("DivergedError", "trainer.rewind_after: diverged.")],
+)
+def test_no_rank_leaves_before_the_first_has_uploaded_and_unlocked(base, tmp_path, kind, message):
+    """A launcher ends all ranks as soon as one exits with an error."""
+    open_corpus(parse(RunConfig, base), alone=True)
+    values = {**base, "run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    script = Path(__file__).with_name("leaving_ranks.py")
+    ranks = run_ranks(2, script, tmp_path / "run.json", kind, cwd=tmp_path)
+    assert [rank.stdout.splitlines()[-1:] for rank in ranks] == [[f"{message} uploaded free"]] * 2
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
-from trainer.common.errors import PreemptedError, UserError
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
 from trainer.common.words import remedy, same_command
@@ -102,6 +102,7 @@ def train(
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
             written, or the backend cannot run here.
+        DivergedError: the run diverged, and does not rewind, or has too often.
         PreemptedError: the run was asked to stop, and has.
     """
     start_time = time.time() if start_time is None else start_time
@@ -132,7 +133,7 @@ def train(
             if config.trainer.rewind_after is None:
                 raise _divergence(config, *trained.diverged, branch)
             if rewinds == MAX_REWINDS:
-                raise UserError.at(
+                raise DivergedError.at(
                     "trainer.rewind_after",
                     f"{label(config)} went back {MAX_REWINDS} times and diverges again; lower the "
                     "learning rate, or look at the text.",
@@ -156,7 +157,7 @@ def train(
         user_callbacks = make_callbacks(config.callbacks)
 
 
-def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> UserError:
+def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> DivergedError:
     """Return the error of a run that diverged and does not rewind; all ranks call this together.
 
     ``last_good``: the step before the first of the skipped updates, which end with ``step``.
@@ -167,7 +168,7 @@ def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | Non
     before, start = "no checkpoint lies before them", "begins again"
     if path is not None:
         before, start = f"the last checkpoint before them is {str(path)!r}", "goes back to it"
-    return UserError.at(
+    return DivergedError.at(
         "trainer.rewind_after",
         f"{label(config)} stopped, because the loss or the gradient was not finite in steps "
         f"{last_good + 1} to {step}; {before}. {same_command(config.overwrite).capitalize()} with "

@@ -15,6 +15,8 @@ from pathlib import Path
 import lightning as L
 
 from trainer.common.errors import (
+    DivergedError,
+    PreemptedError,
     Problem,
     UserError,
     collecting,
@@ -62,7 +64,12 @@ from trainer.training.devices import (
     set_environment,
     set_threads,
 )
-from trainer.training.loggers import kept_dashboards, log_table, logger_problems
+from trainer.training.loggers import (
+    finish_dashboards,
+    kept_dashboards,
+    log_table,
+    logger_problems,
+)
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.costs import say_costs
@@ -118,7 +125,7 @@ def _run_experiment(
             say_unusual_settings(configs, chosen)
             if not chosen:  # recalibrate measures these, and says what it chooses
                 say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)
-        with heeding_signals():
+        with heeding_signals(), _leaving_together(lock):
             runs = {
                 name: train(
                     arm,
@@ -148,6 +155,22 @@ def _run_experiment(
         report.write(directory / "report.json")
         log_table(config, Outcomes(report).results(), report.reach, images)
     return report, False
+
+
+@contextmanager
+def _leaving_together(lock: RunLock) -> Iterator[None]:
+    """Keep all ranks of a run that stops or diverges until rank 0 has released the lock and
+    uploaded its metrics: a launcher ends the others as soon as one rank exits with an error."""
+
+    def close() -> None:
+        lock.release()
+        finish_dashboards()
+
+    try:
+        yield
+    except (PreemptedError, DivergedError):
+        on_rank_zero(close)
+        raise
 
 
 def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:

@@ -100,9 +100,9 @@ def make_report(
             },
             "evaluation_seconds": seconds,
             "training_seconds": {
-                label(arm): round(seconds, 1)
+                label(arm): round(spent, 1)
                 for name, arm in configs.items()
-                if (seconds := runs[name].seconds) is not None
+                if (spent := runs[name].seconds) is not None
             },
         },
     )
