@@ -116,6 +116,8 @@ OF_THIS_PROCESS = {
     "last_saved": "a resumed run saves after its first step at the earliest",
     "_saved": "a clock",
     "_step_ends": "clocks",
+    "_measuring": "a clock",
+    "_longest": "how long measurements took",
     "_is_first_step": "a process's first step may compile",
     "_stager": "memory for a copy",
     "_in_flight": "what is being written",
@@ -232,6 +234,7 @@ def test_the_compared_states_hold_something_of_every_field(whole):
     filled = {
         "skips",
         "rewinds",
+        "skipped_measures",
         "world_size",
         "user_callbacks",
         "wandb_id",

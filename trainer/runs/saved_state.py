@@ -157,6 +157,8 @@ class RunState:
     """Measurements at several lengths so far."""
     benchmarks: list[Milestone]
     """Scores of benchmarks so far."""
+    skipped_measures: list[str] = field(default_factory=list)
+    """Names of the measures that a stop left out after this step; the resumed run takes them."""
     numerics: str = ""
     """What was computed in which dtype, for people."""
     loss: float | None = None

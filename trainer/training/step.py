@@ -19,7 +19,7 @@ micro-batches    forward, loss, backward; gradients are reduced at the last one 
 update           clip, or skip if loss or gradient is not finite; optimizer step     module.py
 step ends        measure the held-out loss for ``until``; end the phase              Transitions
                  hooks of the user's callbacks                                       callbacks
-                 take the measures that are due                                      Monitors
+                 take the measures that are due, unless the run stops now            Monitors
                  write a row to all loggers                                          Metrics
                  save a checkpoint, by steps or by time; wait for the last one       Saving
                  save and stop on a signal or a time limit, all ranks together       Stopping
@@ -107,8 +107,10 @@ class Step:
         self.transitions = Transitions(
             phases, partial(effect_batch, corpus), self.saving.before_drop, self.metrics.add
         )
-        self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
         self.stopping = Stopping(stretch.run, self.saving, start_time)
+        self.monitors = Monitors(
+            stretch.run, corpus, ranks, self.transitions, self.stopping, self.metrics.add
+        )
         self.rewind = Rewind(config, stretch.is_control)
         self.guards = make_guards(config, ranks)
 
@@ -148,6 +150,7 @@ class Step:
             held_out_losses=transitions.held_out_losses,
             lengths=self.monitors.reaches,
             benchmarks=self.monitors.milestones,
+            skipped_measures=self.monitors.skipped,
             numerics=NUMERICS[stretch.run.trainer.precision],
             loss=self.metrics.last_loss,
             finite_parameters=bool(norm.isfinite()),
