@@ -115,6 +115,7 @@ ELSEWHERE = {
             *("exit_codes.exit_codes", "exit_codes.leaving_ranks", "errors.collecting"),
             *("errors.renaming", "units.reporting_failures"),
             *("sweep.noting_failure", "experiment.naming_longer_runs"),
+            "experiment._leaving_together",
             "errors.saying_how_to_do_the_rest",
         ),
         "turns errors into others",

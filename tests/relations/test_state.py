@@ -116,6 +116,8 @@ OF_THIS_PROCESS = {
     "last_saved": "a resumed run saves after its first step at the earliest",
     "_saved": "a clock",
     "_step_ends": "clocks",
+    "_measuring": "a clock",
+    "_longest": "how long measurements took",
     "_is_first_step": "a process's first step may compile",
     "_stager": "memory for a copy",
     "_in_flight": "what is being written",
@@ -229,7 +231,14 @@ def test_a_phase_begins_without_the_losses_of_the_phase_before(whole):
 def test_the_compared_states_hold_something_of_every_field(whole):
     """A field that is always empty would be equal, restored or not."""
     config, _ = whole
-    filled = {"skips", "world_size", "user_callbacks", "wandb_id"}  # below, or of other runs
+    filled = {
+        "skips",
+        "rewinds",
+        "skipped_measures",
+        "world_size",
+        "user_callbacks",
+        "wandb_id",
+    }  # below, or of other runs
     for path in sorted((Path(config.run_dir) / "checkpoints").iterdir()):
         if (path / "state.json").exists():
             state = read_run_state(path, read_state(path))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.program import run_ranks
-from trainer.common.errors import PreemptedError, UserError
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.runs import ranks as ranks_module
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import (
@@ -317,6 +317,7 @@ def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, e
     [
         (None, False, False),
         (PreemptedError("stop"), False, False),
+        (DivergedError.at("", "no"), False, False),
         (UserError.at("", "no"), True, False),
         (RuntimeError("x"), True, True),
     ],

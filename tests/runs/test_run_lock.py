@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,18 +73,46 @@ def test_a_run_directory_is_locked_once_however_often_it_is_asked_for(tmp_path, 
     other.acquire(tmp_path)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Let time pass in sleeps alone; ``clock.on_second`` is called with the seconds slept."""
+    passed = SimpleNamespace(seconds=0.0, on_second=lambda seconds: None)
+
+    def sleep(seconds):
+        passed.seconds += seconds
+        passed.on_second(passed.seconds)
+
+    clocks = SimpleNamespace(time=time.time, monotonic=lambda: passed.seconds, sleep=sleep)
+    monkeypatch.setattr(run_lock, "time", clocks)
+    return passed
+
+
 def test_another_node_is_refused_while_the_first_lives_and_is_told_who_that_is(
-    tmp_path, locks, lock_keeping
+    tmp_path, locks, lock_keeping, clock, caplog
 ):
+    caplog.set_level(logging.INFO)
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)  # of which only the file is seen from there
-    silent_for(tmp_path, LEASE - 10)
-    message = (
-        r"process \d+ of gpu07 \(SLURM job 17\) is training in .* sign of life came 1\d\d s ago"
-    )
+    silent_for(tmp_path, 100)
+    clock.on_second = lambda seconds: silent_for(tmp_path, 0) if seconds >= 15 else None
+    message = r"process \d+ of gpu07 \(SLURM job 17\) is training in .* sign of life came 0 s ago"
     with pytest.raises(UserError, match=message):
         locks("gpu08", job="18").acquire(tmp_path)
+    assert 15 <= clock.seconds <= 16
+    assert "waiting up to 80 s for a sign of life" in caplog.text
+
+
+def test_the_next_job_waits_for_the_lease_of_one_that_was_killed_on_another_node(
+    tmp_path, locks, lock_keeping, clock
+):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    silent_for(tmp_path, 100)
+    locks("gpu08", job="18").acquire(tmp_path)
+    assert clock.seconds == pytest.approx(LEASE - 100, abs=1)
+    assert json.loads((tmp_path / ".lock").read_text())["host"] == "gpu08"
 
 
 def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, lock_keeping):
@@ -101,10 +131,11 @@ def test_a_job_that_was_started_again_never_waits_for_itself(tmp_path, locks, lo
     locks("gpu08", job="17", restarts="1").acquire(tmp_path)
 
 
-def test_two_steps_of_one_job_are_two(tmp_path, locks, lock_keeping):
+def test_two_steps_of_one_job_are_two(tmp_path, locks, lock_keeping, clock):
     first = locks("gpu07", job="17", restarts="1")
     first.acquire(tmp_path)
     ended(first, tmp_path)
+    clock.on_second = lambda seconds: silent_for(tmp_path, 0)
     with pytest.raises(UserError, match="gpu07"):
         locks("gpu08", job="17", restarts="1").acquire(tmp_path)
 

@@ -98,6 +98,17 @@ def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_asid
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
 
 
+def test_rewinds_set_one_checkpoint_aside_and_remove_older_ones(copied):
+    rewind_run(copied, 9, 12)
+    directory = checkpoint_of(copied).parent
+    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000012"]
+    rewind_run(copied, 3, 6)
+    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000009"]
+    assert steps_of(copied) == [3]
+    rewind_run(copied, 3, 5)  # nothing lies after the checkpoint
+    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000009"]
+
+
 def test_a_state_that_training_cannot_go_on_from_is_refused_but_not_one_of_before(
     copied, monkeypatch
 ):

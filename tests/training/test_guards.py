@@ -21,6 +21,7 @@ from trainer.data.dataset import TrainingSamples
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.runs.saved_state import rewinds_of
 from trainer.training import run as training
 from trainer.training.callbacks import guards
 from trainer.training.callbacks.guards import (
@@ -30,7 +31,7 @@ from trainer.training.callbacks.guards import (
     Watchdog,
 )
 from trainer.training.callbacks.transitions import Transitions
-from trainer.training.module import StepCallback
+from trainer.training.module import LanguageModule, StepCallback
 
 
 def poison(monkeypatch, bad):
@@ -74,7 +75,7 @@ def test_a_rewind_resumes_from_the_last_sound_step(run, monkeypatch):
     """With a checkpoint after every step: updates 8 and 9 (samples 28 to 35) break."""
     poison(monkeypatch, range(28, 36).__contains__)
     config, _ = run(trainer={"rewind_after": 2, "log_every": 1, "checkpoint_every": 1})
-    assert unused(config) == ["unused-step-000008", "unused-step-000009"]
+    assert unused(config) == ["unused-step-000009"]
     assert read_state(checkpoint_of(config))["skips"] == [[7, 8]]
 
 
@@ -89,15 +90,39 @@ def test_a_second_broken_stretch_before_the_next_checkpoint_is_left_out_too(run,
     assert state["skips"] == [[3, 36]]
     assert state["tally"]["skipped"] == 0
     assert [n for n in read if n >= 48][:36] == list(range(48, 84))
+    assert unused(config) == ["unused-step-000009"]
     assert [row["step"] for row in rows_of(config)] == list(range(1, 13))
     assert all(np.isfinite(row["loss"]) for row in rows_of(config))
 
 
-def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
+def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch, caplog):
     poison(monkeypatch, lambda number: number >= 28)
     monkeypatch.setattr("trainer.training.run.MAX_REWINDS", 2)
     with pytest.raises(UserError, match=r"went back 2 times.*learning rate"):
         run(trainer={"rewind_after": 2, "log_every": 1})
+    assert caplog.text.count("Going back to step") == 2
+
+
+def test_a_rewind_over_two_orders_of_samples_is_one(run, monkeypatch):
+    """The last update of a phase breaks, and the first of the next one, of longer sequences."""
+    broken, original = {5, 6}, LanguageModule.training_step
+
+    def step(module, batch, index):
+        loss = original(module, batch, index)
+        if module.global_step in broken:
+            broken.remove(module.global_step)
+            loss = loss * torch.nan
+        return loss
+
+    monkeypatch.setattr(LanguageModule, "training_step", step)
+    phases = {"short": {"steps": 6}, "long": {"steps": 6, "sequence_length": 64}}
+    changes = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}, "phases": phases}
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1}, **changes)
+    state = read_state(checkpoint_of(config))
+    assert state["skips"] == [[3, 12], [6, 4]]
+    assert rewinds_of(state) == 1
+    del state["rewinds"]  # as an earlier version wrote it
+    assert rewinds_of(state) == 2
 
 
 def test_a_diverged_run_stops_and_keeps_its_last_healthy_checkpoint(run, monkeypatch):
@@ -115,7 +140,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_healthy_checkpoint(run, monkeyp
     assert not error.value.is_transient  # SLURM does not requeue it
     config, _ = run(trainer={**changes, "rewind_after": 4, "keep_checkpoints": 100})
     assert read_state(checkpoint_of(config))["skips"] == [[7, 20]]
-    assert unused(config) == ["unused-step-000011", "unused-step-000012"]
+    assert unused(config) == ["unused-step-000012"]
 
 
 def test_a_run_that_diverges_at_its_end_is_not_finished(run, monkeypatch):

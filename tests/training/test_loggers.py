@@ -182,6 +182,20 @@ def test_a_run_is_finished_when_it_is_closed_or_with_the_last_that_follows(made,
     assert begun_by_nobody.calls == ["success"]
 
 
+def test_a_dashboard_that_fails_at_its_end_stops_nothing(made, tmp_path, caplog):
+    def refuse():
+        raise ConnectionError("gone")
+
+    with kept_dashboards():
+        places = [tmp_path / "a", tmp_path / "b"]
+        for place in places:
+            place.mkdir()
+            close([*other_loggers(configured(place, wandb=True))])
+        for run in loggers._kept.values():
+            run.finish = refuse
+    assert caplog.text.count("Weights & Biases, run: not all was sent (gone)") == 2
+
+
 def test_results_are_logged_by_length(made, tmp_path):
     results = [
         Result("RoPE", 128, 2.0, estimate([1.0, 0.0]), None),

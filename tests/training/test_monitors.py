@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from trainer.data.held_out import held_out_windows
 from trainer.evaluation.results import Milestone, Reach
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.directory import _FILES_OF_A_RUN
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.monitors import Monitors
 
@@ -32,14 +34,32 @@ class Noting:
         return {"measured": trainer.global_step}
 
 
-def monitors(*measures, changes=(), ends=(), add_metrics=None):
+class Stopping:
+    """Is asked to stop from the ``asked``-th question on."""
+
+    def __init__(self, asked):
+        self.asked, self.questions, self.measured = asked, 0, []
+
+    def stops_now(self):
+        self.questions += 1
+        return self.questions >= self.asked
+
+    def add_measurement(self, seconds):
+        self.measured.append(seconds)
+
+
+def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere"):
     """Monitors of a run whose model changes after such steps, and whose phases end so."""
     transitions = SimpleNamespace(
-        phases=[SimpleNamespace(end=end) for end in ends],
+        phases=[
+            SimpleNamespace(start=start, end=end)
+            for start, end in zip((0, *ends), ends, strict=False)
+        ],
         changed_at=changes.__contains__,
         has_dropped=False,
     )
-    callback = Monitors(RunConfig(), None, Ranks(), transitions, add_metrics)
+    config, stopping = RunConfig(run_dir=str(run_dir)), Stopping(asked)
+    callback = Monitors(config, None, Ranks(), transitions, stopping, add_metrics)
     callback.measures = list(measures)
     return callback, transitions
 
@@ -103,11 +123,81 @@ def test_trained_weights_are_measured_before_the_first_step(step, trained, miles
     assert done == ([{"measured": 0}, "clock"] if measured else [])
 
 
+class Second(Noting):
+    """Another measure."""
+
+
+def test_a_run_that_stops_takes_no_measure_and_the_resumed_one_takes_it_first():
+    first, second, added = Noting(2), Second(2), []
+    callback, _ = monitors(first, second, ends=(4, 8), add_metrics=added.append, asked=2)
+    trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
+    callback.end_step(trainer, module)
+    assert (first.noted, second.noted, callback.skipped) == ([(2, False)], [], ["second"])
+    resumed, _ = monitors(first, second, ends=(4, 8), add_metrics=added.append)
+    resumed.restore(SimpleNamespace(lengths=[], benchmarks=[], skipped_measures=["second", "x"]))
+    module.timer = SimpleNamespace(read=lambda: added.append("clock"))
+    resumed.on_train_start(trainer, module)
+    assert (first.noted, second.noted, resumed.skipped) == ([(2, False)], [(2, False)], [])
+    assert added == [{"measured": 2}, {"measured": 2}, "clock"]
+    assert len(callback.stopping.measured) == len(resumed.stopping.measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "ended", "taken"), [(4, False, False), (6, True, True), (8, False, True)]
+)
+def test_after_the_last_step_of_a_run_nothing_is_skipped(step, ended, taken):
+    measure = Noting(100)
+    callback, _ = monitors(measure, ends=(4, 8), add_metrics=len, asked=0)
+    callback.end_step(SimpleNamespace(global_step=step), SimpleNamespace(phase_ended=ended))
+    assert (bool(measure.noted), callback.skipped) == (taken, [] if taken else ["noting"])
+
+
+class Breaking(Noting):
+    """Asks for leave before each task, as benchmarks do, or runs out of memory."""
+
+    ask = None
+
+    def measure(self, trainer, module, has_dropped):
+        if self.ask is None:
+            raise MemoryError
+        self.ask()
+        return super().measure(trainer, module, has_dropped)
+
+
+def test_benchmarks_are_broken_off_between_tasks_but_not_after_a_change(tmp_path):
+    measure = Breaking(2)
+    callback, _ = monitors(
+        measure, changes=(2,), ends=(8,), add_metrics=len, asked=2, run_dir=tmp_path
+    )
+    measure.ask = callback._raise_if_stopping
+    trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
+    callback.end_step(trainer, module)
+    assert (measure.noted, callback.skipped) == ([], ["breaking"])
+    assert not [*tmp_path.iterdir()]
+    callback.begin_step(trainer, module)
+    assert measure.noted == [(2, False)]
+
+
+def test_a_measure_that_ended_two_processes_is_left_out_by_the_next(tmp_path, caplog):
+    trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
+    for times in range(3):
+        callback, _ = monitors(Breaking(2), ends=(8,), run_dir=tmp_path)
+        with pytest.raises(MemoryError) if times < 2 else nullcontext():
+            callback.end_step(trainer, module)
+    assert caplog.messages == ["Step 2: left out breaking, in which the run ended 2 times"]
+    (mark,) = tmp_path.iterdir()
+    assert _FILES_OF_A_RUN.fullmatch(mark.name)
+    trainer.global_step = 4
+    with pytest.raises(MemoryError):
+        callback.end_step(trainer, module)
+
+
 def test_a_run_without_measures_still_saves_earlier_measurements():
     reach = Reach(3, False, 32, (32,), (2.0,), (), (0, 32), (2.0,))
     milestone = Milestone(1, 64, False, {"a": 0.5})
     callback, _ = monitors()
-    callback.restore(SimpleNamespace(lengths=[reach], benchmarks=[milestone]))
+    state = SimpleNamespace(lengths=[reach], benchmarks=[milestone], skipped_measures=[])
+    callback.restore(state)
     assert (callback.reaches, callback.milestones) == ([reach], [milestone])
 
 

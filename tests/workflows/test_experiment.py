@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from tests.program import run_ranks
 from tests.report.examples import report as reported
 from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.files import ConfigFiles
@@ -675,12 +677,19 @@ def test_a_run_that_is_not_finished_is_to_be_finished_before_it_is_made_longer(b
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(
     base, tmp_path, monkeypatch
 ):
-    trained, looked = [], []
+    trained, looked, begun, started = [], [], [], []
     monkeypatch.setattr(
         experiment, "check_run_directory", lambda arm: looked.append(Path(arm.run_dir).name)
     )
 
-    def train(config, corpus, branch, *, user_callbacks, is_control):
+    def opening(*given):
+        begun.append(time.time())
+        return open_corpus(*given)
+
+    def train(config, corpus, branch, *, user_callbacks, is_control, start_time):
+        # The limit of time covers what precedes training, and all controls.
+        assert start_time < begun[-1]
+        started.append(start_time)
         assert is_control == ("controls" in Path(config.run_dir).parts)
         place = branch and str(branch.relative_to(tmp_path))
         trained.append((config.run_dir, config.seed, place, user_callbacks))
@@ -688,6 +697,7 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
             raise KeyboardInterrupt
         return "done"
 
+    monkeypatch.setattr(experiment, "open_corpus", opening)
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "make_all_callbacks", lambda arms: {n: [n] for n in arms})
     controls = {
@@ -703,6 +713,7 @@ def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_o
     with pytest.raises(KeyboardInterrupt):
         run_experiment(parse(RunConfig, {**values, "overwrite": True}))
     assert looked[4:] == ["run"]
+    assert len(set(started[:4])) == 1
     run, seed = str(tmp_path / "run"), base.get("seed", 0)
     assert trained[:4] == [
         (run, seed, None, ["main"]),
@@ -740,6 +751,20 @@ def test_controls_that_a_resume_adds_begin_where_they_should(base, tmp_path):
     assert problem.startswith(f"controls.old: '{tmp_path / 'controls' / 'old'}' holds a control")
     (tmp_path / "checkpoints" / "step-000008").rmdir()
     assert not problems(branch=6, **keeps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("PreemptedError", "stopped"), ("DivergedError", "trainer.rewind_after: diverged.")],
+)
+def test_no_rank_leaves_before_the_first_has_uploaded_and_unlocked(base, tmp_path, kind, message):
+    """A launcher ends all ranks as soon as one exits with an error."""
+    open_corpus(parse(RunConfig, base), alone=True)
+    values = {**base, "run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    script = Path(__file__).with_name("leaving_ranks.py")
+    ranks = run_ranks(2, script, tmp_path / "run.json", kind, cwd=tmp_path)
+    assert [rank.stdout.splitlines()[-1:] for rank in ranks] == [[f"{message} uploaded free"]] * 2
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
@@ -833,6 +858,19 @@ def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(
     assert not existed
     assert (run_dir / "metrics.csv").read_text() == trained
     assert len(measured) == 8
+
+
+def test_a_run_is_finished_before_its_dashboard_gets_the_results(base, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(experiment, "log_table", refuse)
+    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "run")})
+    config = replace(config, evaluation=replace(config.evaluation, enabled=False))
+    with pytest.raises(ConnectionError):
+        run_experiment(config)
+    report, existed = run_experiment(config)
+    assert (report.name, existed) == (base["name"], True)
 
 
 def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):

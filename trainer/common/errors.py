@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec
+from typing import ParamSpec, Self
 
 from trainer.common.words import same_command
 
@@ -63,7 +63,7 @@ class UserError(Exception):
         super().__init__(*problems)
 
     @classmethod
-    def at(cls, key: str, message: str, hint: str = "", *, transient: bool = False) -> UserError:
+    def at(cls, key: str, message: str, hint: str = "", *, transient: bool = False) -> Self:
         """Return the error of a single problem."""
         return cls(Problem(key, message, hint, transient))
 
@@ -74,6 +74,10 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.problems))
+
+
+class DivergedError(UserError):
+    """A run diverged and ends; all ranks raise it together."""
 
 
 def listed(rules: Callable[P, Iterator[Problem]]) -> Callable[P, list[Problem]]:

@@ -205,6 +205,8 @@ def _shown(name: str) -> str:
 
 
 BEFORE_DROP = "before-drop"
+UNUSED = "unused-"
+"""Prefix of a checkpoint that its run does not continue from."""
 FREE_MODEL_KEYS = "attention_backend", "from_pretrained", "from_run"
 """Keys of the model's configuration that do not affect its shape."""
 
@@ -298,7 +300,7 @@ def _way_by_the_drop(run_dir: Path) -> str:
 def set_aside(paths: list[Path]) -> None:
     """Rename checkpoints that a run does not continue from, so that they are no longer found."""
     for path in paths:
-        target = path.with_name(f"unused-{path.name}")
+        target = path.with_name(f"{UNUSED}{path.name}")
         shutil.rmtree(target, ignore_errors=True)
         path.rename(target)
 

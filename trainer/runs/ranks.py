@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from trainer.common.errors import PreemptedError, Problem, UserError, os_reason
+from trainer.common.errors import DivergedError, PreemptedError, Problem, UserError, os_reason
 from trainer.common.processes import core_numbers, usual_threads
 from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
@@ -264,10 +264,11 @@ def shutdown_distributed() -> None:
 def process_group(config: RunConfig) -> Iterator[Ranks]:
     """Provide the process group of a run.
 
-    The group is destroyed if the block ends normally or stops on all ranks. Any other error may
-    have occurred on one rank only, whose peers wait in a collective, and with NCCL destroying the
-    group would wait for them. The error is therefore reported immediately, the group is kept, and
-    the program exits without destroying it (:func:`trainer.commands.exit_codes.leaving_ranks`).
+    The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
+    error may have occurred on one rank only, whose peers wait in a collective, and with NCCL
+    destroying the group would wait for them. The error is therefore reported immediately, the group
+    is kept, and the program exits without destroying it
+    (:func:`trainer.commands.exit_codes.leaving_ranks`).
 
     Raises:
         UserError: as for :func:`init_distributed`.
@@ -275,7 +276,7 @@ def process_group(config: RunConfig) -> Iterator[Ranks]:
     ranks = init_distributed(config)
     try:
         yield ranks
-    except PreemptedError:
+    except (PreemptedError, DivergedError):
         shutdown_distributed()
         raise
     except BaseException as error:

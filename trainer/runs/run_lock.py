@@ -23,6 +23,9 @@ BEAT = 20.0
 LEASE = 180.0
 """Seconds without one after which a process on another node counts as dead."""
 
+POLL = 1.0
+"""Seconds between looks at the time stamp of another node's process."""
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -46,8 +49,9 @@ class RunLock:
 
     On one machine the system knows whether the holder is alive. Locks of other nodes are
     unreliable: file systems may keep them per node, not at all, or for nodes that are gone.
-    Therefore the holder renews the lock's time stamp, and any process that finds an old stamp takes
-    over. A job that SLURM has restarted does not wait for itself.
+    Therefore the holder renews the lock's time stamp. A process that finds a recent stamp of
+    another node waits up to :data:`LEASE` for the next one, and takes over if none comes. A job
+    that SLURM has restarted does not wait for itself.
     """
 
     def __init__(self) -> None:
@@ -107,6 +111,9 @@ class RunLock:
             # Without file locks, check whether the process exists.
             gone = other is not None and is_here and (mine or not is_running(other.process))
             free = other is None or restarted or gone or age >= LEASE
+            if not free and not is_here:
+                free = _falls_silent(path, other, LEASE - age)
+                age = _now(path) - os.fstat(file.fileno()).st_mtime
         if free:
             return None
         sign = "" if mine is False else f" (its last sign of life came {max(age, 0):.0f} s ago)"
@@ -152,6 +159,23 @@ def last_sign(directory: Path) -> Sign | None:
         return None
     is_here = holder.host == os.uname().nodename
     return Sign(holder, age, age < LEASE and (not is_here or is_running(holder.process)))
+
+
+def _falls_silent(path: Path, holder: Holder | None, seconds: float) -> bool:
+    """Wait for a sign of life of a process on another node.
+
+    Returns whether none comes in time, or the process releases the lock.
+    """
+    log.info(
+        "run_dir: %s held %s a moment ago; waiting up to %.0f s for a sign of life",
+        *(holder, path.parent, seconds),
+    )
+    stamp, end = path.stat().st_mtime_ns, time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, POLL))
+        if path.stat().st_mtime_ns != stamp:
+            return _read(path) is None
+    return True
 
 
 def _read(path: Path) -> Holder | None:

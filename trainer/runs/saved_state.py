@@ -74,6 +74,7 @@ class Description:
     versions: dict[str, str] = field(default_factory=dict)
     data: SavedData | None = None
     skips: list[tuple[Count, Count]] = field(default_factory=list)
+    rewinds: Count | None = None
     ends: dict[str, Count] = field(default_factory=dict)
     numerics: str = ""
     lengths: list[dict[str, Any]] = field(default_factory=list)
@@ -157,6 +158,8 @@ class RunState:
     """Measurements at several lengths so far."""
     benchmarks: list[Milestone]
     """Scores of benchmarks so far."""
+    skipped_measures: list[str] = field(default_factory=list)
+    """Names of the measures that a stop left out after this step; the resumed run takes them."""
     numerics: str = ""
     """What was computed in which dtype, for people."""
     loss: float | None = None
@@ -165,6 +168,8 @@ class RunState:
     """Whether all parameters are finite."""
     skips: list[tuple[Count, Count]] = field(default_factory=list)
     """Pairs (step, samples left out from it on)."""
+    rewinds: Count | None = None
+    """How often the run went back to a checkpoint; earlier versions did not count."""
     ends: dict[str, Count] = field(default_factory=dict)
     """Steps of the phases that ended early."""
     world_size: Count = 1
@@ -180,6 +185,12 @@ class RunState:
             "lengths": [reach.to_dict() for reach in self.lengths],
             "benchmarks": [milestone.to_dict() for milestone in self.benchmarks],
         }
+
+
+def rewinds_of(state: dict[str, Any]) -> int:
+    """Return how often a run has gone back to a checkpoint; ``state``: plain values."""
+    counted = state.get("rewinds")
+    return len(state.get("skips", ())) if counted is None else counted
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import (
+    UNUSED,
     damage_together,
     find_checkpoint,
     healthy_checkpoints,
@@ -32,6 +33,7 @@ from trainer.runs.checkpoints import (
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
+    remove,
     remove_leftovers,
     set_aside,
     step_of,
@@ -156,7 +158,8 @@ def rewind_run(
 
 
 def _go_back(directory: Path, first_bad: int, earlier: set[int], most: int) -> None:
-    """Set aside all checkpoints after the one to resume from.
+    """Set aside the newest checkpoint after the one to resume from; remove the others, and the one
+    set aside before.
 
     ``earlier``: steps rewound to. ``most``: number of last checkpoints among which another one is
     chosen; those kept for good may lie far back.
@@ -165,7 +168,11 @@ def _go_back(directory: Path, first_bad: int, earlier: set[int], most: int) -> N
     target = next((path for path in recent if step_of(path) not in earlier), None)
     target = target or next(iter(recent), None)
     paths = regular_checkpoints(directory)
-    set_aside([p for p in paths if target is None or step_of(p) > step_of(target)])
+    unused = [p for p in paths if target is None or step_of(p) > step_of(target)]
+    if unused:
+        for path in [*directory.glob(f"{UNUSED}step-*"), *unused[:-1]]:
+            remove(path)
+        set_aside(unused[-1:])
 
 
 def _orders_between(phases: Sequence[Phase], first: int, end: int) -> dict[int, int]:

@@ -181,9 +181,15 @@ def kept_dashboards() -> Iterator[None]:
     try:
         yield
     finally:
-        runs, _kept, _unreachable = _kept, None, False
-        for run in runs.values():
-            _finish(run)
+        finish_dashboards()
+        _kept, _unreachable = None, False
+
+
+def finish_dashboards() -> None:
+    """End the Weights & Biases runs that are kept open, and upload what they have not sent."""
+    while _kept:
+        _, run = _kept.popitem()
+        _finish(run)
 
 
 def close(loggers: list[Logger]) -> None:
@@ -202,7 +208,10 @@ def close(loggers: list[Logger]) -> None:
 def _finish(run: Any) -> None:
     """End a Weights & Biases run and log its location."""
     place = f"offline; wandb sync {Path(run.dir).parent}" if run.offline else run.url
-    run.finish()
+    try:
+        run.finish()
+    except Exception as error:  # whatever it is, it need not stop other work
+        log.warning("Weights & Biases, %s: not all was sent (%s)", run.name, first_line(error))
     log.info("Weights & Biases, %s: %s", run.name, place)
 
 

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
-from trainer.common.errors import PreemptedError, UserError
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
 from trainer.common.words import remedy, same_command
@@ -34,7 +34,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_all_ranks, on_rank_zero
-from trainer.runs.saved_state import Effect
+from trainer.runs.saved_state import Effect, rewinds_of
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
@@ -65,13 +65,13 @@ class TrainedRun:
     """A finished run.
 
     ``config`` has the actual steps of each phase; ``checkpoint`` is the last one; ``effects`` of
-    changes are by phase; ``seconds`` were spent in this process.
+    changes are by phase. ``seconds``: duration of its training; None if another process began it.
     """
 
     config: RunConfig
     checkpoint: Path
     effects: dict[str, Effect]
-    seconds: float
+    seconds: float | None
 
     @property
     def effect_of_drop(self) -> Effect | None:
@@ -88,6 +88,7 @@ def train(
     user_callbacks: Sequence[L.Callback] | None = None,
     *,
     is_control: bool = False,
+    start_time: float | None = None,
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
@@ -95,14 +96,20 @@ def train(
     ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
     for each further stretch and after a rewind. ``is_control``: whether to go on if updates are
     skipped without end, so that the run which this one is compared with is evaluated all the same.
+    ``start_time``: when the program began, in seconds since the epoch, from which
+    ``trainer.max_time`` counts; None: now.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
             written, or the backend cannot run here.
+        DivergedError: the run diverged, and does not rewind, or has too often.
         PreemptedError: the run was asked to stop, and has.
     """
-    start_time, clock, rewinds = time.time(), time.perf_counter(), 0
+    start_time = time.time() if start_time is None else start_time
+    clock, rewinds = time.perf_counter(), 0
     skips: list[list[int]] | None = None  # None: as in the checkpoint
+    all_rewinds = 0  # by earlier processes, too
+    began_elsewhere: bool | None = None
     planned = config
     if user_callbacks is None:
         user_callbacks = make_callbacks(config.callbacks)
@@ -113,28 +120,32 @@ def train(
         # A finished trainer is a reference cycle: collect it now to free its memory.
         gc.collect()
         start = starting_point(planned, branch)
+        if began_elsewhere is None:
+            began_elsewhere = start.checkpoint not in (None, branch)
         config = with_ends(planned, start.state.get("ends", {}))
         if skips is None:
             skips = start.state.get("skips", [])
+            all_rewinds = rewinds_of(start.state)
         with numerics(config):
-            stretch = _stretch(config, corpus, start, skips, is_control)
+            stretch = _stretch(config, corpus, start, skips, all_rewinds, is_control)
             trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
             if config.trainer.rewind_after is None:
                 raise _divergence(config, *trained.diverged, branch)
-            rewinds += 1
             if rewinds == MAX_REWINDS:
-                raise UserError.at(
+                raise DivergedError.at(
                     "trainer.rewind_after",
                     f"{label(config)} went back {MAX_REWINDS} times and diverges again; lower the "
                     "learning rate, or look at the text.",
                 )
             skips = rewind_run(config, *trained.diverged, skips, branch)
+            rewinds, all_rewinds = rewinds + 1, all_rewinds + 1
         else:
             config = with_ends(planned, trained.ends)
             if trained.step == config.trainer.max_steps:
                 path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
-                return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
+                seconds = None if began_elsewhere else time.perf_counter() - clock
+                return TrainedRun(config, path, trained.effects, seconds)
             skips = None
             # The checkpoint exists, and the next stretch would take long to start.
             if request := next(filter(None, all_gather(trained.stop_request)), None):
@@ -146,7 +157,7 @@ def train(
         user_callbacks = make_callbacks(config.callbacks)
 
 
-def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> UserError:
+def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> DivergedError:
     """Return the error of a run that diverged and does not rewind; all ranks call this together.
 
     ``last_good``: the step before the first of the skipped updates, which end with ``step``.
@@ -157,7 +168,7 @@ def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | Non
     before, start = "no checkpoint lies before them", "begins again"
     if path is not None:
         before, start = f"the last checkpoint before them is {str(path)!r}", "goes back to it"
-    return UserError.at(
+    return DivergedError.at(
         "trainer.rewind_after",
         f"{label(config)} stopped, because the loss or the gradient was not finite in steps "
         f"{last_good + 1} to {step}; {before}. {same_command(config.overwrite).capitalize()} with "
@@ -192,7 +203,7 @@ def _train_stretch(
 ) -> TrainedStretch:
     """Train from ``start`` to the end of its stretch.
 
-    ``callbacks`` follow all others. ``start_time``: of the process, in seconds since the epoch.
+    ``callbacks`` follow all others. ``start_time``: as for :func:`train`.
     """
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
@@ -240,7 +251,12 @@ def _train_stretch(
 
 
 def _stretch(
-    config: RunConfig, corpus: Corpus, start: Start, skips: list[list[int]], is_control: bool
+    config: RunConfig,
+    corpus: Corpus,
+    start: Start,
+    skips: list[list[int]],
+    rewinds: int,
+    is_control: bool,
 ) -> PhaseStretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
@@ -252,6 +268,7 @@ def _stretch(
         phases=phases,
         phase=phase,
         skips=[(step, samples) for step, samples in skips],
+        rewinds=rewinds,
         ends=dict(start.state.get("ends", {})),
         is_control=is_control,
     )

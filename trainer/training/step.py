@@ -19,7 +19,7 @@ micro-batches    forward, loss, backward; gradients are reduced at the last one 
 update           clip, or skip if loss or gradient is not finite; optimizer step     module.py
 step ends        measure the held-out loss for ``until``; end the phase              Transitions
                  hooks of the user's callbacks                                       callbacks
-                 take the measures that are due                                      Monitors
+                 take the measures that are due, unless the run stops now            Monitors
                  write a row to all loggers                                          Metrics
                  save a checkpoint, by steps or by time; wait for the last one       Saving
                  save and stop on a signal or a time limit, all ranks together       Stopping
@@ -67,9 +67,9 @@ class PhaseStretch:
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
     sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
-    out), ``ends`` the steps of earlier phases that ended early. ``is_control``: see
-    :func:`~trainer.training.run.train`. ``token_files``: of the published model in which training
-    began.
+    out), of ``rewinds`` so far; ``ends`` the steps of earlier phases that ended early.
+    ``is_control``: see :func:`~trainer.training.run.train`. ``token_files``: of the published model
+    in which training began.
     """
 
     run: RunConfig
@@ -78,6 +78,7 @@ class PhaseStretch:
     phases: tuple[Phase, ...]
     phase: Phase
     skips: list[tuple[int, int]]
+    rewinds: int
     ends: dict[str, int]
     is_control: bool = False
     token_files: Mapping[str, str] = field(default_factory=dict)
@@ -107,8 +108,10 @@ class Step:
         self.transitions = Transitions(
             phases, partial(effect_batch, corpus), self.saving.before_drop, self.metrics.add
         )
-        self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
         self.stopping = Stopping(stretch.run, self.saving, start_time)
+        self.monitors = Monitors(
+            stretch.run, corpus, ranks, self.transitions, self.stopping, self.metrics.add
+        )
         self.rewind = Rewind(config, stretch.is_control)
         self.guards = make_guards(config, ranks)
 
@@ -148,10 +151,12 @@ class Step:
             held_out_losses=transitions.held_out_losses,
             lengths=self.monitors.reaches,
             benchmarks=self.monitors.milestones,
+            skipped_measures=self.monitors.skipped,
             numerics=NUMERICS[stretch.run.trainer.precision],
             loss=self.metrics.last_loss,
             finite_parameters=bool(norm.isfinite()),
             skips=stretch.skips,
+            rewinds=stretch.rewinds,
             ends=self.ends,
             world_size=self.ranks.world_size,
             user_callbacks=states_of(self.user_callbacks),

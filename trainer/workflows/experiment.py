@@ -6,6 +6,7 @@ import gc
 import os
 import shlex
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,8 @@ from pathlib import Path
 import lightning as L
 
 from trainer.common.errors import (
+    DivergedError,
+    PreemptedError,
     Problem,
     UserError,
     collecting,
@@ -61,7 +64,12 @@ from trainer.training.devices import (
     set_environment,
     set_threads,
 )
-from trainer.training.loggers import kept_dashboards, log_table, logger_problems
+from trainer.training.loggers import (
+    finish_dashboards,
+    kept_dashboards,
+    log_table,
+    logger_problems,
+)
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.costs import say_costs
@@ -88,16 +96,16 @@ def run_experiment(config: RunConfig, chosen: Collection[str] = ()) -> tuple[Rep
         UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
-    lock = RunLock()
+    start_time, lock = time.time(), RunLock()
     try:
         with kept_dashboards():
-            return _run_experiment(config, lock, chosen)
+            return _run_experiment(config, lock, chosen, start_time)
     finally:
         lock.release()
 
 
 def _run_experiment(
-    config: RunConfig, lock: RunLock, chosen: Collection[str]
+    config: RunConfig, lock: RunLock, chosen: Collection[str], start_time: float
 ) -> tuple[Report, bool] | None:
     configs = arms_of(config)
     set_environment(config)
@@ -118,7 +126,7 @@ def _run_experiment(
             say_unusual_settings(configs, chosen)
             if not chosen:  # recalibrate measures these, and says what it chooses
                 say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)
-        with heeding_signals():
+        with heeding_signals(), _leaving_together(lock):
             runs = {
                 name: train(
                     arm,
@@ -126,6 +134,7 @@ def _run_experiment(
                     _branch(config, name),
                     user_callbacks=callbacks[name],
                     is_control=name != MAIN,
+                    start_time=start_time,
                 )
                 for name, arm in configs.items()
             }
@@ -144,9 +153,25 @@ def _run_experiment(
         figures = write_renderings(report, directory)
         shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
         images = {path.stem: path.with_suffix(".png") for path in shown}
-        log_table(config, Outcomes(report).results(), report.reach, images)
         report.write(directory / "report.json")
+        log_table(config, Outcomes(report).results(), report.reach, images)
     return report, False
+
+
+@contextmanager
+def _leaving_together(lock: RunLock) -> Iterator[None]:
+    """Keep all ranks of a run that stops or diverges until rank 0 has released the lock and
+    uploaded its metrics: a launcher ends the others as soon as one rank exits with an error."""
+
+    def close() -> None:
+        lock.release()
+        finish_dashboards()
+
+    try:
+        yield
+    except (PreemptedError, DivergedError):
+        on_rank_zero(close)
+        raise
 
 
 def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:

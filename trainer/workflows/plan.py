@@ -410,6 +410,7 @@ def _checkpoints(config: RunConfig) -> int:
     """Return the largest number of checkpoints that a finished run keeps."""
     run = config.trainer
     number = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
+    number += run.rewind_after is not None  # set aside by the last rewind
     number += len(kept_steps(config))
     return number + (run.max_steps // run.keep_every if run.keep_every else 0)
 

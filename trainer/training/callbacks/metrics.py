@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from trainer.data.dataset import Batch
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.config import RunConfig
-from trainer.runs.metrics_file import COLUMNS
+from trainer.runs.metrics_file import COLUMNS, read_metrics, write_metrics
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import all_gather
 from trainer.runs.saved_state import RunState
@@ -57,6 +58,8 @@ class Metrics(L.Callback):
             self.peak = None if None in peaks else sum(filter(None, peaks))
         self.last_time, self.last_step = time.perf_counter(), trainer.global_step
         module.timer.enter("data")
+        if self.pending and module.ranks.is_rank_zero:
+            self._amend_row(trainer)
         self.progress.advance_to(trainer.global_step)
         steps = f"{trainer.global_step + 1:,} of {self.config.trainer.max_steps:,}"
         log.info("%s: step %s", self.progress.title, steps)
@@ -96,6 +99,17 @@ class Metrics(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
+
+    def _amend_row(self, trainer: L.Trainer) -> None:
+        """Add what was measured on resuming to the row of this step, if that is written."""
+        path, step = Path(self.config.run_dir) / "metrics.csv", trainer.global_step
+        *others, last = read_metrics(path) or [{}]
+        if last.get("step") != step:
+            return
+        write_metrics(path, [*others, last | self.pending])
+        for logger in trainer.loggers[1:]:
+            logger.log_metrics(self.pending, step=step)
+        self.pending = {}
 
     def _speed(self, module: LanguageModule, step: int, batch: Batch) -> dict[str, float]:
         times = module.timer.read()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import lightning as L
@@ -40,10 +41,11 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
-from trainer.runs.ranks import Ranks, all_gather
+from trainer.runs.ranks import Ranks, all_gather, on_rank_zero
 from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
+from trainer.training.callbacks.stopping import Stopping
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule, StepCallback, evaluating
 from trainer.training.strategy import gathered
@@ -77,6 +79,11 @@ class Monitors(StepCallback):
     These moments are: before the first step, for benchmarks of trained weights; directly after a
     change; after the last step of every phase. ``reaches`` and ``milestones`` are the results of
     lengths and benchmarks so far. They are saved, also by a run that measures no more.
+
+    A run that was asked to stop takes no measure after its step, and breaks off benchmarks between
+    two tasks. The resumed run takes these ``skipped`` ones before its first step, from the same
+    weights. Nothing is skipped before a step or after the run's last one, whose weights no resumed
+    run has.
     """
 
     def __init__(
@@ -85,18 +92,24 @@ class Monitors(StepCallback):
         corpus: Corpus,
         ranks: Ranks,
         transitions: Transitions,
+        stopping: Stopping,
         add_metrics: Callable[[dict[str, float]], None],
     ) -> None:
-        self.transitions, self.add_metrics = transitions, add_metrics
+        self.transitions, self.stopping, self.add_metrics = transitions, stopping, add_metrics
         self.phase_ends = {phase.end for phase in transitions.phases}
         self.reaches: list[Reach] = []
         self.milestones: list[Milestone] = []
+        self.skipped: list[str] = []
+        self._may_skip = False
+        self.directory, self.is_rank_zero = Path(config.run_dir), ranks.is_rank_zero
         self.measures: list[Measure] = []
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
             self.measures.append(Lengths(config, corpus, ranks, self.reaches.append))
         if config.monitor.benchmarks.enabled:
-            benchmarks = Benchmarks(config, corpus, ranks, self.milestones.append)
+            benchmarks = Benchmarks(
+                config, corpus, ranks, self.milestones.append, self._raise_if_stopping
+            )
             self.measures.append(benchmarks)
             self.first_measure = benchmarks if config.model.is_trained else None
         if config.monitor.probe_every is not None:
@@ -105,31 +118,91 @@ class Monitors(StepCallback):
     def restore(self, state: RunState) -> None:
         """Restore the measurements so far."""
         self.reaches[:], self.milestones[:] = state.lengths, state.benchmarks
+        self.skipped = state.skipped_measures
 
     def on_train_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Measure a model with trained weights before its first step."""
+        """Measure a model with trained weights before its first step, and take skipped measures."""
+        measures = [measure for measure in self.measures if _name(measure) in self.skipped]
+        self.skipped = []
         if trainer.global_step == 0 and self.first_measure is not None and not self.milestones:
-            self._take(self.first_measure, trainer, module)
+            measures.append(self.first_measure)
+        for measure in measures:
+            self._take(measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
 
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure directly after the model was changed."""
         if self.transitions.changed_at(trainer.global_step):
             for measure in self.measures:
-                self._take(measure, trainer, module)
+                self._take(measure, trainer, module, "-changed")
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Take the measures that are due after a step."""
+        """Take the measures that are due after a step, unless the run stops now."""
         step = trainer.global_step
         ends_phase = step in self.phase_ends or module.phase_ended
+        phases = self.transitions.phases
+        self._may_skip = not ends_phase or phase_before(phases, step) is not phases[-1]
         for measure in self.measures:
-            if ends_phase or measure.is_due(module, step):
+            if not ends_phase and not measure.is_due(module, step):
+                continue
+            if self._is_stopping():
+                self.skipped.append(_name(measure))
+            else:
                 self._take(measure, trainer, module)
+        self._may_skip = False
 
-    def _take(self, measure: Measure, trainer: L.Trainer, module: LanguageModule) -> None:
-        self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
+    def _is_stopping(self) -> bool:
+        return self._may_skip and self.stopping.stops_now()
+
+    def _raise_if_stopping(self) -> None:
+        if self._is_stopping():
+            raise _StoppingError
+
+    def _take(
+        self, measure: Measure, trainer: L.Trainer, module: LanguageModule, moment: str = ""
+    ) -> None:
+        """Take a measure, unless it has ended the process :data:`ATTEMPTS` times.
+
+        ``moment``: distinguishes measures after the same number of steps.
+        """
+        name, step = _name(measure), trainer.global_step
+        mark, began = self.directory / f".measuring-{name}-{step}{moment}", time.perf_counter()
+        if on_rank_zero(lambda: _attempt(mark)) > ATTEMPTS:
+            log.warning(
+                "Step %d: left out %s, in which the run ended %d times", step, name, ATTEMPTS
+            )
+            return
+        try:
+            self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
+        except _StoppingError:
+            self.skipped.append(name)
+        if self.is_rank_zero:
+            mark.unlink(missing_ok=True)
+        self.stopping.add_measurement(time.perf_counter() - began)
+
+
+class _StoppingError(Exception):
+    """The run stops; a measurement is broken off."""
+
+
+ATTEMPTS = 2
+"""Processes that may end in the same measurement before it is left out, as by lack of memory."""
+
+
+def _attempt(mark: Path) -> int:
+    """Count an attempt in the size of a file, which stays if the process ends; return the count."""
+    try:
+        with mark.open("a") as file:
+            file.write(".")
+        return mark.stat().st_size
+    except OSError:  # a full disk stops no run
+        return 1
+
+
+def _name(measure: Measure) -> str:
+    return type(measure).__name__.lower()
 
 
 class Lengths:
@@ -329,9 +402,15 @@ class Benchmarks:
     """
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, ranks: Ranks, remember: Callable[[Milestone], None]
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        ranks: Ranks,
+        remember: Callable[[Milestone], None],
+        before_task: Callable[[], None],
     ) -> None:
         self.config, self.ranks, self.remember = config, ranks, remember
+        self.before_task = before_task
         self.settings = config.monitor.benchmarks
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
         self.encoder = Encoder(corpus.tokenizer, config.training_length, add_bos=True)
@@ -360,7 +439,7 @@ class Benchmarks:
         C, batch_tokens = self.config.training_length, self.config.evaluation.batch_tokens
         for task in self.tasks:
             for length in self.lengths:
-                self._watch()
+                self._begin_task()
                 has = task.sequences(length)
                 cell = task.measure(Reading(model, length, None, batch_tokens)) if has else {}
                 losses = _gathered(cell.get("by_window", ()))
@@ -372,7 +451,7 @@ class Benchmarks:
     def _of_questions(self, model: LanguageModel) -> dict[str, float]:
         scores_by_task = {}
         for task, questions in self.questions.items():
-            self._watch()
+            self._begin_task()
             tokens = MultipleChoiceConfig.batch_tokens
             scores = []
             if questions:
@@ -387,7 +466,7 @@ class Benchmarks:
             return {}
         from trainer.evaluation import harness
 
-        self._watch()
+        self._begin_task()
         config = _harness_config(self.settings)
         scores = harness.score_tasks(model, self.encoder, config, self._spread, silent=True)
         return {f"harness/{score.task}/{score.metric}": score.value for score in scores}
@@ -403,8 +482,10 @@ class Benchmarks:
             results[start::ranks] = part
         return results
 
-    def _watch(self) -> None:
-        """Extend the watchdog: a task may take as long as a first step."""
+    def _begin_task(self) -> None:
+        """Break off if the run stops; extend the watchdog: a task may take as long as a first
+        step."""
+        self.before_task()
         watch(self.config.trainer.step_timeout, 10)
 
 

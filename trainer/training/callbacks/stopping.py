@@ -24,7 +24,7 @@ import lightning as L
 
 from trainer.common.processes import ask_for_requeue, stopping_at_once
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Vote, on_all_ranks
+from trainer.runs.ranks import Vote, all_gather, on_all_ranks
 from trainer.runs.training_config import seconds_of
 from trainer.training.callbacks.saving import Saving
 from trainer.training.module import LanguageModule, StepCallback
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MARGIN = 120.0
-"""Seconds before the end of a SLURM job at which its run stops by itself, or more where its steps
-and checkpoints take long."""
+"""Seconds before the end of a SLURM job at which its run stops by itself, or more where its steps,
+measurements and checkpoints take long."""
 
 ECHO = 10.0
 
@@ -135,11 +135,13 @@ class Stopping(StepCallback):
 
     def __init__(self, config: RunConfig, saving: Saving, start_time: float) -> None:
         self.config, self.saving, self.start_time = config, saving, start_time
-        self._step_ends: deque[float] = deque(maxlen=20)
+        self._step_ends: deque[float] = deque(maxlen=20)  # without the time of measurements
+        self._measuring, self._longest = 0.0, 0.0  # seconds of all measurements, and of one
         self.reason: str | None = None
         self.notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
         self._vote = Vote()
+        self._is_agreed = False
 
     @property
     def request(self) -> str | None:
@@ -158,11 +160,8 @@ class Stopping(StepCallback):
         """Save and stop after the step at which all ranks know of the request."""
         if trainer.global_step == self.config.trainer.max_steps:
             return
-        self._step_ends.append(time.time())
-        limit, name = deadline(self.config, self.start_time, self._margin())
-        if self.request is None and time.time() > limit:
-            self._limit = name
-        if not self._vote.agreed(self.request is not None):
+        self._step_ends.append(time.time() - self._measuring)
+        if not self._vote.agreed(self._is_asked()) and not self._is_agreed:
             return
         self.reason = self.request or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
@@ -172,13 +171,33 @@ class Stopping(StepCallback):
         on_all_ranks(ask_for_requeue)
         trainer.should_stop = True
 
+    def stops_now(self) -> bool:
+        """Whether any rank was asked to stop; then all stop after the present step.
+
+        All ranks call this together, and wait for each other.
+        """
+        self._is_agreed = self._is_agreed or any(all_gather(self._is_asked()))
+        return self._is_agreed
+
+    def add_measurement(self, seconds: float) -> None:
+        """Note how long a measurement took: a later one will take as long."""
+        self._measuring += seconds
+        self._longest = max(self._longest, seconds)
+
+    def _is_asked(self) -> bool:
+        limit, name = deadline(self.config, self.start_time, self._margin())
+        if self.request is None and time.time() > limit:
+            self._limit = name
+        return self.request is not None
+
     def _margin(self) -> float:
-        """Return the seconds to reserve: two steps and a checkpoint, plus half as much again.
+        """Return the seconds to reserve: two steps, the longest measurement and a checkpoint, plus
+        half as much again.
 
         Disks are slow when all jobs of a cluster end.
         """
         step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
-        return max(MARGIN, 1.5 * (2 * step + self.saving.seconds))
+        return max(MARGIN, 1.5 * (2 * step + self._longest + self.saving.seconds))
 
 
 def deadline(config: RunConfig, start_time: float, margin: float = MARGIN) -> tuple[float, str]:
