@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from trainer.evaluation import fitting
-from trainer.evaluation.fitting import FitText, Fitting, fit_coefficient, fit_heads, fit_line
+from trainer.evaluation.fitting import (
+    FitText,
+    Fitting,
+    fit_coefficient,
+    fit_heads,
+    fit_line,
+    is_largest_tried,
+)
 from trainer.evaluation.layouts import tempered
 from trainer.evaluation.store import Claims, Share, Store
 from trainer.model.config import QKNormConfig, SoftmaxConfig
@@ -156,6 +163,32 @@ def test_at_an_end_of_the_grid_it_stays_there(monkeypatch, tiny_decoder, slope, 
     asked = stand_in(monkeypatch, lambda c: slope * c)
     assert fit(tiny_decoder(training_length=C)) == end
     assert len(asked) == len(GRID) * len(WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("grid", "lowest", "further"),
+    [
+        ([0.0, 0.5, 0.6], 0.68, [0.7, 0.9]),
+        ([0.0, 0.5, 0.6], 1.0, [0.7, 0.9, 1.3]),
+        ([0.6, 0.5], 9.0, [0.7, 0.9, 1.3, 2.0]),
+        ([0.0, 0.5, 0.6], 0.5, []),
+        ([0.6], 9.0, []),
+        ([0.0, 3.0], 9.0, []),
+    ],
+)
+def test_a_grid_goes_on_while_its_largest_value_is_the_best(
+    monkeypatch, tiny_decoder, grid, lowest, further
+):
+    asked = stand_in(monkeypatch, lambda c: (c - lowest) ** 2)
+    model = tiny_decoder(training_length=C)
+    windows = {16: WINDOWS[16]}
+    settings = [lambda c: lambda _: tempered(model.layout, c), windows, grid, None]
+    result = fit_coefficient(fitting_of(model), *settings)
+    within = lowest < 2
+    assert result == pytest.approx(lowest if within else max(grid + further))
+    refined = [lowest] if within and lowest not in grid else []
+    assert asked == pytest.approx(sorted(grid) + further + refined)
+    assert is_largest_tried(result, grid) == (not within and len(grid) > 1)
 
 
 def test_a_worse_refinement_is_not_taken(monkeypatch, tiny_decoder):

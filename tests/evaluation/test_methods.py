@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
 from trainer.evaluation.layouts import tempered
 from trainer.evaluation.method_config import (
     BY_LAYER,
@@ -193,10 +193,15 @@ def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name
 def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name):
     """Which layouts are never stored."""
     every = WeightedRopeSettings("sequence", "below", 1.0, 0.5)
-    config = replace(CONFIG, weighted_rope=[every], dope=DopeSettings(heads=2, removal="zero"))
+    config = replace(
+        CONFIG,
+        weighted_rope=[every],
+        dope=DopeSettings(heads=2, removal="zero"),
+        temperature=TemperatureSettings(grid=[0.0, LARGEST_TRIED], models="all"),
+    )
     result = layout_of(name, fitting(), 2.0, config)
     assert any(layer.intervention is not None for layer in result.layers)
-    assert {s.temperature.coefficient for s in result.spectra} <= {0.0, 0.5}
+    assert {s.temperature.coefficient for s in result.spectra} <= {0.0, LARGEST_TRIED}
 
 
 def test_a_model_without_rotation_has_no_rescaling(fitting):
@@ -365,6 +370,30 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     assert layout_of("temperature", have, 2.0, config) == first
 
 
+@pytest.mark.parametrize(("form", "lengths"), [("sum", "64, 96"), ("line", "96")])
+def test_a_fit_that_ends_at_the_largest_value_says_so_whenever_it_is_read(
+    fitting, monkeypatch, form, lengths
+):
+    asked = []
+
+    def fit(fitting, tempered_with, windows, grid, key):
+        asked.append([*windows])
+        return LARGEST_TRIED if 96 in windows else 0.5
+
+    monkeypatch.setattr("trainer.evaluation.methods.fit_coefficient", fit)
+    have = fitting(layers=["nope"])
+    have.text = replace(have.text, windows={n: np.zeros((2, n), int) for n in (64, 96)})
+    settings = TemperatureSettings(grid=[0.0, 0.5], models="all", fit=form, lengths=[2.0, 3.0])
+    for _ in range(2):
+        have.notes.clear()
+        layout_of("temperature", have, 2.0, replace(CONFIG, temperature=settings))
+        assert have.notes[1:] == [
+            f"at {lengths} tokens the largest coefficient tried fits best, so that a larger one "
+            "may fit better"
+        ]
+    assert asked == ([[64], [96]] if form == "line" else [[64, 96]])
+
+
 def test_a_single_coefficient_is_noted_as_given(fitting):
     have = fitting(layers=["nope"])
     config = replace(CONFIG, temperature=TemperatureSettings(grid=[0.3]))
@@ -379,7 +408,9 @@ def test_a_single_coefficient_is_noted_as_given(fitting):
 def test_the_sequences_of_a_fit_are_counted_before_it(fitting, name):
     have, read = fitting(), []
     have.read = lambda sequences, length: read.append((sequences, length))
-    made = recipe(name, have.model.layout, replace(CONFIG, fit_windows=2))
+    whole = TemperatureSettings(grid=[0.0, LARGEST_TRIED], models="all")  # nothing beyond it
+    config = replace(CONFIG, fit_windows=2, temperature=whole)
+    made = recipe(name, have.model.layout, config)
     made.make(have).layout_at(2.0)
     assert sum(n for n, _ in read) == sum(made.fits(2.0).values())
     assert {length for _, length in read} <= {64}

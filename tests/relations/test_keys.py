@@ -55,7 +55,7 @@ HASHED = {
     **dict.fromkeys(
         (
             *("methods._longrope", "methods.layout_at", "methods._fitted_temperature"),
-            "methods._temperature_per_head",
+            *("methods.best", "methods._temperature_per_head"),
         ),
         "each fits on a layout that it tells apart, with settings that its method is stored with",
     ),

@@ -22,7 +22,7 @@ from tests.relations.keys import (
     ignored_leaves,
 )
 from tests.relations.leaves import with_value
-from trainer.evaluation import methods
+from trainer.evaluation import fitting, methods
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.loss import AnsweredTexts
@@ -247,6 +247,29 @@ def test_a_fit_is_stored_under_all_settings_that_decide_on_it(name, monkeypatch)
             assert {*behind[0]}.isdisjoint(behind[1])
         longer = replace(LAYOUT, training_length=16)
         assert {*keys_of_fits(name, config, longer)[kind]}.isdisjoint(before[kind]), "layout"
+
+
+@pytest.mark.parametrize("name", ["temperature", "temperature_per_head"])
+@pytest.mark.parametrize("grid", [[0.1, 0.2], [0.1], [0.1, 9.0]])
+def test_only_a_fit_that_may_go_beyond_its_grid_is_stored_under_the_end(monkeypatch, name, grid):
+    """A loss belongs to a value, wherever the search ends."""
+    monkeypatch.setattr(methods, "fit_heads", lambda *arguments: [[0.1] * 2 for _ in arguments[3]])
+    plain = EvaluationConfig(lengths=[2.0, 4.0])
+    settings = replace(plain.temperature, models="all", grid=grid)
+    config = replace(plain, temperature=settings)
+
+    def keys():
+        made = recipe(name, LAYOUT, config)
+        return {**keys_of_fits(name, config, LAYOUT), "cells": [str(made.settings)]}
+
+    before = keys()
+    for module in (fitting, methods):
+        monkeypatch.setattr(module, "LARGEST_TRIED", 3.0)
+    after = keys()
+    goes_beyond = grid == [0.1, 0.2]
+    assert {*after["stored"]}.isdisjoint(before["stored"]) == goes_beyond
+    assert {*after["cells"]}.isdisjoint(before["cells"]) == goes_beyond
+    assert {*after["tried"]} == {*before["tried"]}
 
 
 def test_a_search_by_needles_is_stored_under_their_texts(monkeypatch):

@@ -140,6 +140,20 @@ class Fitting:
         return [math.inf if loss is None else loss for loss in losses]
 
 
+LARGEST_TRIED = 2.0
+"""Coefficient at which the search beyond a grid ends; DroPE's own are 0.412 and 0.103."""
+
+
+def goes_beyond(grid: Sequence[float]) -> bool:
+    """Whether :func:`fit_coefficient` may try values beyond the grid; one value is as given."""
+    return len(set(grid)) > 1 and max(grid) < LARGEST_TRIED
+
+
+def is_largest_tried(coefficient: float, grid: Sequence[float]) -> bool:
+    """Whether a fit ended at the largest value that it could try, so that its minimum is beyond."""
+    return len(set(grid)) > 1 and coefficient >= max(LARGEST_TRIED, *grid)
+
+
 def fit_coefficient(
     fitting: Fitting,
     tempered_with: Callable[[float], Callable[[float], Layout]],
@@ -149,8 +163,10 @@ def fit_coefficient(
 ) -> float:
     """Return the coefficient c of 1 + c ln s (DroPE, App. C.2) with the least held-out loss.
 
-    The loss is summed over the lengths. The result is the best of the grid, or the minimum of the
-    parabola through it and its neighbours if its loss is lower.
+    The loss is summed over the lengths. While the largest value is the best, the grid continues up
+    to ``LARGEST_TRIED``, with its last spacing at first and twice the spacing each time. The result
+    is the best value, or the minimum of the parabola through it and its neighbours if its loss is
+    lower.
 
     ``tempered_with``: maps a coefficient to a function from extension factor to layout.
     ``windows``: ``[N, length]`` held-out tokens for every length. ``settings``: inputs of the loss
@@ -172,6 +188,11 @@ def fit_coefficient(
 
     coefficients = sorted(set(grid))
     tried = dict(zip(coefficients, fitting.losses(settings, coefficients, loss), strict=True))
+    if goes_beyond(coefficients):
+        largest, step = coefficients[-1], coefficients[-1] - coefficients[-2]
+        while largest < LARGEST_TRIED and min(tried, key=lambda c: tried[c]) == largest:
+            largest, step = min(LARGEST_TRIED, largest + step), 2 * step
+            (tried[largest],) = fitting.losses(settings, [largest], loss)
     lowest = _lowest_point(list(tried.items()))
     if lowest is not None and lowest not in tried:
         (tried[lowest],) = fitting.losses(settings, [lowest], loss)

@@ -50,7 +50,7 @@ class TemperatureSettings:
     grid: list[Annotated[NotNegative, Field(le=100)]] = field(
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
-    """Values of c to choose from."""
+    """Values of c to try; larger ones, up to 2, while the largest is the best."""
     per: Literal["sequence", "query"] = "sequence"
     """Length s counts: sequence, query."""
     models: Literal["free", "all"] = "free"

@@ -20,12 +20,15 @@ from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import (
     BACKWARD,
+    LARGEST_TRIED,
     RATE,
     STEPS,
     Fitting,
     fit_coefficient,
     fit_heads,
     fit_line,
+    goes_beyond,
+    is_largest_tried,
 )
 from trainer.evaluation.layouts import (
     TITLES,
@@ -155,6 +158,8 @@ def recipe(
     settings = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
     if (some := _some_layers_key(layout, config)) and {*keys} & {*BY_LAYER}:
         settings[LAYERS] = some[0]
+    if {*keys} & {*FITTED_TEMPERATURES} and (beyond := _beyond_key(config)):
+        settings["beyond"] = beyond[0]
 
     def fits(factor: float) -> dict[float, int]:
         counts: Counter[float] = Counter()
@@ -328,6 +333,11 @@ def _some_layers_key(layout: Layout, config: MethodsConfig) -> list[list[int]]:
     return [] if len(chosen) == len(layout.layers) else [chosen]
 
 
+def _beyond_key(config: MethodsConfig) -> list[float]:
+    """Return the part of a key with the end of the search for a temperature beyond its grid."""
+    return [LARGEST_TRIED] if goes_beyond(config.temperature.grid) else []
+
+
 def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Divide each pair by its own factor: a published one, or one searched at each length."""
     settings = config.longrope
@@ -374,16 +384,23 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
 
     def best(windows: Mapping[int, Integers]) -> float:
         layouts = [_identity(before(n / C)) for n in windows]
-        key = [layouts, per, list(windows), *some]
-        return fit_coefficient(fitting, tempered_with, windows, settings.grid, key)
+        loss_key = [layouts, per, list(windows), *some]
+        fit = partial(fit_coefficient, fitting, tempered_with, windows, settings.grid, loss_key)
+        key = [layouts, list(windows), _plain(settings), *_beyond_key(config), *some]
+        coefficient: float = fitting.stored("temperature", key, fit)
+        if is_largest_tried(coefficient, settings.grid):
+            unbounded.extend(windows)
+        return coefficient
 
-    def fit() -> float:
-        return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
-
-    key = [[_identity(before(n / C)) for n in windows], _plain(settings), *some]
-    coefficient = fitting.stored("temperature", key, fit)
+    unbounded: list[int] = []
+    coefficient = fit_line(best, windows, C) if settings.fit == "line" else best(windows)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
+    if unbounded:
+        fitting.notes.append(
+            f"at {', '.join(map(str, unbounded))} tokens the largest coefficient tried fits best, "
+            "so that a larger one may fit better"
+        )
     fitting.temperature = _record(fitting, windows, coefficient, per)
     if some:
         fitting.temperature["layers"] = some[0]
@@ -422,7 +439,9 @@ def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsCon
         start = fit_coefficient(fitting, tempered_with, windows, grid, ["sequence", *key])
         return fit_heads(fitting, tempered_with(0.0), windows, layers, start)
 
-    coefficients = fitting.stored("temperature_per_head", [key, grid, STEPS, RATE], fit)
+    coefficients = fitting.stored(
+        "temperature_per_head", [key, grid, *_beyond_key(config), STEPS, RATE], fit
+    )
     flat = [c for row in coefficients for c in row]
     mean = sum(flat) / len(flat)
     fitting.notes.append(

@@ -238,8 +238,7 @@ def _by_text(cell: Cell, label: tuple[int, str] | None) -> dict[int, list[float]
 
 
 def _mean(scores: Sequence[float]) -> float:
-    # Equal sums of fractions may differ by 1e-16, which a sign test would count.
-    return scores[0] if len(scores) == 1 else round(sum(scores) / len(scores), 12)
+    return sum(scores) / len(scores)
 
 
 def natural(text: str) -> list[tuple[int, str]]:

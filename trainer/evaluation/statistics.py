@@ -17,6 +17,8 @@ SIGNIFICANT = 0.05
 RESAMPLES, SEED = 2000, 0
 Z = 1.959964
 """Quantile of the normal distribution for intervals of 95%."""
+ROUNDING = 1e-12
+"""Difference of scores below which they are equal."""
 FEW = 30
 """Scores or pairs below which a bootstrap interval is widened: it is too short by a factor of about
 sqrt((n - 1) / n) Z / t, which is 0.94 for 30 pairs and 0.78 for 8."""
@@ -196,9 +198,10 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison
     Raises:
         ValueError: the lengths differ.
     """
-    pairs = list(zip(scores, reference, strict=True))
-    better = int(sum(a > b for a, b in pairs))  # of numpy floats the sum is int64
-    worse = int(sum(a < b for a, b in pairs))
+    # Scores may be means of fractions: equal sums of them may differ by 1e-16.
+    differences = [a - b for a, b in zip(scores, reference, strict=True) if abs(a - b) > ROUNDING]
+    better = sum(bool(difference > 0) for difference in differences)  # numpy sums to int64
+    worse = len(differences) - better
     n = better + worse
     term = tail = 1  # C(n, k), and its sum over k up to the smaller count
     for k in range(min(better, worse)):
@@ -257,7 +260,7 @@ def effective_length(
         if score is None:
             break
         # Scores are sums of rounded fractions: 0.85 * 1.0 and 0.85 itself may differ by 1e-16.
-        if score.mean < KEPT * first.mean - 1e-12:
+        if score.mean < KEPT * first.mean - ROUNDING:
             return EffectiveLength(reached)
         reached = length
     return EffectiveLength(reached, is_limit=False)
