@@ -171,6 +171,12 @@ def test_answering_in_turn_changes_nothing(build, tokenizer, positional, change)
     assert answers(model, tokenizer, prompts, 50) == alone(model, tokenizer, prompts)
 
 
+def test_prompts_with_a_limit_on_their_first_token_share_nothing():
+    prompts = [replace(prompt, never_first=(3,)) for prompt in groups(1)]
+    for tokens in (50, 4096):
+        assert not any(batch.cuts for batch in answering._batches(prompts, tokens))
+
+
 def test_equal_prompts_share_all_but_their_last_token():
     order, cuts = answering._cuts([(1, 2, 3, 4), (1, 5, 3, 4), (1, 2, 3, 4)])
     assert order.tolist() == [1, 0, 2]

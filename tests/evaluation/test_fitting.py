@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.data.held_out import HeldOutPart, HeldOutText
 from trainer.evaluation import fitting
 from trainer.evaluation.fitting import (
     FitText,
@@ -33,6 +34,7 @@ OTHERS = {
     "fingerprint": "other",
     "needles": {8: None},
     "choice": {8: np.ones((1, 8), int)},
+    "parts": (0, 1),  # follow from what the fingerprint has
 }
 
 
@@ -66,6 +68,20 @@ def test_a_stored_fit_is_for_the_same_weights_text_and_settings(tmp_path):
     ]  # fmt: skip
     assert [stored(**other) for other in others] == [2, 3, 4, 5, 6, 7]
     assert stored() == 1
+
+
+@pytest.mark.parametrize("shares", [(26, 6), (22, 10), (13, 10, 9)])
+def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
+    """As many as their shares of four, apart from each other; a heavy text is not taken alone."""
+    texts = [HeldOutPart(str(n), share, range(100)) for n, share in enumerate(shares)]
+    parts = HeldOutText("validation", tuple(texts)).parts_of_windows(shares).tolist()
+    text = FitText({1: np.arange(32)[:, None]}, 0, "", parts=tuple(parts))
+    chosen = text.spread(4, 1)[:, 0]
+    assert sorted(set(chosen)) == chosen.tolist()
+    counts = np.bincount(np.array(parts)[chosen])
+    assert (abs(counts - 4 * np.array(shares) / 32) < 1).all()
+    assert max(chosen) - min(chosen) > 20
+    assert text.spread(40, 1)[:, 0].tolist() == list(range(32))
 
 
 @pytest.mark.parametrize("by_file", [False, True])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from tests.data.streams import held_out
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -223,3 +225,18 @@ def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_trainin
         words = corpus.tokenizer.decode(row[1:])
         assert re.search(r"Line \d+ says \d+", words)[0] in validation
     assert made("pi", by_needles) == made("longrope", LongRopeSettings()) == {}
+
+
+@pytest.mark.parametrize("weights", [[0.8, 0.2], [0.5, 0.3, 0.2]])
+def test_windows_of_a_mixture_name_their_texts(tiny_decoder, weights):
+    text = held_out(
+        *(range(1000 * n, 1000 * n + 500) for n in range(len(weights))), weights=weights
+    )
+    corpus = SimpleNamespace(validation=text, first_token=0, held_out_fingerprint="")
+    config = replace(CONFIG, fit_windows=16)
+    recipes = [recipe("dope", tiny_decoder().layout, config)]
+    read = fit_text(corpus, None, config, recipes, [128], 32)
+    for windows in read.windows.values():
+        assert read.parts == tuple(windows[:, 0] // 1000)
+    chosen = read.spread(5, 128)[:, 0] // 1000
+    assert np.bincount(chosen).tolist() == [4, 1] if len(weights) == 2 else [3, 1, 1]

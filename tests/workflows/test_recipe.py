@@ -161,7 +161,8 @@ def test_sequences_fit_the_gpu():
 def seconds_of(model, device, values):
     """Seconds of every pass of an evaluation, each on its own, as if none were shared."""
     unit, models = values["evaluation.training_length"], 1 + len(values["evaluation.methods"])
-    prompts = 11 * values.get("evaluation.needles.trials", 0)  # a depth each
+    depths = values.get("evaluation.needles.depths", [])
+    prompts = len(depths) * values.get("evaluation.needles.trials", 0)
     fits = 10 * values.get("evaluation.fit_windows", 0)  # 9 coefficients, and a tenth between them
 
     def passes(length):
@@ -196,7 +197,7 @@ def test_a_short_evaluation_leaves_out_needles_then_the_temperature():
     values, _ = chosen(model, cpu(model, 250), 20)
     assert values["evaluation.tasks"] == ["perplexity", "standard"]
     assert values["evaluation.needles.trials"] == 1
-    values, _ = chosen(model, cpu(model, 250), 10)
+    values, _ = chosen(model, cpu(model, 150), 10)
     assert values["evaluation.tasks"] == ["perplexity"]
     assert "evaluation.needles.trials" not in values
     assert values["evaluation.methods"] == ["none", "temperature"]

@@ -61,7 +61,9 @@ class HeldOutText:
 
     name: Split
     parts: tuple[HeldOutPart, ...]
-    _short: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _named: set[tuple[str, int, int]] = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         """Return the number of tokens of all parts."""
@@ -72,12 +74,18 @@ class HeldOutText:
         """Number of tokens of the longest window."""
         return max(len(part.stream) for part in self.parts)
 
+    @property
+    def of_longest(self) -> str:
+        """Words behind :attr:`longest` if that is one of several texts."""
+        return " in the longest of its texts" if len(self.parts) > 1 else ""
+
     def shares(self, count: int, length: int, apart: int | None = None) -> list[int]:
         """Divide ``count`` windows of ``length`` tokens among the parts by their weights.
 
         A part with too little text gives what it has and the others give the rest; this is logged
-        once for each part. ``apart``: least distance between two windows (None: they may overlap).
-        Together the parts may have fewer windows than ``count``.
+        once for each part, count and length. One window has no shares. ``apart``: least distance
+        between two windows (None: they may overlap). Together the parts may have fewer windows than
+        ``count``.
         """
 
         def most(part: HeldOutPart) -> int:
@@ -91,8 +99,9 @@ class HeldOutText:
         for part, wanted, has in zip(
             self.parts, divided(count, weights, [count] * len(weights)), available, strict=True
         ):
-            if wanted > has and len(self.parts) > 1 and part.name not in self._short:
-                self._short.add(part.name)
+            key = (part.name, count, length)
+            if wanted > has and count > 1 and len(self.parts) > 1 and key not in self._named:
+                self._named.add(key)
                 log.warning(
                     "data.mixture.%s: its %s text of %s tokens gives %d of the %d windows of %s "
                     "tokens that its weight asks for, and the other texts the rest; give more of "

@@ -138,10 +138,12 @@ class Preparation:
                 command=prepare_command(),
             )
         if others := _states(self.directory.parent, self.request):
-            changed = "files or sizes" if self.config.source in BUILT_IN else "code"
+            changed = "other files or sizes than when it was prepared"
+            if self.config.source not in BUILT_IN:
+                changed = "other code than when it was prepared, or none was noted then"
             return Problem(
                 "data",
-                f"{describe(self.config)} has other {changed} than when it was prepared "
+                f"{describe(self.config)} has {changed} "
                 f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
                 "prepares it anew:",
                 command=prepare_command(),

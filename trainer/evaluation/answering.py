@@ -182,7 +182,7 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
     single: dict[int, list[int]] = defaultdict(list)  # by new tokens
     sharing: dict[tuple[int, int, int], list[tuple[list[int], Integers]]] = defaultdict(list)
     for (group, length, new), members in alike.items():
-        if group is None or len(members) == 1:
+        if group is None or len(members) == 1 or prompts[members[0]].never_first:
             single[new] += members
             continue
         fit = batch_tokens // (length + new)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.data.held_out import divided
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts, losses_by_position
 from trainer.evaluation.method_config import SPREAD
@@ -26,17 +27,28 @@ _NOT_OF_FITS = {
     "windows": "their sizes stand for them: they end at places that follow from the sizes",
     "needles": "read by the search for factors alone, whose key has them",
     "choice": "read by choices alone: see FitText.choice_key",
+    "parts": "follow from the texts and weights, which the fingerprint has",
 }
 """Fields of the text that the key of a fit leaves out, with the reason."""
 
 
-def spread_evenly(count: int, total: int) -> Integers:
+def spread_evenly(count: int, total: int, parts: Sequence[int] = ()) -> Integers:
     """Return the indices of ``count`` rows spread evenly over ``total``, or of all if there are
     fewer.
 
     Windows of one text overlap with their neighbours, so that the first ones are nearly one text.
+    ``parts``: number of each row's text, if there are several; then the rows are spread over each
+    text by itself, in the texts' shares of all rows.
     """
-    return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
+    if not parts:
+        return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
+    rows_of = [np.flatnonzero(np.equal(parts, part)) for part in sorted(set(parts))]
+    sizes = [len(rows) for rows in rows_of]
+    shares = divided(min(count, total), sizes, sizes)
+    chosen = [
+        rows[spread_evenly(share, len(rows))] for rows, share in zip(rows_of, shares, strict=True)
+    ]
+    return np.sort(np.concatenate(chosen))
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class FitText:
     """Validation text, which is not part of the reported text.
 
     ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
+    ``parts``: the text of a mixture that each of them is from, ``[N]``; empty for a single text.
     ``fingerprint``: hash of the text and its tokens. ``needles``: texts with questions and answers,
     for every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
     every length at which heads or pairs are chosen; None: the windows.
@@ -54,6 +67,12 @@ class FitText:
     fingerprint: str
     needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
     choice: Mapping[int, Integers] | None = None
+    parts: Sequence[int] = ()
+
+    def spread(self, count: int, length: int) -> Integers:
+        """Return ``[count, length]`` windows as :func:`spread_evenly` chooses them."""
+        windows = self.windows[length]
+        return windows[spread_evenly(count, len(windows), self.parts)]
 
     @property
     def key(self) -> dict[str, Any]:
@@ -98,8 +117,11 @@ class Fitting:
     def ids(self, factor: float, texts: int) -> Tensor:
         """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""
         length = round(factor * self.model.layout.training_length)
-        chosen = self.text.windows if self.text.choice is None else self.text.choice
-        ids = chosen[length][spread_evenly(texts, len(chosen[length]))]
+        text = self.text
+        if text.choice is None:
+            ids = text.spread(texts, length)
+        else:
+            ids = text.choice[length][spread_evenly(texts, len(text.choice[length]))]
         self.read(len(ids), length)
         return torch.from_numpy(ids).to(self.model.device)
 

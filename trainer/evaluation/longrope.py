@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.common.errors import UserError
-from trainer.evaluation.fitting import Fitting, spread_evenly
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
 from trainer.evaluation.loss import answer_loss, losses_by_position
 from trainer.evaluation.method_config import LongRopeSettings
@@ -256,8 +256,7 @@ def fitted_factors(
     length = round(factor * model.layout.training_length)
 
     def text_loss() -> float:
-        windows = text.windows[length]
-        windows = windows[spread_evenly(settings.windows, len(windows))]
+        windows = text.spread(settings.windows, length)
         fitting.read(*windows.shape)
         losses = losses_by_position(model, windows, text.first_token, fitting.batch_tokens)
         return losses.mean().item()

@@ -55,8 +55,9 @@ def windows_with_common_ends(
     if text.longest < longest:
         raise UserError.at(
             key,
-            f"the {name} text has {text.longest} tokens, fewer than the longest window of "
-            f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
+            f"the {name} text has {text.longest} tokens{text.of_longest}, fewer than the longest "
+            f"window of {longest}; give more text, larger data.validation and data.test, or "
+            "shorter lengths.",
         )
     shares = text.shares(count, longest, last)
 

@@ -142,7 +142,7 @@ def cell_jobs(method: tuple[PlannedCell, ...], plan: PlannedCell, batch_tokens: 
     count = plan.parts
     if count == 1:
         return [Job(method, plan, WHOLE, "cell", plan.key)]
-    batches = {"batch_tokens": batch_tokens, "device": plan.subject.device}
+    batches = {"batch_tokens": batch_tokens, "device": plan.subject.device, "groups": "whole"}
     return [
         Job(method, plan, Piece(i, count), "part", {**plan.key, **batches, "part": [i, count]})
         for i in range(count)

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.common.errors import UserError, os_reason, renaming
 from trainer.data.corpus import Corpus
+from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, spread_evenly
@@ -72,10 +73,11 @@ def fit_text(
         round(s * C): "evaluation.temperature.lengths" for s in config.temperature.lengths or []
     }
     keys |= dict.fromkeys(lengths, "evaluation.lengths")
-    asks = keys.get(max(fitted, default=0), "evaluation.lengths")
+    longest, text = max(fitted, default=0), corpus.validation
+    asks = keys.get(longest, "evaluation.lengths")
     return FitText(
         windows_with_common_ends(
-            corpus.validation, config.fit_windows, sorted(fitted), key=asks, name="validation"
+            text, config.fit_windows, sorted(fitted), key=asks, name="validation"
         ),
         corpus.first_token,
         corpus.held_out_fingerprint,
@@ -85,7 +87,15 @@ def fit_text(
             if straw is not None and n > C
         },
         choice_texts(config, haystack, choice_lengths if chooses else ()),
+        _parts(text, config.fit_windows, longest),
     )
+
+
+def _parts(text: HeldOutText, count: int, length: int) -> tuple[int, ...]:
+    """Return the text of a mixture that each window is from; empty without windows or mixture."""
+    if not length or len(text.parts) == 1:
+        return ()
+    return tuple(text.parts_of_windows(text.shares(count, length)).tolist())
 
 
 def choice_texts(

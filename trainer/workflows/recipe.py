@@ -13,7 +13,6 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.words import duration
 from trainer.evaluation.method_config import TemperatureSettings
-from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
@@ -234,18 +233,22 @@ class Effort:
     windows: int
     """Held-out windows of each length."""
     trials: int
-    """Texts of the needle task at each length, asked once at each depth."""
+    """Texts of the needle task at each length, asked once at each of :data:`DEPTHS`. A sign test of
+    fewer than six never has p < 0.05."""
     fit_windows: int
     """Windows of each length that the temperature is fitted on."""
 
 
 EFFORTS = (
-    (Effort(32, 4, 8), Effort(16, 2, 4), Effort(8, 1, 4), Effort(4, 1, 2)),
+    (Effort(32, 8, 8), Effort(16, 6, 4), Effort(8, 2, 4), Effort(4, 1, 2)),
     (Effort(16, 0, 4), Effort(8, 0, 4), Effort(4, 0, 2)),
     (Effort(32, 0, 0), Effort(16, 0, 0), Effort(8, 0, 0), Effort(4, 0, 0)),
 )
 """Evaluations with needles and a temperature, with a temperature alone, and of losses alone; each
 from the most exact to the cheapest."""
+
+DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
+"""Depths of the needles: the texts decide how exact an evaluation is."""
 
 
 @dataclass(frozen=True)
@@ -271,13 +274,13 @@ class _Evaluation:
         def user(key: str, default: Any) -> Any:
             return user_values.get(f"evaluation.{key}", default)
 
-        settings, temperature = NeedleTaskSettings(), TemperatureSettings()
+        temperature = TemperatureSettings()
         answer_tokens, as_many, of_layer = ANSWER
         answer = answer_tokens * (passes(as_many) + facts.config.num_hidden_layers * of_layer)
         windows = user("windows", self.effort.windows)
         asked = NEEDLES in self.tasks
         trials = user("needles.trials", self.effort.trials) if asked else 0
-        prompts = trials * len(user("needles.depths", settings.depths))
+        prompts = trials * len(user("needles.depths", DEPTHS))
         tried = len(user("temperature.grid", temperature.grid)) + 1
         fits = "temperature" in self.methods
         fit_windows = user("fit_windows", self.effort.fit_windows) * tried if fits else 0
@@ -356,6 +359,7 @@ def _evaluation(
     if NEEDLES in plan.tasks:
         why = f"up to {most.trials} texts, each asked at every depth, as the time allows"
         pick("evaluation.needles.trials", effort.trials, why)
+        pick("evaluation.needles.depths", DEPTHS, "texts decide how exact it is, not depths")
     if "temperature" in plan.methods:
         why = f"up to {most.fit_windows} windows, as the time allows"
         pick("evaluation.fit_windows", effort.fit_windows, why)
