@@ -77,7 +77,7 @@ def ignored_leaves(key):
 
 WINDOWS = {4: np.arange(8).reshape(2, 4)}
 ASKED = {4: AnsweredTexts(np.arange(8).reshape(2, 4), np.arange(2))}
-FIT_TEXT = FitText(WINDOWS, 0, "text", ASKED, WINDOWS)
+FIT_TEXT = FitText(WINDOWS, 0, "text", ASKED, WINDOWS, (0, 1))
 LAYOUT = build_layout(
     PositionalConfig(), num_layers=2, num_key_value_heads=2, head_dim=8, training_length=32
 )

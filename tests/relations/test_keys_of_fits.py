@@ -37,6 +37,7 @@ REASONS = {
     "windows": "their sizes stand for them: the text decides where they end",
     "needles": "read by the search for factors alone, whose key has them",
     "choice": "read by choices alone",
+    "parts": "follow from the texts and weights, which the fingerprint has",
 }
 """Why keys omit fields of a text for fits."""
 NO_NEEDLES = {"needles": {}}
