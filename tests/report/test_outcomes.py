@@ -1,5 +1,7 @@
 """Rows, references and means over tasks."""
 
+import math
+
 import pytest
 
 from tests.report.examples import cell, report, statements
@@ -73,14 +75,41 @@ def test_the_same_trials_in_two_tasks_count_once():
     held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
     assert (held.better, held.worse, held.mark) == (5, 0, "")
     note = tables(outcomes.report)[0].note
-    assert note.endswith("Differences are tested on the means of the n-th trials of all tasks.")
+    assert note.endswith(
+        "Differences are tested on one score per text, its mean over the tasks with equally many "
+        "texts."
+    )
+
+
+def test_texts_of_two_tasks_count_once_beside_a_task_with_more_texts():
+    """As in standard, noisy and ruler: their mean is that of the first two twice and the third."""
+
+    def made(method, hits):
+        shared = [1.0] * hits + [0.0] * (50 - hits)
+        yield cell(shared, method=method, task="a")
+        yield cell([1.0] * 45 + [0.0] * 45, method=method, task="b")
+        yield cell(shared, method=method, task="c")
+
+    tasks = ["a", "b", "c"]
+    outcomes = Outcomes(report(*made("none", 30), *made("yarn", 35)))
+    held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
+    assert (held.better, held.worse, held.mark) == (5, 0, "")
+    mean = outcomes.estimate(("RoPE", "none"), tasks, 2048)
+    (shared_low, shared_high), (low, high) = wilson_interval(30, 50), wilson_interval(45, 90)
+    assert mean.mean == pytest.approx((0.6 + 0.5 + 0.6) / 3)
+    below, above = math.hypot(2 * (0.6 - shared_low), 0.5 - low), (2 * (shared_high - 0.6))
+    assert mean.low == pytest.approx(mean.mean - below / 3, abs=0.003)
+    assert mean.high == pytest.approx(mean.mean + math.hypot(above, high - 0.5) / 3, abs=0.003)
 
 
 def test_tasks_are_paired_by_the_numbers_of_their_texts():
     at_depths = cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))
     alone, more = cell([0.0, 1.0], task="b"), cell([0.0, 1.0, 1.0], task="c")
-    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6)]
+    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6, tasks=2)]
     assert samples([at_depths, more]) == [Sample((0.5, 1.0), 4), Sample((0.0, 1.0, 1.0), 3)]
+    assert samples([at_depths, more, alone]) == [
+        *(Sample((0.25, 1.0), 6, tasks=2), Sample((0.0, 1.0, 1.0), 3)),
+    ]
 
 
 def test_means_of_equal_sum_over_tasks_are_a_tie():

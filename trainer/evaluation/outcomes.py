@@ -197,33 +197,40 @@ def parts(label: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Independent scores, one for each text, and the number of ``trials`` behind them."""
+    """Independent scores, one for each text: means over its ``trials`` in a number of ``tasks``."""
 
     scores: tuple[float, ...]
     trials: int
+    tasks: int = 1
 
 
 def samples(cells: Sequence[Cell], label: tuple[int, str] | None = None) -> list[Sample]:
     """Return the independent scores of tasks: the mean over the trials of each text.
 
-    If several tasks have the same numbers of texts, their n-th texts may be the same one by design:
-    a single sample has their means over the tasks. Otherwise every task has its own sample.
+    The n-th texts of tasks with the same numbers of texts may be the same one by design: all these
+    tasks have a single sample with their means. Samples are independent of each other.
 
     ``label``: an index and a value; only trials with that part of their label count.
     """
-    tasks = [texts for cell in cells if (texts := _by_text(cell, label))]
-    if len(tasks) > 1 and all(texts.keys() == tasks[0].keys() for texts in tasks):
-        scores = [_mean([_mean(texts[number]) for texts in tasks]) for number in tasks[0]]
-        trials = sum(len(scores) for texts in tasks for scores in texts.values())
-        return [Sample(tuple(scores), trials)]
+    sets: dict[tuple[int, ...], list[dict[int, list[float]]]] = {}
+    for cell in cells:
+        if texts := _by_text(cell, label):
+            sets.setdefault(tuple(texts), []).append(texts)
     return [
-        Sample(tuple(map(_mean, texts.values())), sum(map(len, texts.values()))) for texts in tasks
+        Sample(
+            tuple(_mean([_mean(texts[number]) for texts in tasks]) for number in numbers),
+            sum(len(scores) for texts in tasks for scores in texts.values()),
+            len(tasks),
+        )
+        for numbers, tasks in sets.items()
     ]
 
 
 def mean_of(samples: Sequence[Sample]) -> Estimate | None:
-    """Return the unweighted mean of the samples; None without any."""
-    return average([estimate(s.scores, s.trials) for s in samples]) if samples else None
+    """Return the unweighted mean over all tasks of the samples; None without any."""
+    if not samples:
+        return None
+    return average([estimate(s.scores, s.trials) for s in samples], [s.tasks for s in samples])
 
 
 def _by_text(cell: Cell, label: tuple[int, str] | None) -> dict[int, list[float]]:

@@ -334,13 +334,9 @@ def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
     if len(tasks) == 1:
         return f"{trials} a cell.{shared}"
     titles = ", ".join(outcomes.task(task) for task in tasks)
-    is_paired = len({c.texts for c in cells}) == 1
-    tested = (
-        "means of the n-th trials of all tasks" if is_paired else "trials of all of them together"
-    )
     return (
-        f"Unweighted mean over {titles}; {trials} of each.{shared} Differences are tested on the "
-        f"{tested}."
+        f"Unweighted mean over {titles}; {trials} of each.{shared} Differences are tested on one "
+        "score per text, its mean over the tasks with equally many texts."
     )
 
 
