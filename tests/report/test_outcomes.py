@@ -1,13 +1,21 @@
 """Rows, references and means over tasks."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.evaluation.outcomes import Outcomes, Sample, natural, samples
+from trainer.evaluation import outcomes as module
+from trainer.evaluation.outcomes import Outcomes, Sample, natural
 from trainer.evaluation.statistics import wilson_interval
 from trainer.report.tables import tables
+
+
+def samples(cells, label=None):
+    """The independent scores of cells, each of a task of its own."""
+    tasks = [made.task for made in cells]
+    return Outcomes(report(*cells)).samples(("RoPE", "none"), tasks, 2048, label)
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -136,6 +144,25 @@ def test_trials_of_a_text_count_as_their_mean():
     made = cell([1.0, 0.0, 0.5, 1.0, 1.0], groups=(0, 0, 1, 1, 2), labels=("a", "b", "a", "b", "a"))
     assert samples([made]) == [Sample((0.5, 0.75, 1.0), 5)]
     assert samples([made], (0, "a")) == [Sample((1.0, 0.5, 1.0), 3)]
+
+
+def test_tables_split_the_labels_of_a_cell_once_for_each_part(monkeypatch):
+    """Not once for each value, row and comparison."""
+    labels, scores = [f"{n % 5}|{n % 4}" for n in range(40)], [n / 40 for n in range(40)]
+    methods = ("none", "yarn", "pi")
+    made = report(*(cell(scores, method=method, labels=labels) for method in methods))
+    split = Mock(side_effect=module.parts)
+    monkeypatch.setattr(module, "parts", split)
+    assert len(tables(made)) == 3
+    assert split.call_count == len(methods) * 2 * 40
+
+
+def test_a_mean_by_label_needs_all_tasks():
+    tasks, labels = ["multi_key", "multi_value"], ("a", "b")
+    cells = [cell([1.0, 0.5], task=task, labels=labels) for task in tasks]
+    index = Outcomes(report(*cells, cell([1.0, 0.5], "DroPE", labels=labels)))
+    assert index.estimate(("RoPE", "none"), tasks, 2048, (0, "b")).mean == 0.5
+    assert index.estimate(("DroPE", "none"), tasks, 2048, (0, "b")) is None
 
 
 def test_depths_of_a_text_make_no_arrow_and_no_narrow_interval():

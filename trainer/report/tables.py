@@ -17,7 +17,7 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.outcomes import Outcomes, Row, mean_of, natural, parts, row_name, samples
+from trainer.evaluation.outcomes import Label, Outcomes, Row, natural, parts, row_name
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
@@ -216,18 +216,15 @@ def _labels(
 
 
 def _label(
-    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str]
+    outcomes: Outcomes, tasks: list[str], length: int, label: Label
 ) -> tuple[dict[Row, Entry], str]:
     """Return a column of averages, and the number of trials or tasks in it as text."""
-    estimates: dict[Row, Estimate | None] = {}
-    most = 0
-    for row in outcomes.rows:
-        cells = [cell for task in tasks if (cell := outcomes.cell(row, task, length)) is not None]
-        estimates[row] = mean_of(samples(cells, label))
-        scored = [trials for cell in cells if (trials := samples([cell], label))]
-        most = max(most, len(scored) if len(tasks) > 1 else sum(s.trials for (s,) in scored))
+    estimates = {row: outcomes.estimate(row, tasks, length, label) for row in outcomes.rows}
+    samples = [outcomes.samples(row, tasks, length, label) for row in outcomes.rows]
     column = _column(outcomes, estimates, tasks, length, label)
-    return column, counted(most, "task" if len(tasks) > 1 else "trial")
+    if len(tasks) > 1:
+        return column, counted(max(sum(s.tasks for s in row) for row in samples), "task")
+    return column, counted(max(sum(s.trials for s in row) for row in samples), "trial")
 
 
 def _of_last(report: Report) -> str:
@@ -284,7 +281,7 @@ def _column(
     estimates: dict[Row, Estimate | None],
     tasks: list[str],
     length: int,
-    label: tuple[int, str] | None = None,
+    label: Label | None = None,
 ) -> dict[Row, Entry]:
     """Return the entries of the rows that have an estimate, marked by their comparisons."""
     best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
