@@ -21,6 +21,7 @@ from trainer.evaluation.outcomes import Label, Outcomes, Row, natural, parts, ro
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
+    ROUNDING,
     EffectiveLength,
     Estimate,
 )
@@ -284,15 +285,22 @@ def _column(
     label: Label | None = None,
 ) -> dict[Row, Entry]:
     """Return the entries of the rows that have an estimate, marked by their comparisons."""
-    best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
-    column = {}
+    best, column = highest(estimates), {}
     for row, rate in estimates.items():
         if rate is not None:
             comparison = outcomes.comparison(row, tasks, length, label)
             mark = "" if comparison is None else comparison.mark
             mark = UNCHANGED if outcomes.is_unchanged(row, tasks, length) else mark
-            column[row] = Entry(percent(rate.mean), interval(rate), mark, rate.mean == best > 0)
+            is_best = row in best and rate.mean > 0
+            column[row] = Entry(percent(rate.mean), interval(rate), mark, is_best)
     return column
+
+
+def highest(estimates: Mapping[K, Estimate | None]) -> list[K]:
+    """Return the keys of the highest mean; equal means may differ by rounding."""
+    means = {key: e.mean for key, e in estimates.items() if e is not None}
+    best = max(means.values(), default=0.0)
+    return [key for key, mean in means.items() if best - mean <= ROUNDING]
 
 
 def interval(rate: Estimate) -> str:
