@@ -284,7 +284,10 @@ def test_one_is_no_plural():
 def test_words_and_numbers_tell_trials_from_texts():
     made = report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1)))
     on_two = "4 trials on 2 texts"
-    assert tables(made)[0].note == f"{on_two} a cell. The trials of one text count as one."
+    assert tables(made)[0].note == (
+        f"{on_two} a cell. Arrows count each text once; the effective number of trials of an "
+        "interval lies between texts and trials."
+    )
     assert dict(measured(made))["Multi-key needles"].startswith(f"{on_two} at each length")
     head, row = (line.split(",") for line in csv_table(made).split())
     assert dict(zip(head, row, strict=True))["n"] == "2"

@@ -335,7 +335,12 @@ def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
     """Return the number of trials in a cell, and which of them are independent, as text."""
     cells = [c for c in outcomes.report.cells if c.task in tasks and c.scores]
     trials = trials_of(cells)
-    shared = " The trials of one text count as one." if any(c.groups for c in cells) else ""
+    shared = (
+        " Arrows count each text once; the effective number of trials of an interval lies between "
+        "texts and trials."
+        if any(c.groups for c in cells)
+        else ""
+    )
     if len(tasks) == 1:
         return f"{trials} a cell.{shared}"
     titles = ", ".join(outcomes.task(task) for task in tasks)
