@@ -172,7 +172,7 @@ def test_markdown_has_every_number_with_its_interval_and_mark(whole):
         """
         ## Mean over tasks
 
-        Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together.
+        Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on one score per text, its mean over the tasks with equally many texts.
 
         | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
         | --- | --- | ---: | ---: | ---: |

@@ -1,11 +1,21 @@
 """Rows, references and means over tasks."""
 
+import math
+from unittest.mock import Mock
+
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.evaluation.outcomes import Outcomes, Sample, natural, samples
+from trainer.evaluation import outcomes as module
+from trainer.evaluation.outcomes import Outcomes, Sample, natural
 from trainer.evaluation.statistics import wilson_interval
 from trainer.report.tables import tables
+
+
+def samples(cells, label=None):
+    """The independent scores of cells, each of a task of its own."""
+    tasks = [made.task for made in cells]
+    return Outcomes(report(*cells)).samples(("RoPE", "none"), tasks, 2048, label)
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -73,14 +83,41 @@ def test_the_same_trials_in_two_tasks_count_once():
     held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
     assert (held.better, held.worse, held.mark) == (5, 0, "")
     note = tables(outcomes.report)[0].note
-    assert note.endswith("Differences are tested on the means of the n-th trials of all tasks.")
+    assert note.endswith(
+        "Differences are tested on one score per text, its mean over the tasks with equally many "
+        "texts."
+    )
+
+
+def test_texts_of_two_tasks_count_once_beside_a_task_with_more_texts():
+    """As in standard, noisy and ruler: their mean is that of the first two twice and the third."""
+
+    def made(method, hits):
+        shared = [1.0] * hits + [0.0] * (50 - hits)
+        yield cell(shared, method=method, task="a")
+        yield cell([1.0] * 45 + [0.0] * 45, method=method, task="b")
+        yield cell(shared, method=method, task="c")
+
+    tasks = ["a", "b", "c"]
+    outcomes = Outcomes(report(*made("none", 30), *made("yarn", 35)))
+    held = outcomes.comparison(("RoPE", "yarn"), tasks, 2048)
+    assert (held.better, held.worse, held.mark) == (5, 0, "")
+    mean = outcomes.estimate(("RoPE", "none"), tasks, 2048)
+    (shared_low, shared_high), (low, high) = wilson_interval(30, 50), wilson_interval(45, 90)
+    assert mean.mean == pytest.approx((0.6 + 0.5 + 0.6) / 3)
+    below, above = math.hypot(2 * (0.6 - shared_low), 0.5 - low), (2 * (shared_high - 0.6))
+    assert mean.low == pytest.approx(mean.mean - below / 3, abs=0.003)
+    assert mean.high == pytest.approx(mean.mean + math.hypot(above, high - 0.5) / 3, abs=0.003)
 
 
 def test_tasks_are_paired_by_the_numbers_of_their_texts():
     at_depths = cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))
     alone, more = cell([0.0, 1.0], task="b"), cell([0.0, 1.0, 1.0], task="c")
-    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6)]
+    assert samples([at_depths, alone]) == [Sample((0.25, 1.0), 6, tasks=2)]
     assert samples([at_depths, more]) == [Sample((0.5, 1.0), 4), Sample((0.0, 1.0, 1.0), 3)]
+    assert samples([at_depths, more, alone]) == [
+        *(Sample((0.25, 1.0), 6, tasks=2), Sample((0.0, 1.0, 1.0), 3)),
+    ]
 
 
 def test_means_of_equal_sum_over_tasks_are_a_tie():
@@ -107,6 +144,25 @@ def test_trials_of_a_text_count_as_their_mean():
     made = cell([1.0, 0.0, 0.5, 1.0, 1.0], groups=(0, 0, 1, 1, 2), labels=("a", "b", "a", "b", "a"))
     assert samples([made]) == [Sample((0.5, 0.75, 1.0), 5)]
     assert samples([made], (0, "a")) == [Sample((1.0, 0.5, 1.0), 3)]
+
+
+def test_tables_split_the_labels_of_a_cell_once_for_each_part(monkeypatch):
+    """Not once for each value, row and comparison."""
+    labels, scores = [f"{n % 5}|{n % 4}" for n in range(40)], [n / 40 for n in range(40)]
+    methods = ("none", "yarn", "pi")
+    made = report(*(cell(scores, method=method, labels=labels) for method in methods))
+    split = Mock(side_effect=module.parts)
+    monkeypatch.setattr(module, "parts", split)
+    assert len(tables(made)) == 3
+    assert split.call_count == len(methods) * 2 * 40
+
+
+def test_a_mean_by_label_needs_all_tasks():
+    tasks, labels = ["multi_key", "multi_value"], ("a", "b")
+    cells = [cell([1.0, 0.5], task=task, labels=labels) for task in tasks]
+    index = Outcomes(report(*cells, cell([1.0, 0.5], "DroPE", labels=labels)))
+    assert index.estimate(("RoPE", "none"), tasks, 2048, (0, "b")).mean == 0.5
+    assert index.estimate(("DroPE", "none"), tasks, 2048, (0, "b")) is None
 
 
 def test_depths_of_a_text_make_no_arrow_and_no_narrow_interval():

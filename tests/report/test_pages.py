@@ -258,6 +258,22 @@ def test_the_lead_is_made_of_the_numbers():
     )
 
 
+def test_rows_of_equal_means_are_all_bold_and_the_lead_names_the_first():
+    """(4 / 11 + 5 / 11) / 3 and (1 / 11 + 4 / 11 + 4 / 11) / 3 differ as floats."""
+
+    def made(method, *hits):
+        scores = [float(depth < n) for n in hits for depth in range(11)]
+        groups = tuple(text for text in range(3) for _ in range(11))
+        return cell(scores, method=method, groups=groups)
+
+    equal = report(made("none", 0, 4, 5), made("yarn", 1, 4, 4), made("pi", 0, 0, 0))
+    (table,) = tables(equal)
+    assert [(entry.value, entry.best) for *_, (entry,) in table.rows] == [
+        *(("27.3", True), ("0.0", False), ("27.3", True)),
+    ]
+    assert "RoPE scores highest there" in lead(equal)
+
+
 def test_one_is_no_plural():
     single = report(cell([1.0]), observations=EXPERIMENT["observations"][:1])
     assert dict(measured(single))["Multi-key needles"].startswith("1 trial at each length")
@@ -268,7 +284,10 @@ def test_one_is_no_plural():
 def test_words_and_numbers_tell_trials_from_texts():
     made = report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1)))
     on_two = "4 trials on 2 texts"
-    assert tables(made)[0].note == f"{on_two} a cell. The trials of one text count as one."
+    assert tables(made)[0].note == (
+        f"{on_two} a cell. Arrows count each text once; the effective number of trials of an "
+        "interval lies between texts and trials."
+    )
     assert dict(measured(made))["Multi-key needles"].startswith(f"{on_two} at each length")
     head, row = (line.split(",") for line in csv_table(made).split())
     assert dict(zip(head, row, strict=True))["n"] == "2"

@@ -165,12 +165,12 @@ def test_no_scores_are_refused():
 
 def test_an_average_of_independent_estimates_is_surer_than_each():
     parts = [Estimate(0.4, 0.3, 0.5), Estimate(0.8, 0.7, 0.9)]
-    result = average(parts)
+    result = average(parts, [1, 1])
     assert result.mean == pytest.approx(0.6)
     # Normal theory: variances add, so half widths do in squares.
     assert result.high - result.mean == pytest.approx(math.sqrt(0.1**2 + 0.1**2) / 2)
     assert result.mean - result.low == pytest.approx(result.high - result.mean)
-    assert average(parts[:1]) == parts[0]
+    assert average(parts[:1], [1]) == parts[0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
@@ -214,8 +214,15 @@ def test_intervals_are_the_same_in_every_repetition():
     assert change(*map(list, pairs.T)) == Estimate(1.75, low, high)
 
 
+def test_an_average_weights_means_and_distances():
+    result = average([Estimate(0.4, 0.3, 0.6), Estimate(0.8, 0.7, 0.9)], [3, 1])
+    assert result.mean == pytest.approx((3 * 0.4 + 0.8) / 4)
+    assert result.mean - result.low == pytest.approx(math.sqrt(9 * 0.1**2 + 0.1**2) / 4)
+    assert result.high - result.mean == pytest.approx(math.sqrt(9 * 0.2**2 + 0.1**2) / 4)
+
+
 def test_an_average_keeps_the_sides_of_its_parts_apart():
-    result = average([Estimate(0.5, 0.2, 0.6), Estimate(0.5, 0.1, 0.8)])
+    result = average([Estimate(0.5, 0.2, 0.6), Estimate(0.5, 0.1, 0.8)], [1, 1])
     assert (result.low, result.high) == pytest.approx((0.5 - 0.5 / 2, 0.5 + 0.1**0.5 / 2))
 
 

@@ -25,6 +25,10 @@ AS_IS_TITLE = "as is"
 
 Row = tuple[str, str]
 """Model name and method key."""
+Label = tuple[int, str]
+"""Index of a part of the labels and its value: only trials with it count."""
+Texts = dict[int, list[float]]
+"""Scores of the trials of each text, by the text's number."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class Outcomes:
     def __init__(self, report: Report) -> None:
         self.report = report
         self._cells = {((c.model, c.method), c.task, c.length): c for c in report.cells}
-        self._estimates: dict[tuple[Row, tuple[str, ...], int], Estimate | None] = {}
+        self._texts: dict[tuple[Row, str, int, int | None], dict[str, Texts]] = {}
+        self._samples: dict[tuple[Row, tuple[str, ...], int, Label | None], list[Sample]] = {}
+        self._estimates: dict[tuple[Row, tuple[str, ...], int, Label | None], Estimate | None] = {}
         self.models = list(dict.fromkeys(cell.model for cell in report.cells))
         methods = list(dict.fromkeys((*report.methods, *(c.method for c in report.cells))))
         measured = {row for row, _, _ in self._cells}
@@ -115,18 +121,39 @@ class Outcomes:
             return model, AS_IS
         return None if model == self.models[0] else (self.models[0], AS_IS)
 
-    def estimate(self, row: Row, tasks: Sequence[str], length: int) -> Estimate | None:
+    def estimate(
+        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
+    ) -> Estimate | None:
         """Return the unweighted mean over the tasks."""
-        key = (row, tuple(tasks), length)
+        key = (row, tuple(tasks), length, label)
         if key not in self._estimates:
-            self._estimates[key] = mean_of(self.samples(row, tasks, length))
+            self._estimates[key] = _mean_of(self.samples(*key))
         return self._estimates[key]
 
-    def samples(self, row: Row, tasks: Sequence[str], length: int) -> list[Sample]:
-        """Return the independent scores of the tasks; empty unless all of them were measured."""
-        cells = [self.cell(row, task, length) for task in tasks]
-        scored = [cell for cell in cells if cell is not None and cell.scores]
-        return samples(scored) if len(scored) == len(cells) else []
+    def samples(
+        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
+    ) -> list[Sample]:
+        """Return the independent scores of the tasks; empty unless all of them were measured.
+
+        The score of a text is the mean over its trials. The n-th texts of tasks with the same
+        numbers of texts may be the same one by design: all these tasks have a single sample with
+        their means. Tasks without trials of the label do not count.
+        """
+        key = (row, tuple(tasks), length, label)
+        if key not in self._samples:
+            cells = [self.cell(row, task, length) for task in tasks]
+            is_whole = all(cell is not None and cell.scores for cell in cells)
+            texts = [self._by_text(row, task, length, label) for task in tasks] if is_whole else []
+            self._samples[key] = _samples(texts)
+        return self._samples[key]
+
+    def _by_text(self, row: Row, task: str, length: int, label: Label | None) -> Texts:
+        """Return the scores of each text that has trials with the label."""
+        index, value = label or (None, "")
+        key = (row, task, length, index)
+        if key not in self._texts:
+            self._texts[key] = _by_label(self._cells[key[:3]], index)
+        return self._texts[key].get(value, {})
 
     def effective_length(self, row: Row, tasks: Sequence[str]) -> EffectiveLength | None:
         """Return up to which length a row keeps its score at the training length."""
@@ -142,12 +169,9 @@ class Outcomes:
         return listed if listed < 1 else float(about.get("chance", 0.0))
 
     def comparison(
-        self, row: Row, tasks: Sequence[str], length: int, label: tuple[int, str] | None = None
+        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
     ) -> Comparison | None:
-        """Compare a row with its reference on the same texts (:func:`samples`).
-
-        ``label``: an index and a value; only trials with that part of their label count.
-        """
+        """Compare a row with its reference on the same texts (:meth:`samples`)."""
         other = self.reference(row)
         if other is None:
             return None
@@ -158,8 +182,8 @@ class Outcomes:
         if any(len(a.scores) != len(b.scores) or a.groups != b.groups for a, b in known):
             return None
         scores, reference = (
-            [score for sample in samples(cells, label) for score in sample.scores]
-            for cells in zip(*known, strict=True)
+            [score for sample in self.samples(r, tasks, length, label) for score in sample.scores]
+            for r in (row, other)
         )
         return sign_test(scores, reference) if scores else None
 
@@ -197,44 +221,47 @@ def parts(label: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Independent scores, one for each text, and the number of ``trials`` behind them."""
+    """Independent scores, one for each text: means over its ``trials`` in a number of ``tasks``."""
 
     scores: tuple[float, ...]
     trials: int
+    tasks: int = 1
 
 
-def samples(cells: Sequence[Cell], label: tuple[int, str] | None = None) -> list[Sample]:
-    """Return the independent scores of tasks: the mean over the trials of each text.
-
-    If several tasks have the same numbers of texts, their n-th texts may be the same one by design:
-    a single sample has their means over the tasks. Otherwise every task has its own sample.
-
-    ``label``: an index and a value; only trials with that part of their label count.
-    """
-    tasks = [texts for cell in cells if (texts := _by_text(cell, label))]
-    if len(tasks) > 1 and all(texts.keys() == tasks[0].keys() for texts in tasks):
-        scores = [_mean([_mean(texts[number]) for texts in tasks]) for number in tasks[0]]
-        trials = sum(len(scores) for texts in tasks for scores in texts.values())
-        return [Sample(tuple(scores), trials)]
+def _samples(tasks: Iterable[Texts]) -> list[Sample]:
+    """Return one sample for all tasks that have the same numbers of texts."""
+    sets: dict[tuple[int, ...], list[Texts]] = {}
+    for texts in tasks:
+        if texts:
+            sets.setdefault(tuple(texts), []).append(texts)
     return [
-        Sample(tuple(map(_mean, texts.values())), sum(map(len, texts.values()))) for texts in tasks
+        Sample(
+            tuple(_mean([_mean(texts[number]) for texts in alike]) for number in numbers),
+            sum(len(scores) for texts in alike for scores in texts.values()),
+            len(alike),
+        )
+        for numbers, alike in sets.items()
     ]
 
 
-def mean_of(samples: Sequence[Sample]) -> Estimate | None:
-    """Return the unweighted mean of the samples; None without any."""
-    return average([estimate(s.scores, s.trials) for s in samples]) if samples else None
+def _mean_of(samples: Sequence[Sample]) -> Estimate | None:
+    """Return the unweighted mean over all tasks of the samples; None without any."""
+    if not samples:
+        return None
+    return average([estimate(s.scores, s.trials) for s in samples], [s.tasks for s in samples])
 
 
-def _by_text(cell: Cell, label: tuple[int, str] | None) -> dict[int, list[float]]:
-    """Return the scores of each text that has trials with that part of their label."""
-    texts: dict[int, list[float]] = defaultdict(list)
+def _by_label(cell: Cell, index: int | None) -> dict[str, Texts]:
+    """Return the scores by one part of the labels and by text; without an index, under ``""``."""
+    values: dict[str, Texts] = defaultdict(lambda: defaultdict(list))
     numbers = cell.groups or range(len(cell.scores))
     labels = cell.labels or [""] * len(cell.scores)
-    for number, score, text in zip(numbers, cell.scores, labels, strict=True):
-        if label is None or label in enumerate(parts(text)):
-            texts[number].append(score)
-    return texts
+    for number, score, label in zip(numbers, cell.scores, labels, strict=True):
+        if index is None:
+            values[""][number].append(score)
+        elif index < len(label_parts := parts(label)):
+            values[label_parts[index]][number].append(score)
+    return values
 
 
 def _mean(scores: Sequence[float]) -> float:

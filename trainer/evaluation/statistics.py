@@ -173,16 +173,17 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     return low, high
 
 
-def average(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the unweighted mean of n independent estimates.
+def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """Return the weighted mean of independent estimates.
 
-    The distance to each limit is the root of the sum of squares of the estimates' distances,
-    divided by n (G. Y. Zou and A. Donner, Statistics in Medicine 27, 2008).
+    The distance to each limit is the root of the sum of squares of the estimates' weighted
+    distances (G. Y. Zou and A. Donner, Statistics in Medicine 27, 2008).
     """
-    n = len(estimates)
-    mean = sum(e.mean for e in estimates) / n
-    below = math.hypot(*(e.mean - e.low for e in estimates)) / n
-    above = math.hypot(*(e.high - e.mean for e in estimates)) / n
+    total = sum(weights)
+    parts = [(e, weight / total) for e, weight in zip(estimates, weights, strict=True)]
+    mean = sum(share * e.mean for e, share in parts)
+    below = math.hypot(*(share * (e.mean - e.low) for e, share in parts))
+    above = math.hypot(*(share * (e.high - e.mean) for e, share in parts))
     return Estimate(mean, mean - below, mean + above)
 
 

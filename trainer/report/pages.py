@@ -37,6 +37,7 @@ from trainer.report.sweep_figures import sweep_figure
 from trainer.report.tables import (
     UNMEASURED,
     csv_table,
+    highest,
     interval,
     latex_tables,
     markdown_tables,
@@ -104,26 +105,24 @@ def lead(report: Report) -> str:
         return ""
     longest, factor = list(outcomes.lengths(tasks).items())[-1]
     estimates = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
-    ranked = sorted(
-        ((row, mean) for row, mean in estimates.items() if mean is not None),
-        key=lambda item: -item[1].mean,
-    )
+    scored = {row: estimate for row, estimate in estimates.items() if estimate is not None}
     measure = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
     text = (
         f"Trained at {report.training_length} tokens and tested at up to {longest} "
         f"({factor_label(factor)})."
     )
-    if not ranked:
+    if not scored:
         return text
-    (best, top), first = ranked[0], outcomes.rows[0]
+    best, first = highest(scored)[0], outcomes.rows[0]
+    top = scored[best]
     reached = f"{percent(top.mean)}% ({interval(top)})"
-    if len(ranked) == 1:
+    if len(scored) == 1:
         return f"{text} {outcomes.name(best)} reaches {reached} there in {measure}."
-    of_all = f"{len(ranked)} combinations of model and method"
+    of_all = f"{len(scored)} combinations of model and method"
     if top.mean == 0:
         return f"{text} None of {of_all} finds anything there in {measure}: {reached}."
     text += f" Of {of_all}, {outcomes.name(best)} scores highest there in {measure}: {reached}"
-    reference = estimates[first]
+    reference = scored.get(first)
     if reference is None or best == first:
         return f"{text}."
     share = f"{percent(reference.mean)}% ({interval(reference)})"

@@ -17,10 +17,11 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.outcomes import Outcomes, Row, mean_of, natural, parts, row_name, samples
+from trainer.evaluation.outcomes import Label, Outcomes, Row, natural, parts, row_name
 from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
+    ROUNDING,
     EffectiveLength,
     Estimate,
 )
@@ -216,18 +217,15 @@ def _labels(
 
 
 def _label(
-    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str]
+    outcomes: Outcomes, tasks: list[str], length: int, label: Label
 ) -> tuple[dict[Row, Entry], str]:
     """Return a column of averages, and the number of trials or tasks in it as text."""
-    estimates: dict[Row, Estimate | None] = {}
-    most = 0
-    for row in outcomes.rows:
-        cells = [cell for task in tasks if (cell := outcomes.cell(row, task, length)) is not None]
-        estimates[row] = mean_of(samples(cells, label))
-        scored = [trials for cell in cells if (trials := samples([cell], label))]
-        most = max(most, len(scored) if len(tasks) > 1 else sum(s.trials for (s,) in scored))
+    estimates = {row: outcomes.estimate(row, tasks, length, label) for row in outcomes.rows}
+    samples = [outcomes.samples(row, tasks, length, label) for row in outcomes.rows]
     column = _column(outcomes, estimates, tasks, length, label)
-    return column, counted(most, "task" if len(tasks) > 1 else "trial")
+    if len(tasks) > 1:
+        return column, counted(max(sum(s.tasks for s in row) for row in samples), "task")
+    return column, counted(max(sum(s.trials for s in row) for row in samples), "trial")
 
 
 def _of_last(report: Report) -> str:
@@ -284,18 +282,25 @@ def _column(
     estimates: dict[Row, Estimate | None],
     tasks: list[str],
     length: int,
-    label: tuple[int, str] | None = None,
+    label: Label | None = None,
 ) -> dict[Row, Entry]:
     """Return the entries of the rows that have an estimate, marked by their comparisons."""
-    best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
-    column = {}
+    best, column = highest(estimates), {}
     for row, rate in estimates.items():
         if rate is not None:
             comparison = outcomes.comparison(row, tasks, length, label)
             mark = "" if comparison is None else comparison.mark
             mark = UNCHANGED if outcomes.is_unchanged(row, tasks, length) else mark
-            column[row] = Entry(percent(rate.mean), interval(rate), mark, rate.mean == best > 0)
+            is_best = row in best and rate.mean > 0
+            column[row] = Entry(percent(rate.mean), interval(rate), mark, is_best)
     return column
+
+
+def highest(estimates: Mapping[K, Estimate | None]) -> list[K]:
+    """Return the keys of the highest mean; equal means may differ by rounding."""
+    means = {key: e.mean for key, e in estimates.items() if e is not None}
+    best = max(means.values(), default=0.0)
+    return [key for key, mean in means.items() if best - mean <= ROUNDING]
 
 
 def interval(rate: Estimate) -> str:
@@ -330,17 +335,18 @@ def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
     """Return the number of trials in a cell, and which of them are independent, as text."""
     cells = [c for c in outcomes.report.cells if c.task in tasks and c.scores]
     trials = trials_of(cells)
-    shared = " The trials of one text count as one." if any(c.groups for c in cells) else ""
+    shared = (
+        " Arrows count each text once; the effective number of trials of an interval lies between "
+        "texts and trials."
+        if any(c.groups for c in cells)
+        else ""
+    )
     if len(tasks) == 1:
         return f"{trials} a cell.{shared}"
     titles = ", ".join(outcomes.task(task) for task in tasks)
-    is_paired = len({c.texts for c in cells}) == 1
-    tested = (
-        "means of the n-th trials of all tasks" if is_paired else "trials of all of them together"
-    )
     return (
-        f"Unweighted mean over {titles}; {trials} of each.{shared} Differences are tested on the "
-        f"{tested}."
+        f"Unweighted mean over {titles}; {trials} of each.{shared} Differences are tested on one "
+        "score per text, its mean over the tasks with equally many texts."
     )
 
 
