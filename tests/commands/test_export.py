@@ -121,6 +121,24 @@ def test_a_model_has_the_longest_context_that_it_was_trained_with(
     assert (tmp_path / "again" / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
 
 
+@pytest.mark.parametrize("layers", [["rope"], ["nope"]])
+def test_a_checkpoint_has_no_context_of_phases_after_it(base, tmp_path, monkeypatch, layers):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    first, then = tmp_path / "first", tmp_path / "then"
+    steps = {"trainer": {"max_steps": 2}, "drop": {"at": None}}
+    phases = {"short": {"steps": 1, "sequence_length": 24}, "long": {"steps": 1}}
+    values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
+    start = {"positional": {"layers": layers}, "data": {"needles": {"share": 0.0}}}
+    trained_in(first, values, **steps | start | {"phases": phases})
+    short = first / "checkpoints" / "step-000001"
+    shorter = {"needles": {"share": 0.0}, "sequence_length": 16}
+    trained_in(then, values, **steps | {"data": shorter, "model": {"from_run": str(short)}})
+    for number, (run, length) in enumerate([(short, 24), (first, 32), (then, 24)]):
+        to = tmp_path / str(number)
+        run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+        assert json.loads((to / "config.json").read_text())["max_position_embeddings"] == length
+
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "default": {"rope_theta": 10_000.0},

@@ -65,7 +65,6 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
     layout = model.layout
-    longest = max(stored, layout.training_length)
     no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
     is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
     has_context = is_independent_of_length or not _is_changed(config, state["step"])
@@ -82,7 +81,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=_token_files(state, config),
-        longest=longest if has_context else None,
+        longest=_longest(config, state["step"], stored) if has_context else None,
     )
 
 
@@ -264,6 +263,23 @@ def _is_changed(config: RunConfig, step: int) -> bool:
         for run, steps in runs
         for phase in phases_of(run)
     )
+
+
+def _longest(config: RunConfig, step: int, stored: int) -> int:
+    """Return the longest context that the model was ever trained with.
+
+    ``stored``: C of the checkpoint. A run that begins from nothing stores the configured length,
+    though its phases up to ``step`` may be shorter.
+    """
+    runs = [*_runs(config, step)]
+    lengths = [
+        phase.config.data.sequence_length
+        for run, steps in runs
+        for phase in phases_of(run)
+        if phase.start < steps
+    ]
+    is_from_nothing = not runs[-1][0].model.is_trained
+    return max(lengths) if is_from_nothing and lengths else max(stored, *lengths, 0)
 
 
 def _licence(licence: dict[str, str], name: str) -> str:
