@@ -317,6 +317,27 @@ def test_what_an_export_lacks_is_named_when_training_begins_and_at_the_export(
     assert not (to / "chat_template.jinja").exists()
 
 
+def test_a_run_with_another_tokenizer_exports_its_own_tokens(
+    base, tmp_path, monkeypatch, caplog, capsys
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, other, to, run = (tmp_path / name for name in ("published", "other", "out", "run"))
+    instruct_model(published)
+    other.mkdir()
+    tokenizer = train_tokenizer(["Another text of 2 sentences, by others."], 290, [])
+    tokenizer.save(str(other / "tokenizer.json"))
+    trained_from(run, base, other, from_pretrained=str(published))
+    said = f"no chat template and no token settings of {published}."
+    (warning,) = [r.getMessage() for r in caplog.records if said in r.getMessage()]
+    assert warning.startswith("The run's tokenizer is not that of its weights.")
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    assert "If it has the tokenizer of that model" in " ".join(capsys.readouterr().err.split())
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    config = json.loads((to / "config.json").read_text())
+    assert [config.get(f"{kind}_token_id") for kind in ("bos", "eos")] == [end, end]
+    assert not (to / "chat_template.jinja").exists()
+
+
 KEPT = {"per": "sequence", "lengths": [64], "text": "a", "tokens": 9, "coefficient": 0.2}
 ROWS = [[0.1, 0.4], [0.3, 0.2]]
 

@@ -94,9 +94,9 @@ def _token_files(state: dict[str, Any], config: RunConfig) -> dict[str, str]:
     if not token_files and (began_with := _published_beginning(config)) is not None:
         log.warning(
             "The export has no chat template and no token settings of %s, with whose weights the "
-            "training began: the checkpoint does not hold them. Copy chat_template.jinja and "
-            "generation_config.json from there, or chat_template and eos_token of "
-            "tokenizer_config.json, as far as that model has them.",
+            "training began: the checkpoint does not hold them. If it has the tokenizer of that "
+            "model, copy chat_template.jinja and generation_config.json from there, or "
+            "chat_template and eos_token of tokenizer_config.json, as far as they exist.",
             began_with,
         )
     return token_files
