@@ -317,6 +317,23 @@ def test_what_an_export_lacks_is_named_when_training_begins_and_at_the_export(
     assert not (to / "chat_template.jinja").exists()
 
 
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_lack_of_token_settings_beside_a_config_is_named(
+    base, tmp_path, monkeypatch, capsys, has_template
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to, run = tmp_path / "published", tmp_path / "out", tmp_path / "run"
+    instruct_model(published)
+    (published / "tokenizer_config.json").unlink()
+    if not has_template:
+        (published / "chat_template.jinja").unlink()
+    trained_from(run, base, published, from_pretrained=str(published))
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    said = " ".join(capsys.readouterr().err.split())
+    lack = "no tokenizer_config.json" if has_template else "no chat template and no tokenizer_"
+    assert f"The export has {lack}" in said
+
+
 def test_a_run_with_another_tokenizer_exports_its_own_tokens(
     base, tmp_path, monkeypatch, caplog, capsys
 ):

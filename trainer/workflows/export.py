@@ -24,7 +24,7 @@ from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.hub import published_licence
 from trainer.interchange.pretrained import read_pretrained
-from trainer.interchange.token_files import published_file
+from trainer.interchange.token_files import TOKENIZER_CONFIG, published_file
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -91,12 +91,16 @@ def _token_files(state: dict[str, Any], config: RunConfig) -> dict[str, str]:
     Warns of a checkpoint that does not hold them.
     """
     token_files = state.get("token_files", {})
-    if not token_files and (began_with := _published_beginning(config)) is not None:
+    has_settings = TOKENIZER_CONFIG in token_files
+    if not has_settings and (began_with := _published_beginning(config)) is not None:
+        has_template = any(name.startswith("chat_template") for name in token_files)
         log.warning(
-            "The export has no chat template and no token settings of %s, with whose weights the "
-            "training began: the checkpoint does not hold them. If it has the tokenizer of that "
-            "model, copy chat_template.jinja and generation_config.json from there, or "
-            "chat_template and eos_token of tokenizer_config.json, as far as they exist.",
+            "The export has %sno %s of %s, with whose weights the training began: the checkpoint "
+            "does not hold them. If it has the tokenizer of that model, copy "
+            "chat_template.jinja and generation_config.json from there, or chat_template and "
+            "eos_token of tokenizer_config.json, as far as they exist.",
+            "" if has_template else "no chat template and ",
+            TOKENIZER_CONFIG if token_files else "token settings",
             began_with,
         )
     return token_files
