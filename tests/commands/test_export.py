@@ -121,6 +121,24 @@ def test_a_model_has_the_longest_context_that_it_was_trained_with(
     assert (tmp_path / "again" / "README.md").read_text().endswith(f"## Licence\n\n{said}\n")
 
 
+@pytest.mark.parametrize("layers", [["rope"], ["nope"]])
+def test_a_checkpoint_has_no_context_of_phases_after_it(base, tmp_path, monkeypatch, layers):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    first, then = tmp_path / "first", tmp_path / "then"
+    steps = {"trainer": {"max_steps": 2}, "drop": {"at": None}}
+    phases = {"short": {"steps": 1, "sequence_length": 24}, "long": {"steps": 1}}
+    values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
+    start = {"positional": {"layers": layers}, "data": {"needles": {"share": 0.0}}}
+    trained_in(first, values, **steps | start | {"phases": phases})
+    short = first / "checkpoints" / "step-000001"
+    shorter = {"needles": {"share": 0.0}, "sequence_length": 16}
+    trained_in(then, values, **steps | {"data": shorter, "model": {"from_run": str(short)}})
+    for number, (run, length) in enumerate([(short, 24), (first, 32), (then, 24)]):
+        to = tmp_path / str(number)
+        run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+        assert json.loads((to / "config.json").read_text())["max_position_embeddings"] == length
+
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "default": {"rope_theta": 10_000.0},
@@ -296,6 +314,44 @@ def test_what_an_export_lacks_is_named_when_training_begins_and_at_the_export(
     run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
     said = " ".join(capsys.readouterr().err.split())
     assert f"The export has no chat template and no token settings of {published}, with" in said
+    assert not (to / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_lack_of_token_settings_beside_a_config_is_named(
+    base, tmp_path, monkeypatch, capsys, has_template
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, to, run = tmp_path / "published", tmp_path / "out", tmp_path / "run"
+    instruct_model(published)
+    (published / "tokenizer_config.json").unlink()
+    if not has_template:
+        (published / "chat_template.jinja").unlink()
+    trained_from(run, base, published, from_pretrained=str(published))
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    said = " ".join(capsys.readouterr().err.split())
+    lack = "no tokenizer_config.json" if has_template else "no chat template and no tokenizer_"
+    assert f"The export has {lack}" in said
+
+
+def test_a_run_with_another_tokenizer_exports_its_own_tokens(
+    base, tmp_path, monkeypatch, caplog, capsys
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, other, to, run = (tmp_path / name for name in ("published", "other", "out", "run"))
+    instruct_model(published)
+    other.mkdir()
+    tokenizer = train_tokenizer(["Another text of 2 sentences, by others."], 290, [])
+    tokenizer.save(str(other / "tokenizer.json"))
+    trained_from(run, base, other, from_pretrained=str(published))
+    said = f"no chat template and no token settings of {published}."
+    (warning,) = [r.getMessage() for r in caplog.records if said in r.getMessage()]
+    assert warning.startswith("The run's tokenizer is not that of its weights.")
+    run_command(COMMAND, [f"checkpoint={run}", f"to={to}", "threads=1"])
+    assert "If it has the tokenizer of that model" in " ".join(capsys.readouterr().err.split())
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    config = json.loads((to / "config.json").read_text())
+    assert [config.get(f"{kind}_token_id") for kind in ("bos", "eos")] == [end, end]
     assert not (to / "chat_template.jinja").exists()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import socket
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -144,6 +147,67 @@ def test_a_hub_id_without_a_network(tmp_path, monkeypatch):
     assert "are not on this machine (there is no 'model.safetensors' in" in refused()
     (snapshot / "model.safetensors").touch()
     assert find_pretrained("somebody/some-model") == snapshot
+
+
+REVISION = "0123456789" * 4
+OPTIONAL = ["tokenizer_config.json", "chat_template.jinja"]
+
+
+@pytest.fixture(params=[True, False], ids=["with a list of its files", "without"])
+def earlier_cache(request, tmp_path, monkeypatch):
+    """The revision of a model that an earlier version cached, without its files about tokens."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--some-model"
+    snapshot = repository / "snapshots" / REVISION
+    needed = ["config.json", "tokenizer.json", "model.safetensors"]
+    for directory in (snapshot, repository / "refs", repository / "trees"):
+        directory.mkdir(parents=True)
+    for name in needed:
+        (snapshot / name).write_text("{}")
+    (repository / "refs" / "main").write_text(REVISION)
+    if request.param:
+        files = {name: {"size": 2, "blob_id": "0" * 40} for name in [*needed, *OPTIONAL]}
+        listing = {"format_version": 1, "files": files}
+        (repository / "trees" / f"{REVISION}.json").write_text(json.dumps(listing))
+    return snapshot
+
+
+def test_a_model_that_an_earlier_version_cached_is_found_offline(
+    earlier_cache, monkeypatch, caplog
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for _ in range(2):  # a run asks several times
+        assert find_pretrained("somebody/some-model") == earlier_cache
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.startswith("somebody/some-model is cached without tokenizer_config.json, ")
+    assert "chat_template.jinja" in warning
+    assert "(HF_HUB_OFFLINE is set)" in warning
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_token_files_of_the_cached_revision_are_fetched(
+    earlier_cache, monkeypatch, caplog, is_served
+):
+    """Another revision may be on the hub by now: weights and tokens are of one."""
+    online, local = [], huggingface_hub.snapshot_download
+
+    def download(model, *, local_files_only, **options):
+        if local_files_only:
+            return local(model, local_files_only=True, **options)
+        online.append((model, options["revision"]))
+        assert set(OPTIONAL) <= set(options["allow_patterns"])
+        if not is_served:
+            raise RuntimeError("closed")
+        for name in OPTIONAL:
+            (earlier_cache / name).write_text("{}")
+        return str(earlier_cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(hub, "no_hub", lambda: None)
+    for _ in range(2):
+        assert find_pretrained("somebody/some-model") == earlier_cache
+    assert online == [("somebody/some-model", REVISION)]
+    assert ("(closed)" in caplog.text) != is_served
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -14,6 +16,8 @@ from urllib.request import getproxies
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, first_line, near_path, os_reason
+
+log = logging.getLogger(__name__)
 
 WAIT = 5.0
 """Seconds for a connection, of which nothing is read."""
@@ -143,9 +147,8 @@ def _from_hub(model_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     from trainer.interchange.tensor_files import INDEX, weights_problem  # with torch
-    from trainer.interchange.token_files import TOKEN_FILES
 
-    wanted = ["tokenizer.json", "model*.safetensors", INDEX, "README.md", *TOKEN_FILES]
+    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX, "README.md"]
     reason = ""
     for local in (True, False):
         if not local and (why := no_hub()):
@@ -160,6 +163,7 @@ def _from_hub(model_id: str) -> Path:
         else:
             # Without a network both ways return the partial result of an interrupted download.
             if (problem := weights_problem(Path(snapshot))) is None:
+                _fetch_token_files(model_id, Path(snapshot))
                 return Path(snapshot)
             reason = f" ({problem})"
     raise UserError(
@@ -170,6 +174,42 @@ def _from_hub(model_id: str) -> Path:
             "model.from_pretrained=DIR.",
             is_published=True,
         )
+    )
+
+
+@cache
+def _fetch_token_files(model_id: str, snapshot: Path) -> None:
+    """Complete a cached revision by its files about tokens; warn if that fails.
+
+    They are optional: caches of earlier versions lack them.
+    """
+    from huggingface_hub import snapshot_download
+
+    from trainer.interchange.token_files import TOKEN_FILES, TOKENIZER_CONFIG
+
+    reason = ""
+    for local in (True, False):
+        if not local and (why := no_hub()):
+            reason = why
+            break
+        try:
+            snapshot_download(
+                model_id,
+                revision=snapshot.name,
+                allow_patterns=[*TOKEN_FILES],
+                local_files_only=local,
+            )
+        except Exception as error:  # transports raise whatever they like
+            reason = first_line(error)
+            continue
+        # Older clients keep no list of a revision's files, and find any cached revision complete.
+        if not local or (snapshot / TOKENIZER_CONFIG).is_file():
+            return
+    missing = [name for name in TOKEN_FILES if not (snapshot / name).is_file()]
+    log.warning(
+        "%s is cached without %s, as far as that model has them (%s). Exports of new runs will "
+        "lack them; go online once to fetch them.",
+        *(model_id, ", ".join(missing), reason),
     )
 
 

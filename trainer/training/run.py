@@ -19,7 +19,7 @@ from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
 from trainer.common.words import remedy, same_command
 from trainer.data.corpus import Corpus
-from trainer.data.tokenizer import vocabulary_size
+from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
@@ -208,7 +208,7 @@ def _train_stretch(
     ranks, config, end = current_ranks(), stretch.run, stretch.config.trainer.max_steps
     torch.manual_seed(config.seed + ranks.rank)
     model, weights = _decoder(config, stretch.corpus, start, ranks)
-    token_files = on_rank_zero(lambda: _token_files(start, weights))
+    token_files = on_rank_zero(lambda: _token_files(start, weights, stretch.corpus))
     stretch = replace(stretch, token_files=token_files)
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
     title, tokens = f"Training {label(config)}", stretch.config.tokens_per_step
@@ -302,18 +302,25 @@ def _decoder(
     return model, weights
 
 
-def _token_files(start: Start, weights: Pretrained | None) -> dict[str, str]:
-    """Return the files about tokens of the published model in which training began, if any."""
+def _token_files(start: Start, weights: Pretrained | None, corpus: Corpus) -> dict[str, str]:
+    """Return the files about tokens of the published model in which training began, if any.
+
+    None of a model with another tokenizer, whose token ids are others.
+    """
     if weights is None:
         return start.state.get("token_files", {})
     try:
-        return weights.token_files()
+        files, theirs = weights.token_files(), weights.tokenizer
+        if not files or theirs is None or same_tokens(theirs, corpus.tokenizer):
+            return files
+        reason = "The run's tokenizer is not that of its weights."
     except UserError as error:
-        log.warning(
-            "%s Exports of this run will have no chat template and no token settings of %s.",
-            *(error.problems[0].message, weights.name),
-        )
-        return {}
+        reason = error.problems[0].message
+    log.warning(
+        "%s Exports of this run will have no chat template and no token settings of %s.",
+        *(reason, weights.name),
+    )
+    return {}
 
 
 def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> None:

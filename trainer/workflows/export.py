@@ -24,7 +24,7 @@ from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.hub import published_licence
 from trainer.interchange.pretrained import read_pretrained
-from trainer.interchange.token_files import published_file
+from trainer.interchange.token_files import TOKENIZER_CONFIG, published_file
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -65,7 +65,6 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
     layout = model.layout
-    longest = max(stored, layout.training_length)
     no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
     is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
     has_context = is_independent_of_length or not _is_changed(config, state["step"])
@@ -82,7 +81,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=_token_files(state, config),
-        longest=longest if has_context else None,
+        longest=_longest(config, state["step"], stored) if has_context else None,
     )
 
 
@@ -92,12 +91,16 @@ def _token_files(state: dict[str, Any], config: RunConfig) -> dict[str, str]:
     Warns of a checkpoint that does not hold them.
     """
     token_files = state.get("token_files", {})
-    if not token_files and (began_with := _published_beginning(config)) is not None:
+    has_settings = TOKENIZER_CONFIG in token_files
+    if not has_settings and (began_with := _published_beginning(config)) is not None:
+        has_template = any(name.startswith("chat_template") for name in token_files)
         log.warning(
-            "The export has no chat template and no token settings of %s, with whose weights the "
-            "training began: the checkpoint does not hold them. Copy chat_template.jinja and "
-            "generation_config.json from there, or chat_template and eos_token of "
-            "tokenizer_config.json, as far as that model has them.",
+            "The export has %sno %s of %s, with whose weights the training began: the checkpoint "
+            "does not hold them. If it has the tokenizer of that model, copy "
+            "chat_template.jinja and generation_config.json from there, or chat_template and "
+            "eos_token of tokenizer_config.json, as far as they exist.",
+            "" if has_template else "no chat template and ",
+            TOKENIZER_CONFIG if token_files else "token settings",
             began_with,
         )
     return token_files
@@ -264,6 +267,23 @@ def _is_changed(config: RunConfig, step: int) -> bool:
         for run, steps in runs
         for phase in phases_of(run)
     )
+
+
+def _longest(config: RunConfig, step: int, stored: int) -> int:
+    """Return the longest context that the model was ever trained with.
+
+    ``stored``: C of the checkpoint. A run that begins from nothing stores the configured length,
+    though its phases up to ``step`` may be shorter.
+    """
+    runs = [*_runs(config, step)]
+    lengths = [
+        phase.config.data.sequence_length
+        for run, steps in runs
+        for phase in phases_of(run)
+        if phase.start < steps
+    ]
+    is_from_nothing = not runs[-1][0].model.is_trained
+    return max(lengths) if is_from_nothing and lengths else max(stored, *lengths, 0)
 
 
 def _licence(licence: dict[str, str], name: str) -> str:
