@@ -17,6 +17,7 @@ from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import _FILES_OF_A_RUN
 from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import monitors as monitors_module
 from trainer.training.callbacks.monitors import Monitors
 
 
@@ -44,8 +45,8 @@ class Stopping:
         self.questions += 1
         return self.questions >= self.asked
 
-    def add_measurement(self, seconds):
-        self.measured.append(seconds)
+    def add_measurement(self, parts):
+        self.measured.append(parts)
 
 
 def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere"):
@@ -169,13 +170,23 @@ def test_benchmarks_are_broken_off_between_tasks_but_not_after_a_change(tmp_path
     callback, _ = monitors(
         measure, changes=(2,), ends=(8,), add_metrics=len, asked=2, run_dir=tmp_path
     )
-    measure.ask = callback._raise_if_stopping
+    measure.ask = callback._begin_part
     trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
     callback.end_step(trainer, module)
     assert (measure.noted, callback.skipped) == ([], ["breaking"])
     assert not [*tmp_path.iterdir()]
     callback.begin_step(trainer, module)
     assert measure.noted == [(2, False)]
+
+
+def test_a_measurement_is_timed_in_the_parts_between_which_it_may_be_broken_off(monkeypatch):
+    """Two tasks of 10 s and 30 s, after 2 s of preparation."""
+    times = iter([100.0, 102.0, 112.0, 142.0])
+    monkeypatch.setattr(monitors_module.time, "perf_counter", lambda: next(times))
+    callback, _ = monitors(measure := Breaking(2), ends=(8,), add_metrics=len)
+    measure.ask = lambda: [callback._begin_part() for _ in range(2)]
+    callback.end_step(SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False))
+    assert callback.stopping.measured == [[2.0, 10.0, 30.0]]
 
 
 def test_a_measure_that_ended_two_processes_is_left_out_by_the_next(tmp_path, caplog):

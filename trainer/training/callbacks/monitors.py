@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -101,15 +101,14 @@ class Monitors(StepCallback):
         self.milestones: list[Milestone] = []
         self.skipped: list[str] = []
         self._may_skip = False
+        self._part_starts: list[float] = []  # of the present measurement
         self.directory, self.is_rank_zero = Path(config.run_dir), ranks.is_rank_zero
         self.measures: list[Measure] = []
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
             self.measures.append(Lengths(config, corpus, ranks, self.reaches.append))
         if config.monitor.benchmarks.enabled:
-            benchmarks = Benchmarks(
-                config, corpus, ranks, self.milestones.append, self._raise_if_stopping
-            )
+            benchmarks = Benchmarks(config, corpus, ranks, self.milestones.append, self._begin_part)
             self.measures.append(benchmarks)
             self.first_measure = benchmarks if config.model.is_trained else None
         if config.monitor.probe_every is not None:
@@ -156,9 +155,10 @@ class Monitors(StepCallback):
     def _is_stopping(self) -> bool:
         return self._may_skip and self.stopping.stops_now()
 
-    def _raise_if_stopping(self) -> None:
+    def _begin_part(self) -> None:
         if self._is_stopping():
             raise _StoppingError
+        self._part_starts.append(time.perf_counter())
 
     def _take(
         self, measure: Measure, trainer: L.Trainer, module: LanguageModule, moment: str = ""
@@ -168,7 +168,8 @@ class Monitors(StepCallback):
         ``moment``: distinguishes measures after the same number of steps.
         """
         name, step = _name(measure), trainer.global_step
-        mark, began = self.directory / f".measuring-{name}-{step}{moment}", time.perf_counter()
+        mark = self.directory / f".measuring-{name}-{step}{moment}"
+        self._part_starts = [time.perf_counter()]
         if on_rank_zero(lambda: _attempt(mark)) > ATTEMPTS:
             log.warning(
                 "Step %d: left out %s, in which the run ended %d times", step, name, ATTEMPTS
@@ -180,7 +181,8 @@ class Monitors(StepCallback):
             self.skipped.append(name)
         if self.is_rank_zero:
             mark.unlink(missing_ok=True)
-        self.stopping.add_measurement(time.perf_counter() - began)
+        bounds = [*self._part_starts, time.perf_counter()]
+        self.stopping.add_measurement([b - a for a, b in pairwise(bounds)])
 
 
 class _StoppingError(Exception):

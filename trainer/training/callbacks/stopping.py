@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from threading import Thread
@@ -136,7 +136,8 @@ class Stopping(StepCallback):
     def __init__(self, config: RunConfig, saving: Saving, start_time: float) -> None:
         self.config, self.saving, self.start_time = config, saving, start_time
         self._step_ends: deque[float] = deque(maxlen=20)  # without the time of measurements
-        self._measuring, self._longest = 0.0, 0.0  # seconds of all measurements, and of one
+        # Seconds of all measurements, and of the longest part that is not broken off.
+        self._measuring, self._longest = 0.0, 0.0
         self.reason: str | None = None
         self.notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
@@ -179,10 +180,13 @@ class Stopping(StepCallback):
         self._is_agreed = self._is_agreed or any(all_gather(self._is_asked()))
         return self._is_agreed
 
-    def add_measurement(self, seconds: float) -> None:
-        """Note how long a measurement took: a later one will take as long."""
-        self._measuring += seconds
-        self._longest = max(self._longest, seconds)
+    def add_measurement(self, parts: Sequence[float]) -> None:
+        """Note the seconds of a measurement's parts, between which it may be broken off.
+
+        A later part may take as long.
+        """
+        self._measuring += sum(parts)
+        self._longest = max(self._longest, *parts)
 
     def _is_asked(self) -> bool:
         limit, name = deadline(self.config, self.start_time, self._margin())
@@ -191,8 +195,8 @@ class Stopping(StepCallback):
         return self.request is not None
 
     def _margin(self) -> float:
-        """Return the seconds to reserve: two steps, the longest measurement and a checkpoint, plus
-        half as much again.
+        """Return the seconds to reserve: two steps, the longest part of a measurement and a
+        checkpoint, plus half as much again.
 
         Disks are slow when all jobs of a cluster end.
         """
