@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from trainer.runs.directory import _FILES_OF_A_RUN
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import monitors as monitors_module
 from trainer.training.callbacks.monitors import Monitors
+from trainer.training.callbacks.stopping import SIGNALS, Notice, Stopping, _acknowledge
 
 
 class Noting:
@@ -35,21 +38,31 @@ class Noting:
         return {"measured": trainer.global_step}
 
 
-class Stopping:
+class StoppingStub:
     """Is asked to stop from the ``asked``-th question on."""
 
     def __init__(self, asked):
         self.asked, self.questions, self.measured = asked, 0, []
+        self.notice = Notice()
+
+    @property
+    def request(self):
+        return self.notice.signal_name
 
     def stops_now(self):
         self.questions += 1
         return self.questions >= self.asked
 
+    def on_train_start(self):
+        pass
+
     def add_measurement(self, parts):
         self.measured.append(parts)
 
 
-def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere"):
+def monitors(
+    *measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere", rank=0
+):
     """Monitors of a run whose model changes after such steps, and whose phases end so."""
     transitions = SimpleNamespace(
         phases=[
@@ -59,8 +72,8 @@ def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_di
         changed_at=changes.__contains__,
         has_dropped=False,
     )
-    config, stopping = RunConfig(run_dir=str(run_dir)), Stopping(asked)
-    callback = Monitors(config, None, Ranks(), transitions, stopping, add_metrics)
+    config, stopping = RunConfig(run_dir=str(run_dir)), StoppingStub(asked)
+    callback = Monitors(config, None, Ranks(rank, 2), transitions, stopping, add_metrics)
     callback.measures = list(measures)
     return callback, transitions
 
@@ -201,6 +214,56 @@ def test_a_measure_that_ended_two_processes_is_left_out_by_the_next(tmp_path, ca
     trainer.global_step = 4
     with pytest.raises(MemoryError):
         callback.end_step(trainer, module)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["before", "during", "during a call of C"])
+def test_an_end_on_request_does_not_count_also_in_skipped_measures(tmp_path, number, moment):
+    callback, _ = monitors(measure := Breaking(2), ends=(8,), run_dir=tmp_path)
+    callback.skipped = ["breaking"]
+    callback.stopping = Stopping(RunConfig(), SimpleNamespace(seconds=0.0), 0.0)
+    notice = callback.stopping.notice
+
+    def end():
+        assert signal.getsignal(number) == notice.on_signal
+        if moment == "during":
+            signal.raise_signal(number)
+        elif moment == "during a call of C":  # where no handler in Python runs, but the thread does
+            reader, writer = os.pipe()
+            os.write(writer, bytes([number, 0]))
+            _acknowledge(reader, notice, speaks=False)
+        raise InterruptedError
+
+    measure.ask = end
+    before = [signal.getsignal(each) for each in SIGNALS]
+    if moment == "before":
+        notice.on_signal(number, None)
+    try:
+        with pytest.raises(InterruptedError):
+            callback.on_train_start(SimpleNamespace(global_step=2), None)
+    finally:
+        for each, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(each, handler)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_that_the_launcher_ends_do_not_hide_the_one_that_ran_out_of_memory(
+    tmp_path, monkeypatch
+):
+    """The third process leaves the measure out on both ranks."""
+    trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
+    for _ in range(2):
+        for rank in (1, 0):
+            callback, _ = monitors(measure := Breaking(2), ends=(8,), run_dir=tmp_path, rank=rank)
+            if rank == 0:
+                callback.stopping.notice.on_signal(signal.SIGTERM, None)
+            with pytest.raises(MemoryError):
+                callback.end_step(trainer, module)
+    (mark,) = tmp_path.iterdir()
+    assert (mark.name, mark.stat().st_size) == (".measuring-breaking-2-rank-1", 2)
+    monkeypatch.setattr(monitors_module, "all_gather", lambda mine: [mine, 3])
+    callback, _ = monitors(measure, ends=(8,), run_dir=tmp_path)
+    callback.end_step(trainer, module)
 
 
 def test_a_run_without_measures_still_saves_earlier_measurements():

@@ -41,7 +41,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
-from trainer.runs.ranks import Ranks, all_gather, on_rank_zero
+from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
@@ -102,7 +102,7 @@ class Monitors(StepCallback):
         self.skipped: list[str] = []
         self._may_skip = False
         self._part_starts: list[float] = []  # of the present measurement
-        self.directory, self.is_rank_zero = Path(config.run_dir), ranks.is_rank_zero
+        self.directory, self.rank = Path(config.run_dir), ranks.rank
         self.measures: list[Measure] = []
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
@@ -127,6 +127,7 @@ class Monitors(StepCallback):
         self.skipped = []
         if trainer.global_step == 0 and self.first_measure is not None and not self.milestones:
             measures.append(self.first_measure)
+        self.stopping.on_train_start()  # Lightning calls it after these measures
         for measure in measures:
             self._take(measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
@@ -163,24 +164,31 @@ class Monitors(StepCallback):
     def _take(
         self, measure: Measure, trainer: L.Trainer, module: LanguageModule, moment: str = ""
     ) -> None:
-        """Take a measure, unless it has ended the process :data:`ATTEMPTS` times.
+        """Take a measure, unless it has ended the process of a rank :data:`ATTEMPTS` times.
+
+        An end on request does not count.
 
         ``moment``: distinguishes measures after the same number of steps.
         """
         name, step = _name(measure), trainer.global_step
-        mark = self.directory / f".measuring-{name}-{step}{moment}"
+        # Each rank has a mark: where one runs out of memory, the launcher asks the others to end.
+        mark = self.directory / f".measuring-{name}-{step}{moment}-rank-{self.rank}"
         self._part_starts = [time.perf_counter()]
-        if on_rank_zero(lambda: _attempt(mark)) > ATTEMPTS:
+        if max(all_gather(_attempt(mark))) > ATTEMPTS:
             log.warning(
                 "Step %d: left out %s, in which the run ended %d times", step, name, ATTEMPTS
             )
             return
+        notice = self.stopping.notice
+        notice.mark = mark
+        if self.stopping.request is not None:
+            notice.remove_mark()
         try:
             self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
         except _StoppingError:
             self.skipped.append(name)
-        if self.is_rank_zero:
-            mark.unlink(missing_ok=True)
+        notice.remove_mark()
+        notice.mark = None
         bounds = [*self._part_starts, time.perf_counter()]
         self.stopping.add_measurement([b - a for a, b in pairwise(bounds)])
 

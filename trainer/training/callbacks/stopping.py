@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -40,10 +41,14 @@ ECHO = 10.0
 
 
 class Notice:
-    """Signal handler; ``signal_name`` is the first signal. A second one ends the process."""
+    """Signal handler; ``signal_name`` is the first signal. A second one ends the process.
+
+    ``mark``: file of the present measurement, which would count the end of this process in it.
+    """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.mark: Path | None = None
         self._at = 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -55,11 +60,19 @@ class Notice:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal_name, self._at = signal.Signals(number).name, now
+        self.remove_mark()
+
+    def remove_mark(self) -> None:
+        """Remove the mark: the measurement is complete, or the process was asked to end."""
+        if (mark := self.mark) is not None:
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
 
 
 @contextmanager
 def acknowledging(notice: Notice, speaks: bool = True) -> Iterator[None]:
-    """Print at once that a signal came, and let a second Ctrl-C end the process at once.
+    """Print at once that a signal came and remove the mark of a measurement; let a second Ctrl-C
+    end the process at once.
 
     Handlers in Python wait until the main thread leaves C++, such as a backward pass of many
     seconds. A thread does not: the C handler writes the signal's number to its pipe.
@@ -94,6 +107,7 @@ def _acknowledge(reader: int, notice: Notice, speaks: bool) -> None:
         now = time.monotonic()
         if first is None:
             first = now
+            notice.remove_mark()
             name = signal.Signals(number).name
             more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
             text = f"\n{name}: stopping after the current step, with a checkpoint{more}\n"
