@@ -247,6 +247,16 @@ def test_an_end_on_request_does_not_count_also_in_skipped_measures(tmp_path, num
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_mark_that_cannot_be_removed_stops_no_run(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(monitors_module.Path, "unlink", fail)
+    callback, _ = monitors(measure := Noting(2), ends=(8,), add_metrics=len, run_dir=tmp_path)
+    callback.end_step(SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False))
+    assert measure.noted == [(2, False)]
+
+
 def test_ranks_that_the_launcher_ends_do_not_hide_the_one_that_ran_out_of_memory(
     tmp_path, monkeypatch
 ):
