@@ -117,6 +117,7 @@ OF_THIS_PROCESS = {
     "_saved": "a clock",
     "_step_ends": "clocks",
     "_measuring": "a clock",
+    "_part_starts": "clocks",
     "_longest": "how long measurements took",
     "_is_first_step": "a process's first step may compile",
     "_stager": "memory for a copy",

@@ -8,13 +8,14 @@ import json
 import logging
 import os
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.common.errors import UserError
 from trainer.runs import run_lock
-from trainer.runs.run_lock import LEASE, RunLock
+from trainer.runs.run_lock import LEASE, POLL, RunLock
 
 
 @pytest.fixture(params=["on the node alone", "nowhere"])
@@ -111,8 +112,47 @@ def test_the_next_job_waits_for_the_lease_of_one_that_was_killed_on_another_node
     ended(first, tmp_path)
     silent_for(tmp_path, 100)
     locks("gpu08", job="18").acquire(tmp_path)
-    assert clock.seconds == pytest.approx(LEASE - 100, abs=1)
+    assert clock.seconds == pytest.approx(LEASE - 100 + POLL, abs=1)
     assert json.loads((tmp_path / ".lock").read_text())["host"] == "gpu08"
+
+
+def test_of_two_that_wait_one_takes_the_lock_though_both_see_the_silence_end(
+    tmp_path, locks, lock_keeping, clock
+):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    silent_for(tmp_path, 100)
+    other = json.dumps({"process": 1, "host": "gpu09", "job": "19"})
+
+    def on_second(seconds):
+        if "gpu08" in (tmp_path / ".lock").read_text():  # both have written
+            (tmp_path / ".lock").write_text(other)
+
+    clock.on_second = on_second
+    with pytest.raises(UserError, match=r"process 1 of gpu09 \(SLURM job 19\) is training in"):
+        locks("gpu08", job="18").acquire(tmp_path)
+    assert (tmp_path / ".lock").read_text() == other
+
+
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_who_waits_tells_a_release_from_a_lock_that_is_being_written(
+    tmp_path, locks, lock_keeping, clock, is_writing
+):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    silent_for(tmp_path, 100)
+    contents = iter(["", json.dumps({"process": 1, "host": "gpu09", "job": "19"})])
+
+    def on_second(seconds):
+        if seconds == 5 or (seconds == 6 and is_writing):
+            (tmp_path / ".lock").write_text(next(contents))
+
+    clock.on_second = on_second
+    with pytest.raises(UserError, match="is training in") if is_writing else nullcontext():
+        locks("gpu08", job="18").acquire(tmp_path)
+    assert clock.seconds == (6 if is_writing else 7)
 
 
 def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, lock_keeping):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from trainer.model.flops import training_flops
 from trainer.positional.config import PositionalConfig
 from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.metrics_file import read_metrics, write_metrics
 from trainer.runs.phases import phases_of
 from trainer.training.callbacks import metrics
 from trainer.training.callbacks.metrics import Metrics, flops_per_token
@@ -161,3 +164,25 @@ def test_steps_that_take_long_are_shown_before_the_next_row(gpu, caplog):
         callback.on_train_batch_end(trainer, module, None, None, step - 1)
     assert recorder.shown == [(0, None), (3, None)]
     assert recorder.rows == []
+
+
+def test_a_full_disk_keeps_what_was_measured_on_resuming_for_the_next_row(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rows, resumed = [{"step": 2, "loss": 1.5}], SimpleNamespace(global_step=2, loggers=[None])
+    write_metrics(tmp_path / "metrics.csv", rows)
+    callback = Metrics(RunConfig(run_dir=str(tmp_path)), Recorder(), lambda step: {})
+    callback.add({"measured": 3.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "write_metrics", fail)
+        callback._amend_row(resumed)
+    assert (callback.pending, read_metrics(tmp_path / "metrics.csv")) == ({"measured": 3.0}, rows)
+    assert caplog.messages == ["metrics.csv: No space left on device; the run goes on"]
+    callback._amend_row(resumed)
+    assert (callback.pending, read_metrics(tmp_path / "metrics.csv")) == (
+        {},
+        [{"step": 2, "loss": 1.5, "measured": 3.0}],
+    )

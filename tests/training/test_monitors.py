@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,7 +19,9 @@ from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import _FILES_OF_A_RUN
 from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import monitors as monitors_module
 from trainer.training.callbacks.monitors import Monitors
+from trainer.training.callbacks.stopping import SIGNALS, Notice, Stopping, _acknowledge
 
 
 class Noting:
@@ -34,21 +38,31 @@ class Noting:
         return {"measured": trainer.global_step}
 
 
-class Stopping:
+class StoppingStub:
     """Is asked to stop from the ``asked``-th question on."""
 
     def __init__(self, asked):
         self.asked, self.questions, self.measured = asked, 0, []
+        self.notice = Notice()
+
+    @property
+    def request(self):
+        return self.notice.signal_name
 
     def stops_now(self):
         self.questions += 1
         return self.questions >= self.asked
 
-    def add_measurement(self, seconds):
-        self.measured.append(seconds)
+    def on_train_start(self):
+        pass
+
+    def add_measurement(self, parts):
+        self.measured.append(parts)
 
 
-def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere"):
+def monitors(
+    *measures, changes=(), ends=(), add_metrics=None, asked=100, run_dir="nowhere", rank=0
+):
     """Monitors of a run whose model changes after such steps, and whose phases end so."""
     transitions = SimpleNamespace(
         phases=[
@@ -58,8 +72,8 @@ def monitors(*measures, changes=(), ends=(), add_metrics=None, asked=100, run_di
         changed_at=changes.__contains__,
         has_dropped=False,
     )
-    config, stopping = RunConfig(run_dir=str(run_dir)), Stopping(asked)
-    callback = Monitors(config, None, Ranks(), transitions, stopping, add_metrics)
+    config, stopping = RunConfig(run_dir=str(run_dir)), StoppingStub(asked)
+    callback = Monitors(config, None, Ranks(rank, 2), transitions, stopping, add_metrics)
     callback.measures = list(measures)
     return callback, transitions
 
@@ -169,13 +183,23 @@ def test_benchmarks_are_broken_off_between_tasks_but_not_after_a_change(tmp_path
     callback, _ = monitors(
         measure, changes=(2,), ends=(8,), add_metrics=len, asked=2, run_dir=tmp_path
     )
-    measure.ask = callback._raise_if_stopping
+    measure.ask = callback._begin_part
     trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
     callback.end_step(trainer, module)
     assert (measure.noted, callback.skipped) == ([], ["breaking"])
     assert not [*tmp_path.iterdir()]
     callback.begin_step(trainer, module)
     assert measure.noted == [(2, False)]
+
+
+def test_a_measurement_is_timed_in_the_parts_between_which_it_may_be_broken_off(monkeypatch):
+    """Two tasks of 10 s and 30 s, after 2 s of preparation."""
+    times = iter([100.0, 102.0, 112.0, 142.0])
+    monkeypatch.setattr(monitors_module.time, "perf_counter", lambda: next(times))
+    callback, _ = monitors(measure := Breaking(2), ends=(8,), add_metrics=len)
+    measure.ask = lambda: [callback._begin_part() for _ in range(2)]
+    callback.end_step(SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False))
+    assert callback.stopping.measured == [[2.0, 10.0, 30.0]]
 
 
 def test_a_measure_that_ended_two_processes_is_left_out_by_the_next(tmp_path, caplog):
@@ -190,6 +214,66 @@ def test_a_measure_that_ended_two_processes_is_left_out_by_the_next(tmp_path, ca
     trainer.global_step = 4
     with pytest.raises(MemoryError):
         callback.end_step(trainer, module)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["before", "during", "during a call of C"])
+def test_an_end_on_request_does_not_count_also_in_skipped_measures(tmp_path, number, moment):
+    callback, _ = monitors(measure := Breaking(2), ends=(8,), run_dir=tmp_path)
+    callback.skipped = ["breaking"]
+    callback.stopping = Stopping(RunConfig(), SimpleNamespace(seconds=0.0), 0.0)
+    notice = callback.stopping.notice
+
+    def end():
+        assert signal.getsignal(number) == notice.on_signal
+        if moment == "during":
+            signal.raise_signal(number)
+        elif moment == "during a call of C":  # where no handler in Python runs, but the thread does
+            reader, writer = os.pipe()
+            os.write(writer, bytes([number, 0]))
+            _acknowledge(reader, notice, speaks=False)
+        raise InterruptedError
+
+    measure.ask = end
+    before = [signal.getsignal(each) for each in SIGNALS]
+    if moment == "before":
+        notice.on_signal(number, None)
+    try:
+        with pytest.raises(InterruptedError):
+            callback.on_train_start(SimpleNamespace(global_step=2), None)
+    finally:
+        for each, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(each, handler)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_mark_that_cannot_be_removed_stops_no_run(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(monitors_module.Path, "unlink", fail)
+    callback, _ = monitors(measure := Noting(2), ends=(8,), add_metrics=len, run_dir=tmp_path)
+    callback.end_step(SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False))
+    assert measure.noted == [(2, False)]
+
+
+def test_ranks_that_the_launcher_ends_do_not_hide_the_one_that_ran_out_of_memory(
+    tmp_path, monkeypatch
+):
+    """The third process leaves the measure out on both ranks."""
+    trainer, module = SimpleNamespace(global_step=2), SimpleNamespace(phase_ended=False)
+    for _ in range(2):
+        for rank in (1, 0):
+            callback, _ = monitors(measure := Breaking(2), ends=(8,), run_dir=tmp_path, rank=rank)
+            if rank == 0:
+                callback.stopping.notice.on_signal(signal.SIGTERM, None)
+            with pytest.raises(MemoryError):
+                callback.end_step(trainer, module)
+    (mark,) = tmp_path.iterdir()
+    assert (mark.name, mark.stat().st_size) == (".measuring-breaking-2-rank-1", 2)
+    monkeypatch.setattr(monitors_module, "all_gather", lambda mine: [mine, 3])
+    callback, _ = monitors(measure, ends=(8,), run_dir=tmp_path)
+    callback.end_step(trainer, module)
 
 
 def test_a_run_without_measures_still_saves_earlier_measurements():

@@ -169,15 +169,15 @@ def test_a_run_of_long_steps_and_checkpoints_stops_earlier(monkeypatch):
         assert deadline(RunConfig(), 0.0, margin)[0] == 5000 - margin
 
 
-def test_the_longest_measurement_is_reserved_for_and_counts_as_no_step(monkeypatch):
+def test_the_longest_part_of_a_measurement_is_reserved_and_measurements_are_no_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(stopping.time, "time", lambda: now[0])
     callback = Stopping(RunConfig(), SimpleNamespace(seconds=10.0), start_time=0.0)
-    for measured in (600.0, 200.0, 0.0):
-        now[0] += 5 + measured
-        callback.add_measurement(measured)
+    for parts in ([100.0, 600.0, 2900.0, 0.5], [200.0], [0.0]):
+        now[0] += 5 + sum(parts)
+        callback.add_measurement(parts)
         callback.end_step(SimpleNamespace(global_step=1), None)
-    assert callback._margin() == 1.5 * (2 * 5 + 600 + 10)
+    assert callback._margin() == 1.5 * (2 * 5 + 2900 + 10)
 
 
 def test_all_ranks_stop_after_the_step_in_which_any_says_so_where_they_ask(monkeypatch):

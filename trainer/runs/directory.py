@@ -330,7 +330,7 @@ _EVALUATION = rf"({_TABLE}|{_CELL}|figures/{_PICTURE})"
 _FILES_OF_A_RUN = re.compile(
     rf"""
     config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
-    | wandb_id | \.lock | \.measuring-[a-z]+-\d+(-changed)?
+    | wandb_id | \.lock | \.measuring-[a-z]+-\d+(-changed)?-rank-\d+
     | (config\.yaml|metrics\.csv)\.partial
     | (.*/)?\.[^/]+\.\d+\.tmp
     | {_TABLE} | figures/{_PICTURE}

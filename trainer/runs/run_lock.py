@@ -59,6 +59,7 @@ class RunLock:
         self._me = Holder(os.getpid(), os.uname().nodename, job, restarts)
         self._path: Path | None = None
         self._file: IO[str] | None = None
+        self._has_waited = False
         self._released = threading.Event()
 
     def acquire(self, directory: Path) -> None:
@@ -79,6 +80,10 @@ class RunLock:
             file.write(json.dumps(asdict(self._me)))
             file.flush()
             os.fsync(file.fileno())  # visible to other nodes
+            if self._has_waited:  # as may another process, until the same moment
+                time.sleep(POLL)
+                if (other := _read(path)) != self._me:
+                    raise UserError(_refusal(path, other))
         except BaseException:
             file.close()
             raise
@@ -96,6 +101,7 @@ class RunLock:
 
     def _problem(self, file: IO[str], path: Path) -> Problem | None:
         """Why this process may not have the lock, or None."""
+        self._has_waited = False
         mine, other = try_lock(file), _read(path)
         is_here = other is not None and other.host == self._me.host
         restarted = (  # but not another step of the same allocation
@@ -111,17 +117,14 @@ class RunLock:
             # Without file locks, check whether the process exists.
             gone = other is not None and is_here and (mine or not is_running(other.process))
             free = other is None or restarted or gone or age >= LEASE
-            if not free and not is_here:
+            self._has_waited = not free and not is_here
+            if self._has_waited:
                 free = _falls_silent(path, other, LEASE - age)
                 age = _now(path) - os.fstat(file.fileno()).st_mtime
         if free:
             return None
         sign = "" if mine is False else f" (its last sign of life came {max(age, 0):.0f} s ago)"
-        return Problem(
-            "run_dir",
-            f"{other or 'another process'} is training in {str(path.parent)!r}{sign}; wait "
-            "for it, stop it, or choose another name.",
-        )
+        return _refusal(path, other, sign)
 
     def _beat(self, path: Path, released: threading.Event) -> None:
         while not released.wait(BEAT):
@@ -174,8 +177,18 @@ def _falls_silent(path: Path, holder: Holder | None, seconds: float) -> bool:
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, POLL))
         if path.stat().st_mtime_ns != stamp:
+            if _read(path) is None:
+                time.sleep(POLL)  # another process may be writing it
             return _read(path) is None
     return True
+
+
+def _refusal(path: Path, other: Holder | None, sign: str = "") -> Problem:
+    return Problem(
+        "run_dir",
+        f"{other or 'another process'} is training in {str(path.parent)!r}{sign}; wait "
+        "for it, stop it, or choose another name.",
+    )
 
 
 def _read(path: Path) -> Holder | None:

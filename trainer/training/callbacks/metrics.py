@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.errors import os_reason
 from trainer.common.progress import Progress
 from trainer.data.dataset import Batch
 from trainer.model.decoder import Decoder
@@ -101,12 +102,19 @@ class Metrics(L.Callback):
         self.progress.advance_to(step, loss=metrics["loss"])
 
     def _amend_row(self, trainer: L.Trainer) -> None:
-        """Add what was measured on resuming to the row of this step, if that is written."""
+        """Add what was measured on resuming to the row of this step, if that is written.
+
+        Keep it for the next row if the disk is full, which stops no run.
+        """
         path, step = Path(self.config.run_dir) / "metrics.csv", trainer.global_step
         *others, last = read_metrics(path) or [{}]
         if last.get("step") != step:
             return
-        write_metrics(path, [*others, last | self.pending])
+        try:
+            write_metrics(path, [*others, last | self.pending])
+        except OSError as error:
+            log.warning("%s: %s; the run goes on", path.name, os_reason(error))
+            return
         for logger in trainer.loggers[1:]:
             logger.log_metrics(self.pending, step=step)
         self.pending = {}

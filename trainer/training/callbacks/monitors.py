@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -41,7 +41,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
-from trainer.runs.ranks import Ranks, all_gather, on_rank_zero
+from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
@@ -101,15 +101,14 @@ class Monitors(StepCallback):
         self.milestones: list[Milestone] = []
         self.skipped: list[str] = []
         self._may_skip = False
-        self.directory, self.is_rank_zero = Path(config.run_dir), ranks.is_rank_zero
+        self._part_starts: list[float] = []  # of the present measurement
+        self.directory, self.rank = Path(config.run_dir), ranks.rank
         self.measures: list[Measure] = []
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
             self.measures.append(Lengths(config, corpus, ranks, self.reaches.append))
         if config.monitor.benchmarks.enabled:
-            benchmarks = Benchmarks(
-                config, corpus, ranks, self.milestones.append, self._raise_if_stopping
-            )
+            benchmarks = Benchmarks(config, corpus, ranks, self.milestones.append, self._begin_part)
             self.measures.append(benchmarks)
             self.first_measure = benchmarks if config.model.is_trained else None
         if config.monitor.probe_every is not None:
@@ -128,6 +127,7 @@ class Monitors(StepCallback):
         self.skipped = []
         if trainer.global_step == 0 and self.first_measure is not None and not self.milestones:
             measures.append(self.first_measure)
+        self.stopping.on_train_start()  # Lightning calls it after these measures
         for measure in measures:
             self._take(measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
@@ -156,31 +156,41 @@ class Monitors(StepCallback):
     def _is_stopping(self) -> bool:
         return self._may_skip and self.stopping.stops_now()
 
-    def _raise_if_stopping(self) -> None:
+    def _begin_part(self) -> None:
         if self._is_stopping():
             raise _StoppingError
+        self._part_starts.append(time.perf_counter())
 
     def _take(
         self, measure: Measure, trainer: L.Trainer, module: LanguageModule, moment: str = ""
     ) -> None:
-        """Take a measure, unless it has ended the process :data:`ATTEMPTS` times.
+        """Take a measure, unless it has ended the process of a rank :data:`ATTEMPTS` times.
+
+        An end on request does not count.
 
         ``moment``: distinguishes measures after the same number of steps.
         """
         name, step = _name(measure), trainer.global_step
-        mark, began = self.directory / f".measuring-{name}-{step}{moment}", time.perf_counter()
-        if on_rank_zero(lambda: _attempt(mark)) > ATTEMPTS:
+        # Each rank has a mark: where one runs out of memory, the launcher asks the others to end.
+        mark = self.directory / f".measuring-{name}-{step}{moment}-rank-{self.rank}"
+        self._part_starts = [time.perf_counter()]
+        if max(all_gather(_attempt(mark))) > ATTEMPTS:
             log.warning(
                 "Step %d: left out %s, in which the run ended %d times", step, name, ATTEMPTS
             )
             return
+        notice = self.stopping.notice
+        notice.mark = mark
+        if self.stopping.request is not None:
+            notice.remove_mark()
         try:
             self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
         except _StoppingError:
             self.skipped.append(name)
-        if self.is_rank_zero:
-            mark.unlink(missing_ok=True)
-        self.stopping.add_measurement(time.perf_counter() - began)
+        notice.remove_mark()
+        notice.mark = None
+        bounds = [*self._part_starts, time.perf_counter()]
+        self.stopping.add_measurement([b - a for a, b in pairwise(bounds)])
 
 
 class _StoppingError(Exception):

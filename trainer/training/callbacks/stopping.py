@@ -13,9 +13,10 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -40,10 +41,14 @@ ECHO = 10.0
 
 
 class Notice:
-    """Signal handler; ``signal_name`` is the first signal. A second one ends the process."""
+    """Signal handler; ``signal_name`` is the first signal. A second one ends the process.
+
+    ``mark``: file of the present measurement, which would count the end of this process in it.
+    """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self.mark: Path | None = None
         self._at = 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -55,11 +60,19 @@ class Notice:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal_name, self._at = signal.Signals(number).name, now
+        self.remove_mark()
+
+    def remove_mark(self) -> None:
+        """Remove the mark: the measurement is complete, or the process was asked to end."""
+        if (mark := self.mark) is not None:
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
 
 
 @contextmanager
 def acknowledging(notice: Notice, speaks: bool = True) -> Iterator[None]:
-    """Print at once that a signal came, and let a second Ctrl-C end the process at once.
+    """Print at once that a signal came and remove the mark of a measurement; let a second Ctrl-C
+    end the process at once.
 
     Handlers in Python wait until the main thread leaves C++, such as a backward pass of many
     seconds. A thread does not: the C handler writes the signal's number to its pipe.
@@ -94,6 +107,7 @@ def _acknowledge(reader: int, notice: Notice, speaks: bool) -> None:
         now = time.monotonic()
         if first is None:
             first = now
+            notice.remove_mark()
             name = signal.Signals(number).name
             more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
             text = f"\n{name}: stopping after the current step, with a checkpoint{more}\n"
@@ -136,7 +150,8 @@ class Stopping(StepCallback):
     def __init__(self, config: RunConfig, saving: Saving, start_time: float) -> None:
         self.config, self.saving, self.start_time = config, saving, start_time
         self._step_ends: deque[float] = deque(maxlen=20)  # without the time of measurements
-        self._measuring, self._longest = 0.0, 0.0  # seconds of all measurements, and of one
+        # Seconds of all measurements, and of the longest part that is not broken off.
+        self._measuring, self._longest = 0.0, 0.0
         self.reason: str | None = None
         self.notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
@@ -179,10 +194,13 @@ class Stopping(StepCallback):
         self._is_agreed = self._is_agreed or any(all_gather(self._is_asked()))
         return self._is_agreed
 
-    def add_measurement(self, seconds: float) -> None:
-        """Note how long a measurement took: a later one will take as long."""
-        self._measuring += seconds
-        self._longest = max(self._longest, seconds)
+    def add_measurement(self, parts: Sequence[float]) -> None:
+        """Note the seconds of a measurement's parts, between which it may be broken off.
+
+        A later part may take as long.
+        """
+        self._measuring += sum(parts)
+        self._longest = max(self._longest, *parts)
 
     def _is_asked(self) -> bool:
         limit, name = deadline(self.config, self.start_time, self._margin())
@@ -191,8 +209,8 @@ class Stopping(StepCallback):
         return self.request is not None
 
     def _margin(self) -> float:
-        """Return the seconds to reserve: two steps, the longest measurement and a checkpoint, plus
-        half as much again.
+        """Return the seconds to reserve: two steps, the longest part of a measurement and a
+        checkpoint, plus half as much again.
 
         Disks are slow when all jobs of a cluster end.
         """
