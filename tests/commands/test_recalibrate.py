@@ -15,6 +15,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.data.streams import held_out
 from trainer.__main__ import main
 from trainer.common.errors import Problem, UserError
 from trainer.evaluation.config import EvaluationConfig
@@ -359,7 +360,7 @@ def test_many_minutes_are_suggested_in_digits(monkeypatch, caplog):
 def test_lengths_must_fit_validation_text_only_where_a_method_is_fitted_on_it(methods, fitting):
     tokens = EvaluationConfig(methods=methods, tokens=[64, 512, 4096])
     config = SimpleNamespace(evaluation=tokens, training_length=64)
-    corpus = SimpleNamespace(test=range(600), validation=range(100))
+    corpus = SimpleNamespace(test=held_out(range(600)), validation=held_out(range(100)))
     request = SimpleNamespace(config=config, evaluates=True)
     assert recalibrate.lengths_that_fit(request, corpus) == fitting
 
