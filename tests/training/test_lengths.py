@@ -144,7 +144,7 @@ def test_all_phases_measure_at_multiples_of_the_training_length_of_the_report(ru
     config = replace(config, monitor=monitor)
     corpus = prepare_corpus(config.data, config.tokenizer)
     assert Probe(config, corpus).ids.shape[1] == 64
-    assert Benchmarks(config, corpus, Ranks(0, 1, 0, 1), print).lengths == (64, 128)
+    assert Benchmarks(config, corpus, Ranks(0, 1, 0, 1), print, print).lengths == (64, 128)
 
 
 def test_numbers_are_those_of_the_saved_model_on_validation_text(run):
