@@ -32,7 +32,7 @@ def candidate(model, tokenizer, given="runs/x"):
 
     path = Path(given) / "checkpoints" / "step-000009"
     shape = model.config, model.layout
-    return Candidate(given, "tiny", path, tokenizer, *shape, "", RunConfig(), lambda device: model)
+    return Candidate(given, "tiny", path, tokenizer, *shape, "", RunConfig(), lambda *_: model)
 
 
 @pytest.fixture

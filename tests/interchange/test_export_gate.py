@@ -168,7 +168,9 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
     table = modeling_unrope.table
     with monkeypatch.context() as wrong:
         wrong.setattr(
-            modeling_unrope, "table", lambda s, f, C, positions: table(s, f, 10 * C, positions)
+            modeling_unrope,
+            "table",
+            lambda s, f, w, C, positions: table(s, f, w, 10 * C, positions),
         )
         assert difference() > 1e-3
 

@@ -18,6 +18,7 @@ from trainer.data.config import DataConfig
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
+from trainer.evaluation.fitting import spread_evenly
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, WeightedRopeSettings
@@ -145,7 +146,7 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     text = DataConfig(source="files", files=[str(place / "text.txt")])
     windows = windows_with_common_ends(held_out_corpus(text, candidate).validation, 32, [C])
     decoder = candidate.load("cpu").eval()
-    ids = torch.from_numpy(windows[C][:4])
+    ids = torch.from_numpy(windows[C][spread_evenly(4, 32)])
     weights = weighted_rope.select(decoder, ids, rules, decoder.layout)
     decoder.layout = weighted_rope.apply(decoder.layout, weights)
     questions = multiple_choice.read_questions(place / "questions/t.jsonl.gz")
