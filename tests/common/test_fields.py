@@ -26,6 +26,7 @@ from trainer.workflows.requests import (
 
 COUNT, NATURAL, POSITIVE, SHARE = "1 62", "0 62", "> 0", "0 .. 1"
 RUN = {
+    f"1 {1 << 26}": "data.piece_characters",
     COUNT: """
         trainer.max_steps trainer.max_tokens trainer.batch_size trainer.micro_batch_size
         trainer.log_every trainer.checkpoint_every trainer.keep_checkpoints trainer.keep_every
