@@ -131,8 +131,8 @@ class _Worker:
         for method in by_method(plans):
             name, recipe = method[0].subject.name, method[0].recipe
             for plan in method:
-                # Cells are stored by content: another method's name may be in the stored one, and
-                # those of earlier versions have no groups.
+                # Cells are stored by content, so a stored one may have another method's name.
+                # Cells of earlier versions have no groups.
                 cell = Cell.from_dict(self._cell(method, plan))
                 unchanged = recipe.key != AS_IS and plan.is_unchanged
                 results.cells.append(

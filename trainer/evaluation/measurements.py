@@ -293,7 +293,7 @@ class Prompted(Measurement):
             places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
             prompts = [prompts[place] for place in places]
         rank, ranks = self.share
-        # Four bytes a token: all tasks keep their prompts at once, at 128k gigabytes of integers.
+        # All tasks keep their prompts at once, so each token takes only four bytes.
         return [replace(p, tokens=array("i", p.tokens)) for p in prompts[rank::ranks]]
 
     def part(self, rank: int, ranks: int) -> Prompted:
