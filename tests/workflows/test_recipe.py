@@ -54,8 +54,8 @@ def chosen(*arguments, **given):
 @pytest.mark.parametrize(
     ("size", "context", "minutes", "speed", "length", "batch", "micro", "lr"),
     [
-        ("135M", 8192, 10, 250, 512, 4, 4, 3e-4),
-        ("135M", 8192, 20, 250, 512, 4, 4, 3e-4),
+        ("135M", 8192, 10, 250, 512, 1, 1, 3e-4),  # of 112 tokens a step, not below a sequence
+        ("135M", 8192, 240, 250, 512, 4, 4, 3e-4),
         ("135M", 8192, 720, 250, 1024, 4, 2, 3e-4),
         ("135M", 8192, 20, None, 8192, 16, 2, 3e-4),
         ("1.7B", 2048, 20, None, 2048, 8, 8, 3e-4),
@@ -83,8 +83,8 @@ def test_size_minutes_and_device_decide(size, context, minutes, speed, length, b
 def test_ten_minutes_on_a_cpu_are_the_tokens_that_it_reads_meanwhile():
     model = facts("135M", 8192)
     values, recipe = chosen(model, cpu(model, 250), 10)
-    assert values["trainer.max_steps"] == 54  # 450 s of 2,048 tokens at 250 tokens/s
-    assert recipe.tokens == 54 * 2048
+    assert values["trainer.max_steps"] == 219  # 450 s of 512 tokens at 250 tokens/s
+    assert recipe.tokens == 219 * 512
 
 
 def rows_of_the_guide():
@@ -129,14 +129,14 @@ def test_what_is_given_is_kept_and_the_rest_follows():
     assert recipe.steps == int(450 * cpu(model, 250).operations / (6 * 256 * a_token))
     values, recipe = chosen(model, cpu(model, 250), 10, trainer__max_tokens=10_000)
     assert "trainer.max_steps" not in values
-    assert recipe.steps == 4  # even fewer than the warm-up would be
+    assert recipe.steps == 19  # even fewer than the warm-up would be
     assert chosen(model, cpu(model, 250), 10, trainer__max_steps=5)[1].steps == 5
 
 
 def test_minutes_without_an_evaluation_are_all_of_recalibration():
     model = facts("135M", 8192)
     values, recipe = chosen(model, cpu(model, 250), 10, evaluation__enabled=False)
-    assert recipe.steps == 73  # 600 s of 2,048 tokens at 250 tokens/s
+    assert recipe.steps == 292  # 600 s of 512 tokens at 250 tokens/s
     assert recipe.evaluation_seconds == 0
     assert not [key for key in values if key.startswith("evaluation")]
 
@@ -144,11 +144,11 @@ def test_minutes_without_an_evaluation_are_all_of_recalibration():
 def test_too_few_minutes_name_those_that_suffice():
     model = facts("135M", 8192)
     with pytest.raises(UserError) as error:
-        chosen(model, cpu(model, 25), 10)
+        chosen(model, cpu(model, 25), 5)
     (problem,) = error.value.problems
     assert problem.key == "minutes"
     needed = float(re.search(r"need ([\d.]+) on 2 CPU threads", problem.message)[1])
-    assert needed == 37  # 20 steps of 82 s, in three quarters of the time
+    assert needed == 9.2  # 20 steps of 20.5 s, in three quarters of the time
     assert chosen(model, cpu(model, 25), needed)[1].steps == 20
 
 

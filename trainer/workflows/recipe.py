@@ -25,8 +25,9 @@ SEQUENCES = 4096
 """Sequences of the model's whole context that a run must be able to read to use it."""
 STEPS = 1000
 """Steps that the batch is chosen for."""
-BATCH_TOKENS = 2048, 512 * 2048
-"""Fewest and most tokens of a step; DroPE's recipes have the most (App. D)."""
+BATCH_TOKENS = SHORTEST, 512 * 2048
+"""Fewest and most tokens of a step: in few minutes more and smaller steps recover more
+(docs/pretrained.md); DroPE's recipes have the most (App. D)."""
 ROOM = 1.25
 """Suggested minutes over those needed: a second measurement may be slower."""
 WARMUP = 10, 500
