@@ -451,6 +451,7 @@ def test_a_claim_of_several_lengths_needs_all_of_them(near, shown):
     assert verdict.shown is shown
     (last,) = reach(measured, CLAIM, ("far", "base"), 2)  # the longest alone
     assert last.shown is (near[-1] > 0.4)
+    assert not [*reach(measured, CLAIM, ("far", "base"), 2, from_factor=8)]  # none was measured
 
 
 def test_a_fall_is_from_the_training_length_to_the_longest():

@@ -88,6 +88,19 @@ def test_figures_come_in_the_order_of_the_page(made):
     assert not any(drawn.detail for _, drawn in made.values())
 
 
+def test_the_caption_tells_of_cropping_only_where_it_was_measured(made, tmp_path):
+    _, drawn = made["perplexity_and_retrieval"]
+    assert "read: reading only the last 64 tokens (cropped) keeps it low too." in drawn.caption
+    rest = report(
+        *(each for each in cells() if each.method != "crop"),
+        methods=METHODS,
+        tasks={STATEMENTS: "Statements", PERPLEXITY: "Perplexity"},
+        training_length=64,
+    )
+    contrast, *_ = write_figures(rest, tmp_path)
+    assert "does not show that distant text is read. " in contrast.caption
+
+
 def test_key_tokens_by_length(tmp_path):
     losses = {"RoPE": (1.0, 3.0), "DroPE": (1.5, 1.25)}
     made = report(

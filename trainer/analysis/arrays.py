@@ -148,7 +148,8 @@ def mean_over_heads(values: Array) -> Array:
 
 
 def to_json(values: Array) -> list[Any]:
-    """Convert to nested lists for JSON: floats with six decimals, None for NaN."""
-    rounded = (values.round(6) if values.dtype.kind == "f" else values).astype(object)
+    """Convert to nested lists for JSON: floats with six significant digits, None for NaN."""
+    is_float = values.dtype.kind == "f"
+    rounded = (np.char.mod("%.6g", values).astype(float) if is_float else values).astype(object)
     rounded[~np.isfinite(values)] = None
     return rounded.tolist()

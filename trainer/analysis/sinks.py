@@ -462,7 +462,7 @@ class SinksStudy(Study):
         """Return the values of drawn curves; the section's numbers hold the values of heads."""
         lines = {names: self._line("", 0, curve) for names, curve in curves.items()}
         return [
-            (*names, self.edges[i] + 1, self.edges[i + 1], *values)
+            (*names, self.edges[i], self.edges[i + 1], *values)
             for names, line in lines.items()
             for i, values in enumerate(zip(line.y, line.low or (), line.high or (), strict=True))
         ]

@@ -216,11 +216,14 @@ def reach(
 ) -> Iterator[Observation]:
     """Judge whether the first role retrieves more than ``times`` the second at long lengths.
 
-    Compared are all lengths from ``from_factor`` on, or the longest if there are none.
+    Compared are all lengths from ``from_factor`` on, if given, otherwise the longest alone.
     """
     lengths = run.beyond(*roles)
-    far = [n for n in lengths if from_factor and run.cell(roles[0], n).factor >= from_factor]
-    pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far or lengths[-1:]]
+    if from_factor is None:
+        far = lengths[-1:]
+    else:
+        far = [n for n in lengths if run.cell(roles[0], n).factor >= from_factor]
+    pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far]
     if pairs:
         yield judge(run, claim, pairs, times, roles, note=note)
 

@@ -162,6 +162,11 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     tested = outcomes.lengths([task])
     successes = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
+    cropped = ""
+    if any(method == "crop" for _, method in chosen):
+        cropped = (
+            f": reading only the last {report.training_length} tokens (cropped) keeps it low too"
+        )
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
     panels = [
         Panel("", apart(perplexities), lengths_frame(report, lengths, "perplexity", scale)),
@@ -173,7 +178,7 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         "Perplexity against retrieval",
         f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
         f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
-        f"read: reading only the last {report.training_length} tokens (cropped) keeps it low too. "
+        f"read{cropped}. "
         f"{_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
         partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),

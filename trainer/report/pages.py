@@ -113,7 +113,8 @@ def lead(report: Report) -> str:
     )
     if not scored:
         return text
-    best, first = highest(scored)[0], outcomes.rows[0]
+    winners, first = highest(scored), outcomes.rows[0]
+    best = winners[0]
     top = scored[best]
     reached = f"{percent(top.mean)}% ({interval(top)})"
     if len(scored) == 1:
@@ -121,9 +122,13 @@ def lead(report: Report) -> str:
     of_all = f"{len(scored)} combinations of model and method"
     if top.mean == 0:
         return f"{text} None of {of_all} finds anything there in {measure}: {reached}."
-    text += f" Of {of_all}, {outcomes.name(best)} scores highest there in {measure}: {reached}"
+    if len(winners) == 1:
+        do_best = f"{outcomes.name(best)} scores highest"
+    else:
+        do_best = f"{len(winners)} score highest, all alike ({outcomes.name(best)} is one),"
+    text += f" Of {of_all}, {do_best} there in {measure}: {reached}"
     reference = scored.get(first)
-    if reference is None or best == first:
+    if reference is None or first in winners:
         return f"{text}."
     share = f"{percent(reference.mean)}% ({interval(reference)})"
     return f"{text}; {outcomes.name(first)} has {share}."
