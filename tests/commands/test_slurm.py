@@ -229,10 +229,13 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
     second = snapshots.snapshot(place / "code")
     assert second != first
     assert (second / "trainer/conf/config.yaml").read_text() == "other: 1"
-    (place / "conf/config.yaml").rename(place / "conf/other.yaml")
+    (place / "conf/config.yaml").write_text("other: 2")
     third = snapshots.snapshot(place / "code")
-    assert (third / "trainer/conf/other.yaml").is_file()
-    assert sorted((place / "code").iterdir()) == sorted([first, second, third])
+    assert (third / "trainer/conf/config.yaml").read_text() == "other: 2"
+    (place / "conf/config.yaml").rename(place / "conf/other.yaml")
+    fourth = snapshots.snapshot(place / "code")
+    assert (fourth / "trainer/conf/other.yaml").is_file()
+    assert sorted((place / "code").iterdir()) == sorted([first, second, third, fourth])
 
 
 @pytest.mark.parametrize(

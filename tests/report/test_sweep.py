@@ -228,6 +228,16 @@ def test_a_lead_is_bold_only_where_a_paired_test_shows_it(points, bold):
     assert [place for place, entry in column.items() if entry.best] == bold
 
 
+@pytest.mark.parametrize("odd", range(3))
+def test_a_lead_over_a_run_on_other_trials_is_not_shown(odd):
+    """Whichever of the reference, the best and the last run was measured on others."""
+    runs = [
+        run(str(n), {"k": str(n)}, at, measured_on="others" if n == odd else "")
+        for n, at in enumerate([point(1, 2), point(1, 12), point(1, 3)])
+    ]
+    assert Sweep("s", tuple(runs)).leader(1) is None
+
+
 def test_zero_retrieval_and_unmeasured_cells_are_never_best():
     runs = (run("a", {"k": "1"}, point(1, 0)), run("b", {"k": "2"}, point(1, 0)))
     unmeasured = (run("c", {"k": "3"}, point(1)), run("d", {"k": "4"}, point(1)))
