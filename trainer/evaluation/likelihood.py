@@ -60,12 +60,13 @@ class Encoder:
 
     ``max_length``: maximum tokens of a forward pass; longer contexts lose their beginning.
     ``add_bos``: begin every context with end-of-text, as in training, unless the tokenizer itself
-    adds a first token.
+    adds a first token. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
     """
 
     tokenizer: Tokenizer
     max_length: int
     add_bos: bool = False
+    eos: tuple[int, ...] = ()
 
     @cached_property
     def bos_token(self) -> int:
@@ -76,7 +77,7 @@ class Encoder:
     @cached_property
     def end_of_text(self) -> int:
         """The end-of-text token."""
-        return end_of_text(self.tokenizer)
+        return end_of_text(self.tokenizer, self.eos)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of texts, with a beginning-of-text token if ``add_bos`` requires one."""

@@ -36,6 +36,9 @@ class LanguageModel(nn.Module, ABC):
     Activations then take memory for one chunk.
     """
 
+    end_tokens: frozenset[int] = frozenset()
+    """Ids of the tokens with which it ends an answer; empty: their names tell."""
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids; known for every model that is built."""

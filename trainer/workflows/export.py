@@ -35,6 +35,7 @@ from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.phases import phases_of, training_length_at
+from trainer.runs.saved_state import saved_eos
 from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     return export_model(
         model,
         tokenizer,
-        end_of_text(tokenizer),
+        end_of_text(tokenizer, saved_eos(state)),
         to,
         card=lambda plan, difference: model_card(
             path, state, model, plan, difference, request.temperature_at
