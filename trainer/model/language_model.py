@@ -121,6 +121,10 @@ class LanguageModel(nn.Module, ABC):
         finally:
             self.layout = previous
 
+    def follows_length(self, length: int) -> bool:
+        """Whether keys depend on the number of tokens, up to ``length``, that follow them."""
+        return self.layout.at(length) != self.layout.at(1)
+
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see
         :meth:`hidden_states`."""

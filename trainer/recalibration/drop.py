@@ -29,8 +29,9 @@ def drop(
     """Replace the chosen encodings, and the windows of all layers; return the new layout.
 
     ``to``: new spectrum of every chosen head. If it has no temperature, the head keeps one that
-    acts within the training length, since its weights were trained with it. If only some pairs are chosen, their frequencies are
-    set to zero instead. ``qk_norm``: also enable the query and key norms of these layers.
+    acts within the training length, since its weights were trained with it. If only some pairs are
+    chosen, their frequencies are set to zero instead. ``qk_norm``: also enable the query and key
+    norms of these layers.
 
     Raises:
         ValueError: an index is out of range.
