@@ -138,11 +138,17 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
             for s in new.spectra
         ]
         scales.append([f for f in factors for _ in range(heads // len(factors))])
-    if all(len({*row}) == 1 for row in scales):
-        model.layout = replace(before, layers=tuple(map(_scaled, before.layers, scales)))
+    is_alike = all(len({*row}) == 1 for row in scales)
+    layers = (
+        old if new is old else _scaled(old, row[0] if is_alike else 1.0)
+        for old, new, row in zip(before.layers, layout.layers, scales, strict=True)
+    )
+    constant = replace(before, layers=tuple(layers))
+    if is_alike:
+        model.layout = constant
         return model
     softmax = replace(model.config.softmax, learned_scale=True)
-    scaled = Decoder(replace(model.config, softmax=softmax), before)
+    scaled = Decoder(replace(model.config, softmax=softmax), constant)
     scaled.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         for block, row in zip(scaled.layers, scales, strict=True):
@@ -151,9 +157,11 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
     return scaled.eval()
 
 
-def _scaled(layer: LayerEncoding, scales: list[float]) -> LayerEncoding:
-    """Multiply the logits of all heads by the first of ``scales``, which are equal."""
-    return layer.map(lambda s: s.with_temperature(scale=s.temperature.scale * scales[0]))
+def _scaled(layer: LayerEncoding, factor: float) -> LayerEncoding:
+    """Multiply the logits of all heads by ``factor``, in place of what depended on the length."""
+    return layer.map(
+        lambda s: replace(s, temperature=Temperature(scale=s.temperature.scale * factor))
+    )
 
 
 def _export_again(request: ExportRequest, to: Path) -> Exported:
