@@ -29,7 +29,9 @@ from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.spectrum import Temperature
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.directory import check_models
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
+from trainer.runs.models import find_candidate
 from trainer.workflows import export as workflow
 
 
@@ -263,6 +265,31 @@ def instruct_model(directory, **changes):
     model.generation_config = GenerationConfig(bos_token_id=ids[1], max_length=40, **ends)
     model.save_pretrained(directory)
     return theirs, ends
+
+
+def test_a_model_of_the_hub_is_exported_and_continued(tmp_path, monkeypatch):
+    """From the hub's cache on this machine, without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--somebody--model-1.5"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    instruct_model(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    to = tmp_path / "out"
+    run_command(COMMAND, ["checkpoint=somebody/model-1.5", f"to={to}", "threads=1"])
+    assert "# model-1.5" in (to / "README.md").read_text()
+    assert (to / "model.safetensors").is_file()
+    assert find_candidate("somebody/model-1.5").name == "model-1.5"
+    for checkpoint in ("somebody/other", "runs/none"):
+        neither = f"checkpoint: '{checkpoint}' is neither a run directory nor a checkpoint"
+        hub = f"As a model of the hub: the weights '{checkpoint}' are not on this machine"
+        with pytest.raises(UserError, match=f"^{neither}.*{hub}"):
+            run_command(COMMAND, [f"checkpoint={checkpoint}", f"to={to}2", "threads=1"])
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"'runs/none' is neither a run directory nor .* Looked"):
+        check_models("runs/none")
 
 
 def trained_from(directory, base, tokens, drop_at=0, **model):

@@ -16,6 +16,8 @@ from trainer.common.errors import UserError, near_path, renaming
 from trainer.common.files import checksum
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
+from trainer.interchange.hub import KEY as HUB_KEY
+from trainer.interchange.hub import find_pretrained
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.token_files import stop_ids
 from trainer.model.config import ModelConfig
@@ -31,7 +33,7 @@ from trainer.runs.checkpoints import (
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
-from trainer.runs.directory import saved_config
+from trainer.runs.directory import may_be_on_hub, nothing_at, saved_config
 from trainer.runs.phases import training_length_at
 from trainer.runs.saved_state import saved_eos
 
@@ -180,6 +182,28 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     )
 
 
+def published_place(reference: str) -> Path | None:
+    """Return the directory or ``.gguf`` file of published weights, or None if a run is named.
+
+    Raises:
+        UserError: there is no such file, or neither a run of that name nor a model of the hub.
+    """
+    path = Path(reference)
+    if path.suffix == ".gguf" and not path.is_file():
+        near = near_path(path, "*.gguf")
+        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return path
+    if not may_be_on_hub(reference):
+        return None
+    try:
+        return find_pretrained(reference)
+    except UserError as error:
+        neither = f"{nothing_at(reference).message} As a model of the hub: "
+        problems = (replace(p, message=neither + p.message) for p in error.problems)
+        raise UserError(*(p.renamed({HUB_KEY: "checkpoint"}) for p in problems)) from error
+
+
 def _find(reference: str) -> Candidate:
     if reference.startswith(PREFIX):
         adapted = read_adapted(reference)
@@ -197,15 +221,11 @@ def _find(reference: str) -> Candidate:
             named_bos=adapted.bos_token,
             eos=adapted.eos,
         ).ending_at(adapted.stops)
-    path = Path(reference)
-    if path.suffix == ".gguf" and not path.is_file():
-        near = near_path(path, "*.gguf")
-        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
+    if (path := published_place(reference)) is not None:
         published = read_pretrained(reference)
         return Candidate(
             reference,
-            path.stem,
+            path.stem if path.is_file() else Path(reference).name,
             path,
             published.require_tokenizer(),
             published.config,

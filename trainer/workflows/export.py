@@ -34,6 +34,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
+from trainer.runs.models import published_place
 from trainer.runs.phases import phases_of, training_length_at
 from trainer.runs.saved_state import saved_eos
 from trainer.workflows.requests import ExportRequest
@@ -53,8 +54,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     to = Path(request.to)
     check_destination(to)
     check_writable(str(to), "to")
-    if (Path(request.checkpoint) / "config.json").is_file():
-        return _export_again(request, to)
+    if (published := published_place(request.checkpoint)) is not None:
+        return _export_again(request, published, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
@@ -164,24 +165,24 @@ def _scaled(layer: LayerEncoding, factor: float) -> LayerEncoding:
     )
 
 
-def _export_again(request: ExportRequest, to: Path) -> Exported:
+def _export_again(request: ExportRequest, path: Path, to: Path) -> Exported:
     """Export a published model or an earlier export again, in the form that most engines read."""
     assert request.checkpoint is not None
     if request.temperature_at is not None:
         raise UserError.at("temperature_at", "is for a run whose evaluation fitted a temperature.")
-    path = Path(request.checkpoint)
     names = "README.md", "config.json", "tokenizer.json"
     card, *_ = (published_file(path, name) for name in names)
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
     text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
+    name = Path(request.checkpoint).resolve().name
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
         published.decoder(),
         tokenizer,
         published.bos_token or 0,  # published tokens replace those written
         to,
-        card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
+        card=lambda plan, _: renewed_card(text, name, plan),
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=published.token_files(),
