@@ -234,8 +234,11 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(metadata),
     }
-    if metadata.get("llama.rope.scaling.type", "none") != "none":
-        values["rope_scaling"] = {key: metadata.get(f"llama.{name}") for key, name in _ROPE.items()}
+    rope = {key: metadata.get(f"llama.{name}") for key, name in _ROPE.items()}
+    if rope["rope_type"] is None and rope["factor"]:
+        rope["rope_type"] = "linear"  # as llama.cpp takes a factor without a type
+    if rope["rope_type"] not in (None, "none"):
+        values["rope_scaling"] = rope
     return values
 
 
