@@ -154,7 +154,8 @@ def read_pretrained(location: str) -> Pretrained:
         values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(read_tokenizer, path)
-        settings = attempt(partial(read_token_files, path, to_publish=False))
+        read_settings = partial(read_token_files, path, to_publish=False)
+        settings = None if values is None else attempt(read_settings)
     model = attempt(_shape, values, place=place) if values is not None else None
     if values is None or model is None or tensors is None:
         raise UserError(*problems)
