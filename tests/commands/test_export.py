@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +27,12 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
+from trainer.positional.spectrum import Temperature
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.directory import check_models
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
+from trainer.runs.models import find_candidate
+from trainer.workflows import export as workflow
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +267,31 @@ def instruct_model(directory, **changes):
     return theirs, ends
 
 
+def test_a_model_of_the_hub_is_exported_and_continued(tmp_path, monkeypatch):
+    """From the hub's cache on this machine, without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--somebody--model-1.5"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    instruct_model(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    to = tmp_path / "out"
+    run_command(COMMAND, ["checkpoint=somebody/model-1.5", f"to={to}", "threads=1"])
+    assert "# model-1.5" in (to / "README.md").read_text()
+    assert (to / "model.safetensors").is_file()
+    assert find_candidate("somebody/model-1.5").name == "model-1.5"
+    for checkpoint in ("somebody/other", "runs/none"):
+        neither = f"checkpoint: '{checkpoint}' is neither a run directory nor a checkpoint"
+        hub = f"As a model of the hub: the weights '{checkpoint}' are not on this machine"
+        with pytest.raises(UserError, match=f"^{neither}.*{hub}"):
+            run_command(COMMAND, [f"checkpoint={checkpoint}", f"to={to}2", "threads=1"])
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"'runs/none' is neither a run directory nor .* Looked"):
+        check_models("runs/none")
+
+
 def trained_from(directory, base, tokens, drop_at=0, **model):
     """Train two steps from other weights, with the tokens of a published model."""
     tokenizer = {"path": str(tokens / "tokenizer.json")}
@@ -395,6 +425,25 @@ def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(
                 wanted = of_heads[head] * (1 + c * math.log(2))
                 found = theirs.model.get_parameter(name).unflatten(0, (2, -1))[head]
                 torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [None, [[0.1, 0.4, 0.2, 0.3]] * 2])
+def test_a_fitted_temperature_replaces_one_that_follows_the_length(
+    tiny_decoder, tmp_path, monkeypatch, heads
+):
+    own, model = Temperature(0.3, 2.0, 1.5), tiny_decoder(training_length=32)
+    model.layout = model.layout.map(lambda s: replace(s, temperature=own))
+    if heads is None:
+        fitted = model.layout.map(lambda s: s.with_temperature(coefficient=0.2, exponent=1.0))
+    else:
+        fitted = model.layout.tempered_by_head(heads, [0, 1])
+    monkeypatch.setattr(workflow, "with_fitted_temperature", lambda *_: (fitted, "fitted"))
+    ids = torch.randint(50, (1, 64), generator=torch.Generator().manual_seed(0))
+    with model.using(fitted):
+        expected = model(ids)
+    tempered = workflow._tempered(model, tmp_path, 2, 32)
+    torch.testing.assert_close(tempered(ids), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("content", ['{"a":', "[1]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -210,6 +211,28 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     assert other.tokenizer.to_str() == corpus.tokenizer.to_str()
     by_object = prepare_corpus(config, BPE, load_tokenizer(str(path)))
     assert by_object.directories == other.directories
+
+
+def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tmp_path):
+    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=280))
+    tokenizer = corpus.tokenizer
+    tokenizer.add_special_tokens(["<eos>"])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    plain = prepare_corpus(config, TokenizerConfig(path=str(path)))
+    assert plain.end_of_text == 0
+    published = tmp_path / "tokenizer_config.json"
+    published.write_text(json.dumps({"eos_token": END_OF_TEXT}))
+    same = prepare_corpus(config, TokenizerConfig(path=str(path)))
+    assert same.directories == plain.directories
+    published.write_text(json.dumps({"eos_token": "<eos>"}))
+    other = prepare_corpus(config, TokenizerConfig(path=str(path)))
+    assert other.directories != plain.directories
+    assert other.end_of_text == other.first_token == tokenizer.token_to_id("<eos>")
+    before, after = (texts.train.documents(10**9) for texts in (plain, other))
+    assert [ids[:-1].tolist() for ids in before] == [ids[:-1].tolist() for ids in after]
+    assert {int(ids[-1]) for ids in before} == {0}
+    assert {int(ids[-1]) for ids in after} == {other.end_of_text}
 
 
 def test_many_words_make_ids_of_four_bytes(config, tmp_path):

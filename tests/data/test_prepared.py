@@ -25,7 +25,7 @@ from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, Shard, TokenStream
 from trainer.data.sources import Listing
-from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
+from trainer.data.tokenizer import TextTokenizer, end_of_text, load_tokenizer, train_tokenizer
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -55,7 +55,7 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
     with pytest.raises(UserError, match=r"another tokenizer than tokenizer\.path=.*other"):
         prepare_corpus(config, TokenizerConfig(path=str(path)))
     with pytest.raises(UserError, match="another tokenizer than the model's"):
-        prepare_corpus(config, BPE, other)
+        prepare_corpus(config, BPE, TextTokenizer(other))
     tokenizer_path = str(directory / "tokenizer.json")
     assert prepare_corpus(config, TokenizerConfig(path=tokenizer_path)).directories == [
         str(directory)
@@ -76,7 +76,8 @@ def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory
     read = TokenizerConfig(path=str(tmp_path / "published.json"))
     assert prepare_corpus(as_it_is, read).directories == [str(directory)]
     text = "some words that are more than four tokens"
-    result = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
+    loaded = load_tokenizer(str(tmp_path / "published.json")).tokenizer
+    result = loaded.encode(text, add_special_tokens=False)
     assert len(result.ids) > 4
     assert result.ids == open_prepared(directory).tokenizer.encode(text).ids
 

@@ -230,6 +230,18 @@ def test_the_end_of_a_turn_ends_an_answer_too(build, tokenizer):
     assert answers(model, with_turns, [prompt], 1000) == [""]
 
 
+def test_the_ends_that_a_model_names_replace_those_of_the_tokenizer(build, tokenizer, end):
+    model, (prompt,) = build(), groups(1, cuts=(5,))
+    with torch.no_grad():
+        likeliest = int(model(torch.tensor([prompt.tokens]))[0, -1].argmax())
+    whole = answers(model, tokenizer, [prompt], 1000)
+    model.end_tokens = frozenset({likeliest})
+    assert answers(model, tokenizer, [prompt], 1000) == [""]
+    assert whole != [""]
+    (text,) = answers(model, tokenizer, [replace(prompt, never_first=(end,))], 1000)
+    assert text != ""  # neither may it come first, if a first token is ruled out
+
+
 def test_no_prompts_no_answers(build, tokenizer):
     assert answers(build(), tokenizer, [], 100) == []
 

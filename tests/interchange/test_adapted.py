@@ -7,6 +7,7 @@ from inspect import signature
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,6 +21,7 @@ from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch
 from trainer.analysis.positional_bias.measure import prefix_spreads
 from trainer.common.errors import UserError
+from trainer.evaluation.likelihood import Request, log_likelihoods
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
@@ -137,9 +139,7 @@ def test_logits_at_once_and_from_a_cache_are_the_models_own(family):
     for logits in (whole, cached):
         torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(last, expected[:, -3:], rtol=0, atol=5e-5)
-    entropy = torch.nn.functional.cross_entropy(
-        expected[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none"
-    )
+    entropy = F.cross_entropy(expected[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none")
     torch.testing.assert_close(losses, entropy, rtol=0, atol=1e-4)
 
 
@@ -348,9 +348,58 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
 LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
-@pytest.mark.parametrize(
+growing = pytest.mark.parametrize(
     "rope", [DYNAMIC, LONG | {"original_max_position_embeddings": 16}], ids=["dynamic", "longrope"]
 )
+
+
+def grown(rope):
+    return made("Llama", rope_parameters=rope, max_position_embeddings=16)
+
+
+@growing
+def test_frequencies_that_grow_with_a_text_are_its_own_in_a_batch(rope):
+    prompts = [IDS[0, :9].tolist(), IDS[1, :14].tolist(), (IDS[0].tolist() * 2)[:40]]
+    model = AdaptedModel(grown(rope))
+    alone = []
+    for prompt in prompts:
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        made_alone = grown(rope).generate(torch.tensor([prompt]), **options)
+        alone.append(made_alone[0, len(prompt) :].tolist())
+    assert generate(model, prompts, 6) == alone
+    assert generate(model, prompts[:1], 6) == alone[:1]
+
+
+@growing
+def test_a_text_whose_frequencies_grow_is_not_read_in_chunks(rope):
+    ids = IDS[:1].repeat(1, 3)[:, :40]
+    expected = grown(rope)(ids).logits
+    model = AdaptedModel(grown(rope))
+    model.prefill_chunk = 8
+    torch.testing.assert_close(model(ids), expected, rtol=0, atol=5e-5)
+    found = model.token_losses(ids[:, :-1], ids[:, 1:])
+    whole = grown(rope)(ids[:, :-1]).logits
+    losses = F.cross_entropy(whole[0], ids[0, 1:], reduction="none")
+    torch.testing.assert_close(found[0], losses, rtol=0, atol=1e-4)
+
+
+@growing
+def test_likelihoods_with_frequencies_that_grow_are_those_of_each_text_alone(rope):
+    text = tuple((IDS[0].tolist() * 2)[:40])
+    requests = [
+        *(Request(text[:15], (token, *more)) for token in (3, 5) for more in ((), (7, 2, 9))),
+        Request(text[:12], text[12:14]),
+        Request(text[:36], text[36:]),
+    ]
+    found = log_likelihoods(AdaptedModel(grown(rope)), requests, 4096)
+    for request, likelihood in zip(requests, found, strict=True):
+        ids = torch.tensor([request.context + request.continuation])
+        logits = grown(rope)(ids[:, :-1]).logits[0, len(request.context) - 1 :]
+        loss = F.cross_entropy(logits, torch.tensor(request.continuation), reduction="sum")
+        assert likelihood.log_likelihood == pytest.approx(-loss.item(), abs=1e-4)
+
+
+@growing
 def test_another_layout_does_not_stand_for_frequencies_that_follow_the_length(rope):
     model = AdaptedModel(made("Llama", rope_parameters=rope))
     ids = IDS[:1].repeat(1, 8)[:, :128]

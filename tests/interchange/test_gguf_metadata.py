@@ -55,6 +55,16 @@ WANTED = {
                 }
             },
         ),
+        (
+            {"llama.rope.scaling.factor": 4.0},  # llama.cpp's default type
+            {
+                "rope_scaling": {
+                    "rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": None,
+                }
+            },
+        ),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, {}),
+        ({"llama.rope.scaling.factor": 0.0}, {}),
         ({"llama.rope.dimension_count": 16}, {}),
         ({"llama.expert_count": 0, "llama.rope.scaling.finetuned": True}, {}),
     ],

@@ -136,7 +136,7 @@ def test_a_hub_id_without_a_network(tmp_path, monkeypatch):
         "model.from_pretrained: the weights 'somebody/some-model' are not on this machine "
         "(HF_HUB_OFFLINE is set); go "
         "online, or get them where there is a network (hf download somebody/some-model "
-        "--local-dir DIR) and give model.from_pretrained=DIR."
+        "--local-dir DIR) and give DIR in its place."
     )
     repository = tmp_path / "models--somebody--some-model"
     snapshot = repository / "snapshots" / ("0" * 40)

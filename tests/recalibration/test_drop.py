@@ -122,6 +122,27 @@ def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
     assert [layer.qk_norm for layer in after.layers] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    "trained",
+    [
+        Temperature(1.0, reference=1),
+        Temperature(0.1, reference=8, steps=True, per="query"),
+        Temperature(0.2, scale=1.5),
+        Temperature(0.1, 2.0, reference=C // 2),
+    ],
+)
+@pytest.mark.parametrize("anneal_steps", [0, 2])
+def test_a_drop_keeps_a_temperature_that_the_weights_were_trained_with(trained, anneal_steps):
+    layers = (LayerEncoding.of_heads((Spectrum((1.0,), trained), TEMPERED)),)
+    change, positional = ChangeConfig(anneal_steps=anneal_steps), PositionalConfig()
+    after = dropped_layout(Layout(C, layers), positional, change, 2)
+    if anneal_steps:
+        after = shrunk(after, positional, change, 2, anneal_steps)
+    assert after.layers[0].spectra == (Spectrum(temperature=trained), NOPE)
+    own = Spectrum(temperature=Temperature(0.5, reference=2))
+    assert drop(Layout(C, layers), to=own).spectra == (own,)
+
+
 @pytest.mark.parametrize("head", [4, -5])
 def test_a_head_that_does_not_exist_is_refused(head):
     with pytest.raises(ValueError, match=f"head {head} does not exist in a model of 4 key-value"):

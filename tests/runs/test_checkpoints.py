@@ -519,11 +519,11 @@ def test_a_description_holds_all_that_evaluation_needs(finished):
     config, _ = finished
     state = read_state(checkpoint_of(config))
     model = load_decoder(checkpoint_of(config), state)
-    result = json.loads(json.dumps(description(config, model, state["tokenizer"], {}, 12)))
+    result = json.loads(json.dumps(description(config, model, state["tokenizer"], 0, {}, 12)))
     assert result == {key: state[key] for key in result}
     assert result.keys() == {
-        "format", "step", "tokens", "model", "layout", "tokenizer", "token_files", "config",
-        "versions",
+        "format", "step", "tokens", "model", "layout", "tokenizer", "end_of_text", "token_files",
+        "config", "versions",
     }  # fmt: skip
     assert (result["format"], result["step"], result["tokens"]) == (2, 12, 12 * 4 * 32)
     assert (result["config"]["drop"]["at"], state["effects"]["recalibrate"]["step"]) == (6, 6)

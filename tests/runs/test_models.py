@@ -14,9 +14,11 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 import trainer
+from tests.interchange.families import made
 from tests.training.test_run import checkpoint_of
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
+from trainer.runs import models
 from trainer.runs.models import _files_fingerprint, distinct, find_candidate, origin
 
 
@@ -115,3 +117,40 @@ def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
     assert result["Program"].startswith(f"unrope {trainer.__version__}")
     made = datetime.strptime(result["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - made).total_seconds()) < 3600
+
+
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+def test_published_settings_end_the_answers_of_a_model(tmp_path, prefix):
+    words = ["a", "</s>", "<eos>", "<end_of_turn>", *map(str, range(93))]
+    model = made("Llama", vocab_size=97, eos_token_id=2)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ends = tmp_path / "generation_config.json"
+    ends.write_text("{}")
+    found = find_candidate(f"{prefix}{tmp_path}")
+    assert found.text_tokenizer.end_of_text == 2
+    assert found.load().end_tokens == {2}
+    ends.write_text('{"eos_token_id": [2, 3]}')
+    again = find_candidate(f"{prefix}{tmp_path}")
+    assert again.load().end_tokens == {2, 3}
+    assert "ends at" not in again.fingerprint
+    ends.write_text('{"eos_token_id": [2, 7]}')
+    other = find_candidate(f"{prefix}{tmp_path}").with_training_length(99)
+    assert other.load().end_tokens == {2, 7}
+    assert ", ends at [2, 7]" in other.fingerprint
+
+
+def test_a_run_ends_as_the_published_model_in_which_it_began(finished, monkeypatch):
+    read, token_files = models.read_state, {"generation_config.json": '{"eos_token_id": [5, 9]}'}
+    run = find_candidate(finished[0].run_dir)
+    assert run.state["end_of_text"] == run.bos_token == 0
+    assert run.load().end_tokens == {0}
+    changes = {"token_files": token_files, "end_of_text": 7}
+    monkeypatch.setattr(models, "read_state", lambda path: read(path) | changes)
+    changed = find_candidate(finished[0].run_dir)
+    assert changed.bos_token == 7
+    assert changed.load().end_tokens == {5, 7, 9}
+    changes = {"end_of_text": None}  # of an earlier version
+    assert find_candidate(finished[0].run_dir).bos_token == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
 from trainer.model.backend_choice import Choice
 from trainer.model.config import QKNormConfig
+from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.recalibration.config import ChangeConfig, DropConfig
+from trainer.recalibration.drop import NOPE
 from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig, UntilConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
@@ -171,6 +174,37 @@ def test_an_optimizer_forgets_what_its_phase_says(policy, when, remaining):
     trainer = SimpleNamespace(optimizers=[optimizer])
     made()._reset_optimizer(trainer, SimpleNamespace(model=model), phase(optimizer_state=policy))
     assert {names[parameter] for parameter in optimizer.state} == remaining
+
+
+@pytest.mark.parametrize("sides", ["both", "q"])
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ({"rotary_scale": 1.25}, NOPE, 1.25**2),
+        ({"temperature": Temperature(scale=1.5)}, NOPE, 1.5),
+        ({"temperature": Temperature(scale=1.5)}, Spectrum(temperature=Temperature(scale=1.5)), 1),
+        ({"rotary_scale": 1.25}, None, 1),
+        ({}, NOPE, 1),
+    ],
+)
+def test_matched_gains_make_up_for_factors_that_the_drop_removes(
+    tiny_decoder, monkeypatch, sides, before, after, lost
+):
+    """Gains multiply what normed queries and keys are, so their product multiplies logits."""
+    model = tiny_decoder(model={"qk_norm": QKNormConfig("after_drop", targets=sides)})
+    ids = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
+    model.layout = model.layout.map(lambda s: replace(s, **before))
+    layout = model.layout if after is None else model.layout.map(lambda _: after)
+    sizes = input_sizes(model, [ids])
+    callback = made()
+    monkeypatch.setattr(callback, "_micro_batches", lambda *_: [(ids, ids)])
+    module = SimpleNamespace(model=model)
+    monkeypatch.setattr(transitions, "evaluating", lambda _: nullcontext(model))
+    callback._match_gains(module, phase(), layout)
+    for block in model.layers:
+        norms = [n for n in (block.self_attn.q_norm, block.self_attn.k_norm) if n is not None]
+        gains = [(norm.weight / sizes[norm]).mean().item() for norm in norms]
+        assert math.prod(gains) == pytest.approx(lost, rel=1e-4)
 
 
 @pytest.mark.parametrize("sides", ["both", "q"])

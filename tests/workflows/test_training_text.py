@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from trainer.common.errors import UserError
+from trainer.data.tokenizer import TextTokenizer
 from trainer.runs.arms import arms_of, control_problems
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
@@ -45,8 +46,9 @@ def test_text_is_prepared_for_every_length_that_it_is_packed_for(packing, phases
     ("path", "own", "start", "found"),
     [
         (None, None, None, None),
-        (None, "kept", "weights", "of the run"),  # which may have been trained on another text
-        (None, None, "weights", "of the weights"),
+        # The run's tokenizer may have been trained on another text.
+        (None, "kept", "weights", TextTokenizer("of the run", (1,))),
+        (None, None, "weights", TextTokenizer("of the weights", (2,))),
         ("a.json", "kept", "weights", None),
     ],
 )
@@ -54,11 +56,11 @@ def test_weights_bring_their_tokenizer_where_no_other_is_given(
     monkeypatch, path, own, start, found
 ):
     def weights(model):
-        return start and SimpleNamespace(require_tokenizer=lambda: "of the weights")
+        return start and SimpleNamespace(require_tokenizer=lambda: "of the weights", eos=(2,))
 
     def read(place, hashed):
         assert (place, hashed) == ("kept", False)
-        return {"tokenizer": "of the run"}
+        return {"tokenizer": "of the run", "end_of_text": 1}
 
     monkeypatch.setattr(training_text, "own_checkpoint", lambda config: own)
     monkeypatch.setattr(training_text, "starting_weights", weights)
@@ -166,7 +168,7 @@ def test_weights_of_other_tokens_are_refused(monkeypatch):
     monkeypatch.setattr(
         training_text,
         "tokenizer_of_weights",
-        lambda arm: own[arm.name] and tokenizer(own[arm.name]),
+        lambda arm: own[arm.name] and TextTokenizer(tokenizer(own[arm.name])),
     )
     arms = {name: RunConfig(name=name) for name in own}
     check_vocabularies(arms, SimpleNamespace(tokenizer=tokenizer("a")))

@@ -20,6 +20,7 @@ from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
 from trainer.data.tokenizer import (
+    TextTokenizer,
     is_tokenizer_file,
     load_tokenizer,
     own_first_token,
@@ -123,7 +124,7 @@ class Corpus:
 def prepare_corpus(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextTokenizer | None = None,
     *,
     alone: bool = True,
     wanted: list[str] | None = None,
@@ -158,20 +159,20 @@ def prepare_corpus(
                 work.run(wait=True)
             directories.append(str(work.directory))
             if index < len(texts):  # later texts use the first one's tokenizer
-                tokenizer = tokenizer or open_prepared(work.directory).tokenizer
+                tokenizer = tokenizer or open_prepared(work.directory).text_tokenizer
     corpus = corpus_at(config, directories)
     if any(text.prepared for text, _ in texts.values()):
         _check_tokenizer(corpus, tokenizer_config.path, tokenizer)
     return corpus
 
 
-def _check_tokenizer(corpus: Corpus, path: str | None, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(corpus: Corpus, path: str | None, tokenizer: TextTokenizer | None) -> None:
     """Check that prepared text was tokenized with the file ``path``, or else with ``tokenizer``.
 
     A tokenizer on the hub is not loaded: without a network only its name is known.
     """
     wanted = load_tokenizer(path) if path and is_tokenizer_file(path) else tokenizer
-    if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
+    if wanted is not None and not same_tokens(wanted.tokenizer, corpus.tokenizer):
         expected = f"tokenizer.path={path}" if path else "the model's"
         raise UserError.at(
             "data.prepared",

@@ -29,7 +29,7 @@ from trainer.data.needles import WORDS
 from trainer.data.shards import read_json
 from trainer.data.sources import Listing, read_source
 from trainer.data.tokenizer import (
-    end_of_text,
+    TextTokenizer,
     load_tokenizer,
     tokenizer_identity,
     train_tokenizer,
@@ -55,7 +55,7 @@ SAMPLED_FILES = 16
 
 
 def request_of(
-    config: SourceConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer | None
+    config: SourceConfig, tokenizer_config: TokenizerConfig, tokenizer: TextTokenizer | None
 ) -> dict[str, Any]:
     """Return the request in plain values; equal requests of one source give equal tokens.
 
@@ -159,7 +159,7 @@ class Plan:
 def make_plan(
     config: SourceConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: Tokenizer | None,
+    tokenizer: TextTokenizer | None,
     listing: Listing,
 ) -> Plan:
     """Decide everything that the tokens depend on; small texts are read once to do so.
@@ -183,16 +183,16 @@ def make_plan(
     elif tokenizer is None:
         sample = iter(small) if small is not None else _sample(config, listing, tokenizer_config)
         texts = (text for text in sample if thresholds.split_of(text) == "train")
-        tokenizer = train_tokenizer(texts, tokenizer_config.vocab_size, WORDS)
+        tokenizer = TextTokenizer(train_tokenizer(texts, tokenizer_config.vocab_size, WORDS))
     return Plan(
         request,
         listing.files,
         listing.identity,
         tuple(_units(listing.files)),
         thresholds,
-        tokenizer.to_str(),
-        end_of_text(tokenizer),
-        "<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4",
+        tokenizer.tokenizer.to_str(),
+        tokenizer.end_of_text,
+        "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4",
         tokens,
     )
 

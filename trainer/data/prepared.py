@@ -16,7 +16,7 @@ from trainer.data.encoding import SPLITS
 from trainer.data.files import kind_of
 from trainer.data.plan import FORMAT, digest, request_digest
 from trainer.data.shards import FlatFile, Manifest, Place, TokenStream, read_json
-from trainer.data.tokenizer import vocabulary_size
+from trainer.data.tokenizer import TextTokenizer, vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Prepared:
     validation: TokenStream
     test: TokenStream
     manifest: Manifest
+
+    @property
+    def text_tokenizer(self) -> TextTokenizer:
+        """The tokenizer for another text with the same token after each document."""
+        return TextTokenizer(self.tokenizer, (self.end_of_text,))
 
     @property
     def fingerprint(self) -> str:

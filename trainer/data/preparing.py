@@ -31,6 +31,7 @@ from trainer.data.prepared import (
     read_manifest,
 )
 from trainer.data.sources import BUILT_IN, Listing, describe, is_here, list_source, source_problems
+from trainer.data.tokenizer import TextTokenizer
 from trainer.data.units import Report, prepare_units, reporting_failures, write_manifest
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Preparation:
 
     config: DataConfig
     tokenizer_config: TokenizerConfig
-    tokenizer: Tokenizer | None
+    tokenizer: TextTokenizer | None
     directory: Path
     listing: Listing | None = None
 
@@ -63,7 +64,7 @@ class Preparation:
         cls,
         config: DataConfig,
         tokenizer_config: TokenizerConfig,
-        tokenizer: Tokenizer | None,
+        tokenizer: TextTokenizer | None,
         network: bool = False,
         wanted: str | None = None,
     ) -> Preparation:
@@ -114,11 +115,12 @@ class Preparation:
         )
 
     @property
-    def own_tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> TextTokenizer:
         """The text's tokenizer; available as soon as the text is planned."""
         if is_prepared(self.directory):
-            return open_prepared(self.directory).tokenizer
-        return Tokenizer.from_str(Plan.read(self.directory).tokenizer)
+            return open_prepared(self.directory).text_tokenizer
+        plan = Plan.read(self.directory)
+        return TextTokenizer(Tokenizer.from_str(plan.tokenizer), (plan.end,))
 
     @property
     def is_small(self) -> bool:

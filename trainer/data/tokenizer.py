@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer.common.errors import UserError, first_line
 from trainer.data.config import TokenizerConfig
 from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
+from trainer.interchange.token_files import eos_ids, read_token_files
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents, and begins every sequence if the tokenizer puts no token before texts."""
 TEXT_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
-"""Tokens that separate documents, in the order in which they are looked for."""
+"""Tokens that separate documents, in the order of preference."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 """Tokens with which instruct models (Qwen and SmolLM2, Llama 3, Gemma, Phi) end an answer."""
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a text."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer for text. ``eos``: see :func:`end_of_text`."""
+
+    tokenizer: Tokenizer
+    eos: tuple[int, ...] = ()
+
+    @property
+    def end_of_text(self) -> int:
+        """Id of the token after each document."""
+        return end_of_text(self.tokenizer, self.eos)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
@@ -44,14 +59,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str])
     return tokenizer
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str) -> TextTokenizer:
     """Load a ``tokenizer.json``, the tokenizer of a ``.gguf`` file, or one from the hub.
+
+    Files with the settings of a published model count if they lie beside its ``tokenizer.json``.
 
     Raises:
         UserError: the file is missing or malformed, or has no end-of-text token.
     """
+    eos: tuple[int, ...] = ()
     if is_tokenizer_file(path):
-        tokenizer = _read(path)
+        tokenizer, files = _read(path)
+        eos = eos_ids(files, tokenizer)
     elif os.path.isdir(path):  # noqa: PTH112
         raise UserError.at(
             "tokenizer.path",
@@ -72,8 +91,9 @@ def load_tokenizer(path: str) -> Tokenizer:
                 f"there is no file {path!r}, and no such model could be had from the hub: "
                 f"{first_line(error)}",
             ) from error
-    end_of_text(tokenizer)
-    return tokenizer
+    loaded = TextTokenizer(tokenizer, eos)
+    _ = loaded.end_of_text
+    return loaded
 
 
 def is_tokenizer_file(path: str) -> bool:
@@ -81,13 +101,17 @@ def is_tokenizer_file(path: str) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  also False for a name that is too long
 
 
-def _read(path: str) -> Tokenizer:
+def _read(path: str) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer, and the files about its tokens."""
     try:
         if path.endswith(".gguf"):
-            from trainer.interchange.gguf import read_gguf
+            from trainer.interchange.gguf import gguf_token_files, read_gguf
 
-            return read_gguf(Path(path))[2]
-        return tokenizer_from_file(path)
+            return read_gguf(Path(path))[2], gguf_token_files(Path(path))
+        tokenizer = tokenizer_from_file(path)
+        is_published = Path(path).name == "tokenizer.json"
+        files = read_token_files(Path(path).parent, to_publish=False) if is_published else {}
+        return tokenizer, files
     except UserError as error:
         key = f"tokenizer.path: {path!r}"
         raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
@@ -98,15 +122,21 @@ def _read(path: str) -> Tokenizer:
 
 
 def tokenizer_identity(
-    config: TokenizerConfig, tokenizer: Tokenizer | None, words: Sequence[str]
+    config: TokenizerConfig, tokenizer: TextTokenizer | None, words: Sequence[str]
 ) -> dict[str, Any]:
-    """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
+    """Identify a tokenizer by its content, its name on the hub, or the request to train it.
+
+    The token after documents is named if it is not the one that earlier versions took.
+    """
     if config.path and not is_tokenizer_file(config.path) and config.path.count("/") == 1:
         return {"hub": config.path}
     if config.path:
         tokenizer = load_tokenizer(config.path)
     if tokenizer is not None:
-        return {"sha256": hashlib.sha256(tokenizer.to_str().encode()).hexdigest()}
+        content, end = tokenizer.tokenizer.to_str(), tokenizer.end_of_text
+        named = next(iter(_ids(tokenizer.tokenizer, TEXT_ENDS)), None)
+        identity = {"sha256": hashlib.sha256(content.encode()).hexdigest()}
+        return identity if end == named else {**identity, "end_of_text": end}
     return {
         "vocab_size": config.vocab_size,
         "sample_megabytes": config.sample_megabytes,
@@ -137,25 +167,37 @@ def own_first_token(tokenizer: Tokenizer) -> int | None:
     return next(iter(tokenizer.encode("").ids), None)
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
+def end_of_text(tokenizer: Tokenizer, eos: Collection[int] = ()) -> int:
     """Return the id of the token that separates documents.
 
-    Raises:
-        UserError: the tokenizer has no known end-of-text token.
-    """
-    for token in TEXT_ENDS:
-        if (number := tokenizer.token_to_id(token)) is not None:
-            return number
-    raise UserError.at(
-        "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
-    )
-
-
-def end_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of the tokens that end an answer: end-of-text, and ends of turns.
+    ``eos``: ids that a published model's settings call the end of a text. An instruct model's may
+    end turns alone; a token that is named after the end of a text then separates documents.
 
     Raises:
         UserError: the tokenizer has no known end-of-text token.
     """
-    turns = map(tokenizer.token_to_id, TURN_ENDS)
-    return frozenset({end_of_text(tokenizer), *(token for token in turns if token is not None)})
+    named, turns = _ids(tokenizer, TEXT_ENDS), _ids(tokenizer, TURN_ENDS)
+    by_name_too = [token for token in named if token in eos]
+    ends = (*by_name_too, *(token for token in eos if token not in turns), *named, *eos)
+    if not ends:
+        raise UserError.at(
+            "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
+        )
+    return ends[0]
+
+
+def end_tokens(tokenizer: Tokenizer, eos: Collection[int] = ()) -> frozenset[int]:
+    """Return the ids of the tokens whose names end an answer: end-of-text, and ends of turns.
+
+    ``eos``: see :func:`end_of_text`.
+
+    Raises:
+        UserError: the tokenizer has no known end-of-text token.
+    """
+    return frozenset({end_of_text(tokenizer, eos), *_ids(tokenizer, TURN_ENDS)})
+
+
+def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> list[int]:
+    """Return the ids of the tokens that the tokenizer has."""
+    ids = map(tokenizer.token_to_id, names)
+    return [number for number in ids if number is not None]

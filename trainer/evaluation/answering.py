@@ -68,7 +68,7 @@ def answers(
     since its last call. ``piece``: the batches to answer.
     """
     texts: dict[int, str] = {}
-    ends = end_tokens(tokenizer)
+    ends = model.end_tokens or end_tokens(tokenizer)
     for batch in piece.among(list(_batches(prompts, batch_tokens))):
         asked = [prompts[index] for index in batch.prompts]
         answered: list[list[int]] = [[] for _ in asked]
@@ -107,7 +107,7 @@ def _answer(
         for row, token in enumerate(likeliest.tolist()):
             on_token(row, token)
     else:
-        first = prompts[0].never_first
+        first = prompts[0].never_first and {*prompts[0].never_first, *ends}
         generate(model, tokens, count, end_tokens=ends, never_first=first, on_token=on_token)
 
 

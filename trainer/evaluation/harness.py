@@ -125,7 +125,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
                 [prompts[i] or [self.encoder.bos_token] for i in batch],
                 new,
                 sampling=sampling,
-                end_tokens=end_tokens(self.encoder.tokenizer),
+                end_tokens=self.model.end_tokens
+                or end_tokens(self.encoder.tokenizer, self.encoder.eos),
                 on_token=push,
             )
         for text in texts:

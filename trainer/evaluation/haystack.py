@@ -64,12 +64,13 @@ class Excerpt:
 class Haystack:
     """Documents as one token stream, with a blank line before each.
 
-    ``bos``: tokens before every prompt.
+    ``bos``: tokens before every prompt. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
     """
 
     tokenizer: Tokenizer
     documents: Sequence[str]
     bos: tuple[int, ...]
+    eos: tuple[int, ...] = ()
 
     @cached_property
     def tokens(self) -> Integers:

@@ -24,7 +24,6 @@ from trainer.data.tokenizer import end_of_text, own_first_token
 from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +59,13 @@ class Encoder:
 
     ``max_length``: maximum tokens of a forward pass; longer contexts lose their beginning.
     ``add_bos``: begin every context with end-of-text, as in training, unless the tokenizer itself
-    adds a first token.
+    adds a first token. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
     """
 
     tokenizer: Tokenizer
     max_length: int
     add_bos: bool = False
+    eos: tuple[int, ...] = ()
 
     @cached_property
     def bos_token(self) -> int:
@@ -76,7 +76,7 @@ class Encoder:
     @cached_property
     def end_of_text(self) -> int:
         """The end-of-text token."""
-        return end_of_text(self.tokenizer)
+        return end_of_text(self.tokenizer, self.eos)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of texts, with a beginning-of-text token if ``add_bos`` requires one."""
@@ -174,7 +174,8 @@ def log_likelihoods(
     """
     if not requests:
         return []
-    by_length = _depends_on_length(model.layout, requests)
+    longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
+    by_length = model.follows_length(longest)  # then rows cannot share keys
     rows = [_whole(i, r) for i, r in enumerate(requests)] if by_length else _rows(requests)
     total = sum(len(r.tokens) + sum(len(b.tokens) for b in r.branches) for r in rows)
     reader = _Reader(model, len(requests))
@@ -209,12 +210,6 @@ def _rows(requests: Sequence[Request]) -> list[_Row]:
         onward = (_Row(tokens[:-1], ((i, tokens[1:]),)) for i, tokens in wanted if tokens[1:])
         rows.append(_Row(context, first, tuple(onward)))
     return rows
-
-
-def _depends_on_length(layout: Layout, requests: Sequence[Request]) -> bool:
-    """Return whether keys depend on the number of tokens that follow: rows cannot share them."""
-    longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
-    return layout.at(longest) != layout.at(1)
 
 
 def _batches(

@@ -287,7 +287,7 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
     noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
     """
-    sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer)
+    sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer, haystack.eos)
     behind = (sink,) * settings.sinks
     return replace(standard(haystack, settings), name="noisy", behind=behind)
 

@@ -55,7 +55,7 @@ class HeldOut:
     def haystack(self) -> Haystack:
         """The documents as a haystack; its tokens are computed once for all tasks."""
         bos = () if self.bos_token is None else (self.bos_token,)
-        return Haystack(self.corpus.tokenizer, self.documents, bos)
+        return Haystack(self.corpus.tokenizer, self.documents, bos, (self.corpus.end_of_text,))
 
 
 def make_tasks(

@@ -163,11 +163,14 @@ def gguf_token_files(path: Path) -> dict[str, str]:
         UserError: as for :func:`read_gguf`.
     """
     _, metadata = _read(path)
-    words, ids, settings = _listed(metadata, "tokens"), {}, {}
+    words, settings = _listed(metadata, "tokens"), dict[str, str]()
+    ids: dict[str, int | list[int]] = {}
     for kind, name in _SPECIAL.items():
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if type(index) is int and 0 <= index < len(words):
             ids[f"{kind}_token_id"], settings[f"{kind}_token"] = index, words[index]
+    if "eos_token_id" in ids:
+        ids["eos_token_id"] = _eos(metadata)
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
     return {CONFIG: json.dumps(ids), TOKENIZER_CONFIG: json.dumps(settings)}
@@ -229,11 +232,20 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "vocab_size": values["vocab_size"] or len(_listed(metadata, "tokens")),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _eos(metadata),
     }
-    if metadata.get("llama.rope.scaling.type", "none") != "none":
-        values["rope_scaling"] = {key: metadata.get(f"llama.{name}") for key, name in _ROPE.items()}
+    rope = {key: metadata.get(f"llama.{name}") for key, name in _ROPE.items()}
+    if rope["rope_type"] is None and rope["factor"]:
+        rope["rope_type"] = "linear"  # as llama.cpp takes a factor without a type
+    if rope["rope_type"] not in (None, "none"):
+        values["rope_scaling"] = rope
     return values
+
+
+def _eos(metadata: Mapping[str, Any]) -> Any:
+    """Return the id that ends a text; with a second one, that ends a turn, a list of both."""
+    eos, turn = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return eos if turn in (None, eos) else [eos, turn]
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

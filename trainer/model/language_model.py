@@ -36,6 +36,9 @@ class LanguageModel(nn.Module, ABC):
     Activations then take memory for one chunk.
     """
 
+    end_tokens: frozenset[int] = frozenset()
+    """Ids of the tokens with which it ends an answer; empty: their names tell."""
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids; known for every model that is built."""
@@ -117,6 +120,10 @@ class LanguageModel(nn.Module, ABC):
             yield
         finally:
             self.layout = previous
+
+    def follows_length(self, length: int) -> bool:
+        """Whether keys depend on the number of tokens, up to ``length``, that follow them."""
+        return self.layout.at(length) != self.layout.at(1)
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Frequencies, Spectrum
+from trainer.positional.spectrum import Frequencies, Spectrum, Temperature
 from trainer.recalibration.config import ChangeConfig
 
 EVERYTHING = ChangeConfig()
@@ -28,8 +28,10 @@ def drop(
 ) -> Layout:
     """Replace the chosen encodings, and the windows of all layers; return the new layout.
 
-    ``to``: new spectrum of every chosen head. If only some pairs are chosen, their frequencies are
-    set to zero instead. ``qk_norm``: also enable the query and key norms of these layers.
+    ``to``: new spectrum of every chosen head. If it has no temperature, the head keeps one that
+    acts within the training length, since its weights were trained with it. If only some pairs are
+    chosen, their frequencies are set to zero instead. ``qk_norm``: also enable the query and key
+    norms of these layers.
 
     Raises:
         ValueError: an index is out of range.
@@ -37,7 +39,7 @@ def drop(
 
     def changed(spectrum: Spectrum) -> Spectrum:
         if not change.of_pairs:
-            return to
+            return _as_warm(to, spectrum.temperature, layout.training_length)
         return _without_pairs(spectrum, change.slower_than, change.faster_than)
 
     return _changed(layout, change, changed, qk_norm)
@@ -118,6 +120,14 @@ def _of_heads(
     spectra = (changed(s) if i in chosen else s for i, s in enumerate(layer.spectra))
     groups = tuple((spectrum, 1) for spectrum in spectra)
     return replace(layer, groups=groups)
+
+
+def _as_warm(to: Spectrum, before: Temperature, training_length: int) -> Spectrum:
+    """Return ``to`` with the temperature ``before``, if weights were trained with it alone."""
+    is_trained = before.scale != 1 or before.is_trained(training_length)
+    if not is_trained or not to.temperature.is_none:
+        return to
+    return replace(to, temperature=before)
 
 
 def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | None) -> Spectrum:

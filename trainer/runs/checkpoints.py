@@ -215,13 +215,14 @@ def description(
     config: RunConfig,
     model: Decoder,
     tokenizer_json: str,
+    end_of_text: int,
     token_files: Mapping[str, str],
     step: int,
 ) -> dict[str, Any]:
     """Return the part of ``state.json`` that evaluation and export need, in plain values.
 
-    ``token_files``: of the published model in which training began, see
-    :mod:`~trainer.interchange.token_files`; empty without one.
+    ``end_of_text``: id of the token after documents. ``token_files``: of the published model in
+    which training began, see :mod:`~trainer.interchange.token_files`; empty without one.
     """
     return {
         "format": FORMAT,
@@ -230,6 +231,7 @@ def description(
         "model": asdict(model.config),
         "layout": model.layout.to_dict(),
         "tokenizer": tokenizer_json,
+        "end_of_text": end_of_text,
         "token_files": dict(token_files),
         "config": json.loads(json.dumps(asdict(config))),
         "versions": versions(),

@@ -186,18 +186,25 @@ def check_runs(names: Sequence[str]) -> None:
     )
 
 
+def may_be_on_hub(name: str) -> bool:
+    """Whether a name has the form OWNER/NAME, and nothing here has that of the owner."""
+    has_form = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+    return has_form and not os.path.lexists(Path(name).parent)
+
+
 def check_models(checkpoint: str | None, compare: Sequence[str] = ()) -> None:
     """Check that finished models exist, before torch is imported, which takes seconds.
 
     Raises:
-        UserError: there is nothing at a path. ``hf:`` and ``.gguf`` are left to their readers.
+        UserError: there is nothing at a path. ``hf:``, ``.gguf`` and models of the hub are left to
+            their readers.
     """
     named = [("checkpoint", checkpoint), *(("compare", name) for name in compare)]
     raise_all(
         nothing_at(name, key)
         for key, name in named
         if name and not os.path.lexists(name) and not name.startswith("hf:")
-        if not name.endswith(".gguf")
+        if not name.endswith(".gguf") and not may_be_on_hub(name)
     )
 
 

@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, near_path, renaming
 from trainer.common.files import checksum
-from trainer.data.tokenizer import end_of_text, own_first_token
+from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
+from trainer.interchange.hub import KEY as HUB_KEY
+from trainer.interchange.hub import find_pretrained
 from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.token_files import stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
@@ -30,8 +33,9 @@ from trainer.runs.checkpoints import (
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
-from trainer.runs.directory import saved_config
+from trainer.runs.directory import may_be_on_hub, nothing_at, saved_config
 from trainer.runs.phases import training_length_at
+from trainer.runs.saved_state import saved_eos
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
@@ -49,7 +53,7 @@ class Candidate:
     comparisons, such as ``drope``. ``state``: the description in its checkpoint. ``computed_by``:
     the program that computes it, if not this one. ``named_bos``: id of the first token of a text,
     if a published configuration gives one. ``stored_length``: the training length in its files, if
-    ``layout`` has another.
+    ``layout`` has another. ``eos``: ids that its settings call the end of a text.
     """
 
     reference: str
@@ -66,6 +70,7 @@ class Candidate:
     computed_by: str | None = None
     named_bos: int | None = None
     stored_length: int | None = None
+    eos: tuple[int, ...] = ()
 
     def with_training_length(self, length: int | None) -> Candidate:
         """Return the same model with another C; None: as it is.
@@ -94,10 +99,35 @@ class Candidate:
             stored_length=stored,
         )
 
+    def ending_at(self, stops: frozenset[int]) -> Candidate:
+        """Return the same model whose answers end at ``stops`` and at the end of a text.
+
+        Its fingerprint changes if other tokens end them than names alone tell. Without any ids in
+        its settings it stays as it is.
+        """
+        if not (stops or self.eos):
+            return self
+        named, end = end_tokens(self.tokenizer, self.eos), self.text_tokenizer.end_of_text
+        ends = stops | {end} if stops else named
+        mark = "" if ends == named else f", ends at {sorted(ends)}"
+        weights = self.load
+
+        def load(*place: Any) -> LanguageModel:
+            model = weights(*place)
+            model.end_tokens = ends
+            return model
+
+        return replace(self, load=load, fingerprint=self.fingerprint + mark)
+
     @property
     def home(self) -> Path:
         """The run directory; for published weights a directory of their name among the runs."""
         return self.path.parent.parent if self.run is not None else Path("runs", self.name)
+
+    @property
+    def text_tokenizer(self) -> TextTokenizer:
+        """Its tokenizer, for text of its own."""
+        return TextTokenizer(self.tokenizer, self.eos)
 
     @property
     def bos_token(self) -> int | None:
@@ -105,7 +135,7 @@ class Candidate:
         training."""
         if (first := own_first_token(self.tokenizer)) is not None:
             return first
-        return end_of_text(self.tokenizer) if self.run is not None else None
+        return self.text_tokenizer.end_of_text if self.run is not None else None
 
     @property
     def parameters(self) -> int:
@@ -152,6 +182,28 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     )
 
 
+def published_place(reference: str) -> Path | None:
+    """Return the directory or ``.gguf`` file of published weights, or None if a run is named.
+
+    Raises:
+        UserError: there is no such file, or neither a run of that name nor a model of the hub.
+    """
+    path = Path(reference)
+    if path.suffix == ".gguf" and not path.is_file():
+        near = near_path(path, "*.gguf")
+        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return path
+    if not may_be_on_hub(reference):
+        return None
+    try:
+        return find_pretrained(reference)
+    except UserError as error:
+        neither = f"{nothing_at(reference).message} As a model of the hub: "
+        problems = (replace(p, message=neither + p.message) for p in error.problems)
+        raise UserError(*(p.renamed({HUB_KEY: "checkpoint"}) for p in problems)) from error
+
+
 def _find(reference: str) -> Candidate:
     if reference.startswith(PREFIX):
         adapted = read_adapted(reference)
@@ -167,16 +219,13 @@ def _find(reference: str) -> Candidate:
             adapted.load,
             computed_by=adapted.computed_by,
             named_bos=adapted.bos_token,
-        )
-    path = Path(reference)
-    if path.suffix == ".gguf" and not path.is_file():
-        near = near_path(path, "*.gguf")
-        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
+            eos=adapted.eos,
+        ).ending_at(adapted.stops)
+    if (path := published_place(reference)) is not None:
         published = read_pretrained(reference)
         return Candidate(
             reference,
-            path.stem,
+            path.stem if path.is_file() else Path(reference).name,
             path,
             published.require_tokenizer(),
             published.config,
@@ -185,7 +234,8 @@ def _find(reference: str) -> Candidate:
             None,
             published.decoder,
             named_bos=published.bos_token,
-        )
+            eos=published.eos,
+        ).ending_at(published.stops)
     path = find_checkpoint(reference)
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
@@ -202,7 +252,10 @@ def _find(reference: str) -> Candidate:
         partial(load_decoder, path, state),
         role(config, is_dropped(config, state["step"])),
         state,
+        eos=saved_eos(state),
     )
+    stops = stop_ids(state.get("token_files", {}), candidate.tokenizer)
+    candidate = candidate.ending_at(stops)
     length = training_length_at(config, state["step"]) if state["step"] else None
     return candidate.with_training_length(length)
 

@@ -68,6 +68,7 @@ class Description:
     tokenizer: str
     config: dict[str, Any]
     token_files: dict[str, str] = field(default_factory=dict)
+    end_of_text: Count | None = None
     format: int = FIRST
     tokens: Count = 0
     loss: float | None = None
@@ -297,13 +298,22 @@ def _check(state: Any) -> None:
     for layer in read_layout(layout, *shape).layers:
         if layer.qk_norm and model.qk_norm.when == "never":
             raise ValueError("layout: query and key norms are on, and the model has none")
-    _check_tokenizer(saved.tokenizer, model.vocab_size)
+    _check_tokenizer(saved.tokenizer, saved_eos(state), model.vocab_size)
 
 
-def _check_tokenizer(text: str, vocab_size: int) -> None:
+def saved_eos(state: dict[str, Any]) -> tuple[int, ...]:
+    """Return the id of the token after documents, for
+    :func:`~trainer.data.tokenizer.end_of_text`; empty for an earlier version's checkpoint, whose
+    tokenizer names it."""
+    end = state.get("end_of_text")
+    return () if end is None else (end,)
+
+
+def _check_tokenizer(text: str, eos: tuple[int, ...], vocab_size: int) -> None:
     try:
         tokenizer = Tokenizer.from_str(text)
-        end_of_text(tokenizer)
+        if tokenizer.id_to_token(end_of_text(tokenizer, eos)) is None:
+            raise ValueError(f"it has no token {eos[0]}, the end of a text")
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"tokenizer: {one_line(error)}") from None
     if (size := vocabulary_size(tokenizer)) > vocab_size:

@@ -45,7 +45,7 @@ from trainer.runs.index import read_index
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of, samples_between
 from trainer.runs.ranks import on_rank_zero
-from trainer.runs.saved_state import RunState, read_run_state
+from trainer.runs.saved_state import RunState, read_run_state, saved_eos
 from trainer.runs.state import check_shapes, load, tensors_in
 
 log = logging.getLogger(__name__)
@@ -367,6 +367,7 @@ def _of_run(reference: str) -> Pretrained:
         Tokenizer.from_str(state["tokenizer"]),
         tensors,
         token_files=lambda: state.get("token_files", {}),
+        eos=saved_eos(state),
     )
 
 

@@ -163,8 +163,8 @@ class Step:
             wandb_id=next((str(x.version) for x in trainer.loggers if x.version), None),
         )
         config, tokenizer = with_ends(stretch.run, self.ends), stretch.corpus.tokenizer.to_str()
-        token_files, model = stretch.token_files, self.module.model
-        return description(config, model, tokenizer, token_files, step) | state.to_dict()
+        tokens = tokenizer, stretch.corpus.end_of_text, stretch.token_files
+        return description(config, self.module.model, *tokens, step) | state.to_dict()
 
     def restore(self, state: RunState) -> None:
         """Restore what :meth:`collect_state` collected."""

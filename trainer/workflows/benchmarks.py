@@ -194,6 +194,7 @@ def _scores(
         candidate.tokenizer,
         min(config.max_length or C, method.reads or config.max_length or C),
         candidate.run is not None if config.add_bos is None else config.add_bos,
+        candidate.eos,
     )
     if isinstance(config, HarnessConfig):
         from trainer.evaluation import harness

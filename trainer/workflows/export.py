@@ -34,7 +34,9 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
+from trainer.runs.models import published_place
 from trainer.runs.phases import phases_of, training_length_at
+from trainer.runs.saved_state import saved_eos
 from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     to = Path(request.to)
     check_destination(to)
     check_writable(str(to), "to")
-    if (Path(request.checkpoint) / "config.json").is_file():
-        return _export_again(request, to)
+    if (published := published_place(request.checkpoint)) is not None:
+        return _export_again(request, published, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
@@ -73,7 +75,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     return export_model(
         model,
         tokenizer,
-        end_of_text(tokenizer),
+        end_of_text(tokenizer, saved_eos(state)),
         to,
         card=lambda plan, difference: model_card(
             path, state, model, plan, difference, request.temperature_at
@@ -137,11 +139,17 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
             for s in new.spectra
         ]
         scales.append([f for f in factors for _ in range(heads // len(factors))])
-    if all(len({*row}) == 1 for row in scales):
-        model.layout = replace(before, layers=tuple(map(_scaled, before.layers, scales)))
+    is_alike = all(len({*row}) == 1 for row in scales)
+    layers = (
+        old if new is old else _scaled(old, row[0] if is_alike else 1.0)
+        for old, new, row in zip(before.layers, layout.layers, scales, strict=True)
+    )
+    constant = replace(before, layers=tuple(layers))
+    if is_alike:
+        model.layout = constant
         return model
     softmax = replace(model.config.softmax, learned_scale=True)
-    scaled = Decoder(replace(model.config, softmax=softmax), before)
+    scaled = Decoder(replace(model.config, softmax=softmax), constant)
     scaled.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         for block, row in zip(scaled.layers, scales, strict=True):
@@ -150,29 +158,31 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
     return scaled.eval()
 
 
-def _scaled(layer: LayerEncoding, scales: list[float]) -> LayerEncoding:
-    """Multiply the logits of all heads by the first of ``scales``, which are equal."""
-    return layer.map(lambda s: s.with_temperature(scale=s.temperature.scale * scales[0]))
+def _scaled(layer: LayerEncoding, factor: float) -> LayerEncoding:
+    """Multiply the logits of all heads by ``factor``, in place of what depended on the length."""
+    return layer.map(
+        lambda s: replace(s, temperature=Temperature(scale=s.temperature.scale * factor))
+    )
 
 
-def _export_again(request: ExportRequest, to: Path) -> Exported:
+def _export_again(request: ExportRequest, path: Path, to: Path) -> Exported:
     """Export a published model or an earlier export again, in the form that most engines read."""
     assert request.checkpoint is not None
     if request.temperature_at is not None:
         raise UserError.at("temperature_at", "is for a run whose evaluation fitted a temperature.")
-    path = Path(request.checkpoint)
     names = "README.md", "config.json", "tokenizer.json"
     card, *_ = (published_file(path, name) for name in names)
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
     text = "" if card is None else card.read_text(encoding="utf-8", errors="replace")
+    name = Path(request.checkpoint).resolve().name
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
         published.decoder(),
         tokenizer,
         published.bos_token or 0,  # published tokens replace those written
         to,
-        card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
+        card=lambda plan, _: renewed_card(text, name, plan),
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=published.token_files(),

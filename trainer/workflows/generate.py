@@ -116,7 +116,7 @@ def write(
         times.append(time.perf_counter())
         return texts[row].stopped
 
-    ends = end_tokens(tokenizer)
+    ends = model.end_tokens or end_tokens(tokenizer)
     new = generate(
         model,
         ids,

@@ -56,7 +56,7 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
             )
         return corpus
     with nullcontext() if text is None else renaming(data="text"):
-        return prepare_corpus(source, TokenizerConfig(), candidate.tokenizer)
+        return prepare_corpus(source, TokenizerConfig(), candidate.text_tokenizer)
 
 
 def subject_of(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from trainer.common.errors import Problem, raise_all
 from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
+from trainer.data.tokenizer import SMALLEST_VOCABULARY, TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
@@ -21,6 +21,7 @@ from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
+from trainer.runs.saved_state import saved_eos
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import applicable
@@ -53,7 +54,7 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
 
     def problems(arm: RunConfig) -> list[Problem]:
         embeddings, tokenizer = arm.model.vocab_size, tokenizer_of_weights(arm)
-        if tokenizer is not None and not same_tokens(tokenizer, corpus.tokenizer):
+        if tokenizer is not None and not same_tokens(tokenizer.tokenizer, corpus.tokenizer):
             return [
                 Problem("model", "its weights came with another tokenizer than the run's text has.")
             ]
@@ -174,14 +175,15 @@ def vocabulary_problems(config: RunConfig) -> list[Problem]:
     ]
 
 
-def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
+def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
     """Return the tokenizer of the weights that the run begins with, unless another is configured.
 
     Raises:
         UserError: the weights came without one.
     """
     if not config.tokenizer.path and (checkpoint := own_checkpoint(config)) is not None:
-        return Tokenizer.from_str(read_state(checkpoint, hashed=False)["tokenizer"])
+        state = read_state(checkpoint, hashed=False)
+        return TextTokenizer(Tokenizer.from_str(state["tokenizer"]), saved_eos(state))
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
-    return start.require_tokenizer()
+    return TextTokenizer(start.require_tokenizer(), start.eos)

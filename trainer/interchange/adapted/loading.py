@@ -21,6 +21,7 @@ from trainer.common.errors import UserError, did_you_mean, first_line, near_path
 from trainer.interchange.hf_config import is_own, named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.interchange.tensor_files import weights_problem
+from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -36,7 +37,8 @@ transformers may download a kernel from the hub and run it."""
 class Adapted:
     """A model that was found and tried; ``load`` reads its weights again.
 
-    ``bos_token``: see :func:`~trainer.interchange.hf_config.named_bos`.
+    ``bos_token``: see :func:`~trainer.interchange.hf_config.named_bos`. ``eos`` and ``stops``: see
+    :func:`~trainer.interchange.token_files.eos_ids` and ``stop_ids`` there.
     """
 
     path: Path
@@ -45,6 +47,8 @@ class Adapted:
     layout: Layout
     computed_by: str
     bos_token: int | None
+    eos: tuple[int, ...]
+    stops: frozenset[int]
 
     def load(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
         """Load the model onto a device in ``dtype``; it is converted before it gets there."""
@@ -83,6 +87,7 @@ def read_adapted(name: str) -> Adapted:
             raise UserError.at(
                 "", "there is no tokenizer.json; put the model's beside its weights."
             )
+        settings = read_token_files(path, to_publish=False)
         _check_type(values)
         _check_own_files(path, values)
         model = _read(path)
@@ -90,7 +95,8 @@ def read_adapted(name: str) -> Adapted:
         key = f"checkpoint: {name}"
         raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
     by = f"transformers {version('transformers')}"
-    return Adapted(path, tokenizer, model.config, model.layout, by, named_bos(values))
+    ends = eos_ids(settings, tokenizer), stop_ids(settings, tokenizer)
+    return Adapted(path, tokenizer, model.config, model.layout, by, named_bos(values), *ends)
 
 
 def _check_type(values: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from trainer.interchange.adapted.rotation import (
     complex_table,
     forget_lengths,
     found_rotation,
+    grows_with_length,
     in_one_order,
     no_rotation,
     tables_like,
@@ -100,6 +101,7 @@ class AdaptedModel(LanguageModel):
             tie_word_embeddings=bool(text.tie_word_embeddings),
             **({} if eps is None else {"rms_norm_eps": eps}),
         )
+        self._grows = grows_with_length(hf)
         self._observe: OnLayer | None = None
         self._checked: set[tuple[int, int, int]] = set()
 
@@ -207,8 +209,10 @@ class AdaptedModel(LanguageModel):
         last: int | None = None,
     ) -> Tensor:
         """Compute states ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
+        if cache is not None and cache.begins and self._grows:
+            return self._rows(ids, cache, length, last)
         past = cache.length if cache else 0
-        if not past:
+        if not past or self._grows:
             forget_lengths(self.hf)
         end = past + ids.shape[1]
         columns = torch.arange(end, device=ids.device)
@@ -233,6 +237,28 @@ class AdaptedModel(LanguageModel):
             outputs = self._base(ids, use_cache=cache is not None, **options)
         states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
+
+    def _rows(self, ids: Tensor, cache: KVCache, length: int | None, last: int | None) -> Tensor:
+        """Compute states of rows of several lengths, each with the frequencies of its own."""
+        past, states = cache.length, []
+        end = past + ids.shape[1]
+        for row, begin in enumerate(cache.begins):
+            alone = cache.part(row, 1, begin)
+            alone.fill((), past - begin)
+            of_row = (length or end) - begin
+            states.append(
+                self.hidden_states(ids[row : row + 1], cache=alone, length=of_row, last=last)
+            )
+        cache.fill(cache.begins, end)
+        return torch.cat(states)
+
+    def follows_length(self, length: int) -> bool:
+        """Whether keys depend on the number of tokens of the text; see :class:`LanguageModel`."""
+        return self._grows or super().follows_length(length)
+
+    def _is_long(self, ids: Tensor) -> bool:
+        """Whether to read in chunks: a chunk would get the frequencies of a shorter text."""
+        return not self._grows and super()._is_long(ids)
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:

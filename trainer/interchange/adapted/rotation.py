@@ -148,6 +148,18 @@ def in_one_order(rotations: list[Rotation]) -> list[Rotation]:
     return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
 
 
+def grows_with_length(model: PreTrainedModel) -> bool:
+    """Whether the model's own frequencies depend on the length of the text (longrope, dynamic NTK).
+
+    transformers takes one length for a batch, that of its longest text.
+    """
+    kinds: list[str] = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds += kind.values() if isinstance(kind, dict) else [kind] if kind else []
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
 def forget_lengths(model: PreTrainedModel) -> None:
     """Reset frequencies that grew with an earlier text.
 

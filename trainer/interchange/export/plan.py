@@ -173,6 +173,11 @@ def _native_values(
     config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
 ) -> dict[str, Any]:
     values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
+    # Where transformers 4 and engines built on it look, which otherwise rotate with base 10,000. A
+    # type that they do not know is an error there.
+    values["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+        values["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
     if rope["rope_type"] == "llama3":  # llama.cpp's converter looks for it here
         key = "original_max_position_embeddings"
         values[key] = rope[key]

@@ -423,7 +423,9 @@ class Benchmarks:
         self.before_task = before_task
         self.settings = config.monitor.benchmarks
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
-        self.encoder = Encoder(corpus.tokenizer, config.training_length, add_bos=True)
+        self.encoder = Encoder(
+            corpus.tokenizer, config.training_length, add_bos=True, eos=(corpus.end_of_text,)
+        )
         self.questions = _questions(self.settings, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:

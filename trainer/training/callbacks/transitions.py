@@ -18,7 +18,8 @@ from trainer.data.dataset import Batch, as_batch
 from trainer.data.held_out import held_out_windows
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
-from trainer.positional.layout import Layout
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
 from trainer.recalibration.drop import shrunk
 from trainer.runs.config import UntilConfig
 from trainer.runs.layouts import layout_of_phase
@@ -149,9 +150,10 @@ class Transitions(StepCallback):
             self.before_drop(trainer)
         before = self.losses(module, phase)
         model, layout = module.model, module.model.layout
+        new_layout = layout_of_phase(layout, phase, model.config)
         if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
-            self._match_gains(module, phase)
-        model.layout = layout_of_phase(model.layout, phase, model.config)
+            self._match_gains(module, phase, new_layout)
+        model.layout = new_layout
         if phase.drop is not None and phase.drop.anneal_steps:
             self.layout_before = model.layout
             self._shrink(module, phase, 1)
@@ -176,20 +178,22 @@ class Transitions(StepCallback):
             {f"{_key(phase)}/loss_before": loss_before, f"{_key(phase)}/loss_after": loss_after}
         )
 
-    def _match_gains(self, module: LanguageModule, phase: Phase) -> None:
+    def _match_gains(self, module: LanguageModule, phase: Phase, after: Layout) -> None:
         """Set the gain of each QK-norm to the RMS of its inputs.
 
         It then rescales each vector to the average size that its layer was trained with, not to 1.
+        Factors on logits that the layout ``after`` the drop lacks become part of the gains.
         """
         if module.model.config.qk_norm.when != "after_drop":
             return
         with evaluating(module) as model:
             batches = [ids for ids, _ in self._micro_batches(module, phase)]
             sizes = input_sizes(model, batches)
+            factors = lost_factors(model, after)
         # Parameters are resharded now; within the block gains were temporary copies.
         with torch.no_grad():
             for norm, size in sizes.items():
-                norm.weight.fill_(size)
+                norm.weight.fill_(size * factors[norm])
 
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self.layout_before is not None
@@ -273,6 +277,31 @@ def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, floa
     # one transfer from the device for all norms
     means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
     return dict(zip(squares, means.sqrt().tolist(), strict=True))
+
+
+def lost_factors(model: Decoder, after: Layout) -> dict[RMSNorm, float]:
+    """Return the factor of each query and key norm that makes up for what ``after`` lacks.
+
+    The scale of rotated channels (YaRN, LongRoPE) and that of the temperature multiply logits.
+    Queries and keys share their product, averaged over heads, or one norm has all of it.
+    """
+    factors: dict[RMSNorm, float] = {}
+    for block, old, new in zip(model.layers, model.layout.layers, after.layers, strict=True):
+        lost = _logit_scale(old, model.config.head_size) / _logit_scale(new, model.config.head_size)
+        attention = block.self_attn
+        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        factors |= {norm: lost ** (1 / len(norms)) for norm in norms}
+    return factors
+
+
+def _logit_scale(layer: LayerEncoding, head_dim: int) -> float:
+    """Return the mean factor of a layer's encoding on logits within the training length."""
+
+    def scale(spectrum: Spectrum) -> float:
+        rotated = spectrum.rotary_dim / head_dim
+        return spectrum.temperature.scale * (1 + rotated * (spectrum.rotary_scale**2 - 1))
+
+    return fmean(map(scale, layer.spectra))
 
 
 def describe(phase: Phase, layout: Layout | None = None) -> str:
