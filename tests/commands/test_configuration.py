@@ -126,6 +126,40 @@ def compare(schema, given, path):
             "drop=never: the experiment sets drop.at=0.75, which stands above it; write drop."
             "enabled=false, and leave out the controls that begin at the drop (controls=null).",
         ),
+        (
+            ["+experiment=rope_id_extension_demo", "trainer.max_steps=10"],
+            "trainer.max_steps: the phases (pretrain, to_256, to_1024) give the run's length; "
+            "write phases.pretrain.steps=10.",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "trainer.max_tokens=2048"],
+            "give the run's length; write phases.pretrain.tokens=2048.",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "+controls.rope.trainer.max_steps=9"],
+            "controls.rope.trainer.max_steps: the phases (pretrain, to_256, to_1024) give",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "drop.schedule.peak=0.1"],
+            "drop.schedule.peak: with phases it is one of them that drops; write phases.NAME.drop.",
+        ),
+        (
+            ["drop.layers=[0]"],
+            "drop.layers: nothing is dropped; write drop.at=0.85 as well, or leave it out.",
+        ),
+        (["drop.anneal_steps=9"], "drop.anneal_steps: nothing is dropped"),
+        (
+            ["+experiment=encoding_zoo_demo", "+controls.hope.drop.layers=[0]"],
+            "controls.hope.drop.layers: nothing is dropped",
+        ),
+        (
+            ["optimizer.muon_lr=0.01"],
+            "optimizer.muon_lr: optimizer=adamw does not use Muon; write optimizer=muon as well",
+        ),
+        (
+            ["strategy=ddp", "strategy.reduce_gradients=step"],
+            "strategy.reduce_gradients: strategy=ddp does not shard; choose fsdp2 or hsdp",
+        ),
         (["drop=late", "positional=nope"], "drop.to: 'nope' is what the layers to drop have"),
         (["drop=late", "drop.to=rope"], "drop.to: 'rope' is what the layers to drop have"),
         (

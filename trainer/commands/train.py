@@ -124,6 +124,9 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
 @listed
 def _word_problems(composed: Composed) -> Iterator[Problem]:
     """Check for words without effect: another word, or an experiment's own keys, override them."""
+    from trainer.runs.parsing import idle_keys
+
+    yield from idle_keys(composed.named_keys, composed.values)
     value, named_keys = composed.value, composed.named_keys
     if "drop=never" in composed.words and value("drop.enabled"):
         controls = (value("controls") or {}).values()
