@@ -65,6 +65,9 @@ class Composed:
     """The flags among the words that only this command has."""
     verbatim: tuple[str, ...] = ()
     """Values of the command's verbatim key."""
+    overruled: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
+    """Keys of each option among the words that a file such as an experiment sets otherwise: the
+    file's value and the option's."""
 
     @property
     def named_keys(self) -> tuple[str, ...]:
@@ -144,7 +147,69 @@ def compose_words(
     with open_dict(config):
         del config["hydra"]
     values = _plain(config, problems, files, choices)
-    return Composed(values, choices, tuple(problems), tuple(words), files)
+    named = [override.key_or_group for override in others]
+    overruled = _overruled(root, chosen, named, defaults, files)
+    return Composed(values, choices, tuple(problems), tuple(words), files, overruled=overruled)
+
+
+def _overruled(
+    root: str,
+    chosen: dict[str, str],
+    named_keys: Sequence[str],
+    defaults: dict[str, str],
+    files: ConfigFiles,
+) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Return the value of :attr:`Composed.overruled`.
+
+    Only keys that an option's own files set count: what they leave to the group's first file, whose
+    keys are all of the group's, is an experiment's to set. An option that the experiment chooses
+    itself is overruled on purpose, and a key among the words is the user's.
+
+    ``chosen``: words that choose an option, by their groups. ``named_keys``: keys of other words.
+    """
+    places = {group: (group, word.partition("=")[2]) for group, word in chosen.items()}
+    above = [
+        places[group] for group in chosen if group not in defaults and files.find(places[group])
+    ]
+    if not above:
+        return {}
+    paths = [path for place in above for path in files.defaults_chain(place) if is_global(path)]
+    set_above = _leaves(*map(read_file, paths))
+    overruled: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for group, place in places.items():
+        if group not in defaults or files.find(place) is None:
+            continue
+        first, *others = files.defaults_chain(place, inherited=True)
+        values = _leaves(*({group: read_file(path)} for path in others or [first]))
+        differing = {
+            key: (set_above[key], value)
+            for key, value in values.items()
+            if set_above.get(key, value) != value
+            and not any(f"{key}.".startswith(f"{name}.") for name in named_keys)
+        }
+        if differing:
+            overruled[chosen[group]] = differing
+    if not overruled:
+        return {}
+    remaining = [word for word in chosen.values() if word not in overruled]
+    choices = compose_with_hydra(root, remaining, files).hydra.runtime.choices
+    return {
+        word: keys
+        for word, keys in overruled.items()
+        if choices[word.partition("=")[0]] != word.partition("=")[2]
+    }
+
+
+def _leaves(*trees: Values) -> Values:
+    """Return the values of nested groups by their dotted keys; later trees replace values."""
+    leaves: Values = {}
+    for tree in trees:
+        for name, value in tree.items():
+            if name == "defaults":
+                continue
+            below = _leaves(value) if isinstance(value, dict) and value else {"": value}
+            leaves |= {f"{name}.{key}".rstrip("."): value for key, value in below.items()}
+    return leaves
 
 
 @configuration
