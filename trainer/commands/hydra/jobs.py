@@ -65,7 +65,8 @@ def run_jobs(
     several = ["--multirun", *words]
     drawn = any(o.is_sweep_override() and not o.is_discrete_sweep() for o in overrides)
     if command.together is None or len(words_by_output) < 2 or drawn:
-        _main(command, several, files)
+        if exit_code := _main(command, several, files):
+            sys.exit(exit_code)
         return
     place = open_sweep(Path(sweep.dir), _swept(words_by_output))
     try:
@@ -140,8 +141,8 @@ def _main(
 ) -> int:
     """Run the jobs with Hydra; return the exit code of those that failed, or 0.
 
-    ``place``: directory of a sweep. Its jobs record their failures there, and after a mistake in
-    one of them the next one of this process starts all the same.
+    After a mistake in one of them the next one of this process starts all the same. ``place``:
+    directory of a sweep, where its jobs record their failures.
     """
     launcher, exit_code = os.getpid(), 0
 
@@ -156,7 +157,7 @@ def _main(
                 ):
                     command.execute(request)
         except SystemExit as stop:
-            if place is None or stop.code != MISTAKE or os.getpid() != launcher:
+            if stop.code != MISTAKE or os.getpid() != launcher:
                 raise
             exit_code = MISTAKE
 
