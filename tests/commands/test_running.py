@@ -234,6 +234,23 @@ def test_multirun_takes_groups_of_ones_own(done, place):
     assert [job.request.run_dir for job in done] == ["runs/m64", "runs/m96"]
 
 
+def test_multirun_takes_the_options_that_a_pattern_matches(done):
+    words = ["positional=glob([rope*,nope],exclude=rope_id)", "name=${positional.name}"]
+    run_command(train.COMMAND, ["--multirun", *words])
+    assert [job.request.name for job in done] == ["nope", "rope"]
+    (problem,) = refused("train", "--multirun", "model=glob(huge*)")
+    assert problem.startswith("model=glob(huge*): no option matches. Choose from: drope_494m, ")
+
+
+def test_multirun_refuses_values_that_its_sweeper_cannot_draw(done):
+    (problem,) = refused("train", "--multirun", "optimizer.lr=interval(0,1)")
+    assert problem == (
+        "optimizer.lr=interval(0,1): Hydra's basic sweeper draws no values; list them, as in "
+        "optimizer.lr=1,2, or choose a sweeper that does, such as hydra/sweeper=optuna."
+    )
+    assert not done
+
+
 def test_multirun_checks_all_jobs_before_the_first(done, place):
     words = ["to=${threads}${dtype}", "checkpoint=x", "threads=1,0,-1", "dtype=float32,float3"]
     found = refused("export", "--multirun", *words)

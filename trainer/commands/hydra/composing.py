@@ -19,7 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
@@ -510,16 +510,25 @@ def is_for_hydra(override: Override) -> bool:
     return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
 
 
-def expand(overrides: Sequence[Override]) -> list[list[str]]:
+def expand(overrides: Sequence[Override], files: ConfigFiles) -> list[list[str]]:
     """Return the words of every job: one for each choice among ``seed=0,1`` and its like.
 
     A sweep without listed choices, such as ``interval(0,1)``, is left to Hydra's sweeper.
+
+    Raises:
+        UserError: no option matches a ``glob(...)``.
     """
     choices: list[list[str]] = []
     for override in overrides:
-        if override.is_discrete_sweep():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, Glob):
+            options = value.filter(files.options(override.key_or_group))
+            if not options:
+                near = did_you_mean("", files.options(override.key_or_group))
+                raise UserError.at(str(override.input_line), "no option matches.", near)
+            choices.append([f"{key}={option}" for option in options])
+        elif override.is_discrete_sweep():
+            choices.append([f"{key}={choice}" for choice in override.sweep_string_iterator()])
         elif not override.is_sweep_override():
             choices.append([str(override.input_line)])
     return [list(job) for job in itertools.product(*choices)]
