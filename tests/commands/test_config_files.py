@@ -41,6 +41,18 @@ def test_an_option_of_ones_own_inherits_what_it_is(option):
     assert (config.tasks, config.windows, config.lengths) == (["ruler"], 3, [4])
 
 
+@pytest.mark.parametrize(("written", "base"), [("24:00:00", True), ('"24:00:00"', False)])
+def test_a_time_without_quotes_is_not_read_as_a_number(option, written, base):
+    """YAML reads 86400, which SLURM would take for minutes."""
+    files = ConfigFiles(option("slurm/mine", f"defaults: [default, _self_]\ntime: {written}\n"))
+    composed = compose_words(["slurm=mine"], "slurm", files)
+    said = [str(problem) for problem in composed.problems]
+    path = option("slurm/mine", f"time: {written}\n") / "slurm/mine.yaml"
+    wrong = 'YAML reads 24:00:00 as a number to the base 60; write "24:00:00".'
+    assert said == ([f"{path}, line 2: {wrong}"] if base else [])
+    assert base or composed.values["slurm"]["time"] == "24:00:00"
+
+
 def test_an_experiment_and_a_group_of_ones_option(option):
     option(
         "experiment/mine", "# @package _global_\ndefaults:\n  - override /model: big\nname: mine\n"

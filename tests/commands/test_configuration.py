@@ -126,6 +126,60 @@ def compare(schema, given, path):
             "drop=never: the experiment sets drop.at=0.75, which stands above it; write drop."
             "enabled=false, and leave out the controls that begin at the drop (controls=null).",
         ),
+        (
+            ["+experiment=rope_id_extension_demo", "trainer.max_steps=10"],
+            "trainer.max_steps: the phases (pretrain, to_256, to_1024) give the run's length; "
+            "write phases.pretrain.steps=10.",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "trainer.max_tokens=2048"],
+            "give the run's length; write phases.pretrain.tokens=2048.",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "+controls.rope.trainer.max_steps=9"],
+            "controls.rope.trainer.max_steps: the phases (pretrain, to_256, to_1024) give",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "drop.schedule.peak=0.1"],
+            "drop.schedule.peak: with phases it is one of them that drops; write phases.NAME.drop.",
+        ),
+        (
+            ["drop.layers=[0]"],
+            "drop.layers: nothing is dropped; write drop.at=0.85 as well, or leave it out.",
+        ),
+        (["drop.anneal_steps=9"], "drop.anneal_steps: nothing is dropped"),
+        (
+            ["+experiment=encoding_zoo_demo", "+controls.hope.drop.layers=[0]"],
+            "controls.hope.drop.layers: nothing is dropped",
+        ),
+        (
+            ["optimizer.muon_lr=0.01"],
+            "optimizer.muon_lr: optimizer=adamw does not use Muon; write optimizer=muon as well",
+        ),
+        (
+            ["strategy=ddp", "strategy.reduce_gradients=step"],
+            "strategy.reduce_gradients: strategy=ddp does not shard; choose fsdp2 or hsdp",
+        ),
+        (
+            ["+experiment=drope_demo", "model=llama_135m"],
+            "model=llama_135m: the experiment sets model.num_hidden_layers=5, which stands above "
+            "it; write model.num_hidden_layers=30 as well.",
+        ),
+        (
+            ["+experiment=ladder_1m", "model=llama_135m", "model.hidden_size=576"],
+            "model=llama_135m: the experiment sets model.intermediate_size=240, model.num_hidden_"
+            "layers=6, model.num_attention_heads=3, which stands above it; write model.interm",
+        ),
+        (
+            ["+experiment=drope_demo", "drop=pretrained"],
+            "drop=pretrained: the experiment sets drop.at=0.75, which stands above it; write "
+            "drop.at=0 as well.",
+        ),
+        (
+            ["+experiment=ladder_1m", "optimizer=adamw"],
+            "optimizer=adamw: the experiment sets optimizer.lr=0.002, which stands above it; "
+            "write optimizer.lr=0.0003 as well.",
+        ),
         (["drop=late", "positional=nope"], "drop.to: 'nope' is what the layers to drop have"),
         (["drop=late", "drop.to=rope"], "drop.to: 'rope' is what the layers to drop have"),
         (
@@ -198,6 +252,23 @@ def compare(schema, given, path):
 )  # fmt: skip
 def test_mistake_is_named(words, said):
     assert any(said in problem for problem in problems(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+experiment=drope_demo", "model=nano"],
+        ["+experiment=drope_demo", "positional=alibi", "controls=null"],
+        ["+experiment=drope_demo", "drop=never", "drop.enabled=false", "controls=null"],
+        ["+experiment=drope_demo", "drop=pretrained", "drop.at=0.5"],
+        ["+experiment=drope_demo", "optimizer=adamw"],
+        ["+experiment=rope_wikitext", "model=nano"],
+        ["+experiment=rope_wikitext", "schedule=constant", "schedule.final=1"],
+        ["+experiment=rope_id_3b", "strategy=fsdp2"],
+    ],
+)
+def test_options_beside_an_experiment_that_overrides_none_of_their_keys_are_accepted(words):
+    assert read_config(words).controls is not None
 
 
 def test_a_value_that_lacks_quotes_is_not_called_missing():

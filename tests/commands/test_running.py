@@ -202,6 +202,18 @@ def test_commands_that_share_no_work_refuse_several_processes(name, launcher, mo
     assert problem == "this command uses one process, and 8 were started; start one."
 
 
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_a_sweep_refuses_several_processes(name, monkeypatch):
+    """The second job could not form a process group on torchrun's store."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (problem,) = refused(name, "--multirun", "seed=0,1", "name=a_${seed}")
+    assert problem == (
+        "--multirun: it starts all jobs from one process, and 2 were started; start torchrun for "
+        "each job, or an array of jobs (slurm/array.sbatch)."
+    )
+
+
 def test_multirun_starts_a_job_for_every_choice(done, place):
     words = ["checkpoint=x", "+evaluation=niah,ruler", "threads=1,2"]
     run_command(evaluate.COMMAND, ["--multirun", *words])
@@ -220,6 +232,23 @@ def test_multirun_takes_groups_of_ones_own(done, place):
         ["--config-dir", "my conf", "-m", "model=nano,mine", "name=m${model.hidden_size}"],
     )
     assert [job.request.run_dir for job in done] == ["runs/m64", "runs/m96"]
+
+
+def test_multirun_takes_the_options_that_a_pattern_matches(done):
+    words = ["positional=glob([rope*,nope],exclude=rope_id)", "name=${positional.name}"]
+    run_command(train.COMMAND, ["--multirun", *words])
+    assert [job.request.name for job in done] == ["nope", "rope"]
+    (problem,) = refused("train", "--multirun", "model=glob(huge*)")
+    assert problem.startswith("model=glob(huge*): no option matches. Choose from: drope_494m, ")
+
+
+def test_multirun_refuses_values_that_its_sweeper_cannot_draw(done):
+    (problem,) = refused("train", "--multirun", "optimizer.lr=interval(0,1)")
+    assert problem == (
+        "optimizer.lr=interval(0,1): Hydra's basic sweeper draws no values; list them, as in "
+        "optimizer.lr=1,2, or choose a sweeper that does, such as hydra/sweeper=optuna."
+    )
+    assert not done
 
 
 def test_multirun_checks_all_jobs_before_the_first(done, place):
@@ -360,6 +389,28 @@ def test_runs_of_a_sweep_are_compared_where_there_are_several(monkeypatch, jobs,
     monkeypatch.setattr(train, "COMMAND", command)
     run_command(command, ["--multirun", jobs, "name=a_${seed}"])
     assert len(places) == compared
+
+
+@pytest.mark.parametrize("name", ["evaluate", "analyze", "export"])
+def test_the_other_jobs_start_after_a_job_with_a_mistake(name, monkeypatch):
+    """The threads tell the jobs apart; the exit code is the failed job's."""
+    begun = []
+
+    def fail_first(named):
+        begun.append(named)
+        if len(begun) == 1:
+            raise UserError.at("checkpoint", "the run has none.")
+
+    command = replace(MODULES[name].COMMAND, execute=fail_first)
+    words = {
+        "evaluate": ["checkpoint=x", "+evaluation=niah", "threads=1,2"],
+        "analyze": ["checkpoint=x", "+analysis=sinks,drop"],
+        "export": ["checkpoint=x", "to=a,b"],
+    }
+    with pytest.raises(SystemExit) as stop:
+        run_command(command, ["--multirun", *words[name]])
+    assert stop.value.code == 2
+    assert len(begun) == 2
 
 
 def test_a_sweep_with_a_failed_job_is_compared_under_its_own_command(monkeypatch):

@@ -361,13 +361,14 @@ def test_a_job_that_prepares_asks_to_be_started_again_before_its_time_is_up(
         path.chmod(0o755)
     text = re.sub("export UNROPE_PYTHON=.*", f"export UNROPE_PYTHON={program}", text)
     environment = os.environ | {"PATH": f"{place}:{os.environ['PATH']}"}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    # SLURM gives one task the number of its whole array.
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     job = subprocess.Popen(["bash", "-c", text], env=environment)
     while not Path("began").exists():
         time.sleep(0.01)
     job.send_signal(signal.SIGUSR1)
     assert job.wait() == code
-    assert Path("asked").read_text() == "requeue 7\n"
+    assert Path("asked").read_text() == "requeue 7_1\n"
     assert Path("ended").read_text().strip().endswith("prepare name=mine prepare.part=1/1")
 
 

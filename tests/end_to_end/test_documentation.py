@@ -112,6 +112,8 @@ def small(words: list[str]) -> list[str]:
     if budget is TRAIN and any(word.startswith("name=") for word in words):
         budget = [*TRAIN, *(SWEPT if "--multirun" in words else TRAINED)]
         budget += [w for w in ALONE if w not in words] if "+experiment=drope_demo" in words else []
+    if any(word.startswith("+phases") for word in words):  # which give the run's length
+        budget = [word for word in budget if not word.startswith("trainer.max_steps=")]
     replaced = {word.partition("=")[0] for word in budget if "=" in word}
     rest = [word for word in words if word.partition("=")[0] not in replaced]
     return [*(_shorter(word) if word.startswith("+phases") else word for word in rest), *budget]

@@ -277,6 +277,32 @@ def test_stops_with_progress_are_requeued_however_many_there_are(cluster):
     assert not (cluster / "run/failures.txt").exists()
 
 
+def array_task(task):
+    """Return the variables of the last task of an array: SLURM gives it the array's own number."""
+    return {
+        "SLURM_ARRAY_JOB_ID": str(os.getpid()),
+        "SLURM_ARRAY_TASK_ID": str(task),
+        "SLURM_JOB_NAME": "sweep",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "some",
+    }
+
+
+def test_a_task_of_an_array_requeues_itself_alone(cluster):
+    program = 'touch "$UNROPE_REQUEUE_FILE"; exit 1'
+    (cluster / "slurm").symlink_to(ROOT / "slurm")
+    (cluster / "logs").mkdir()
+    (cluster / "stop").write_text(f"#!/usr/bin/env bash\n{program}\n")
+    (cluster / "stop").chmod(0o755)
+    variables = {**array_task(3), "UNROPE_PYTHON": "./stop"}
+    script = ["bash", "slurm/array.sbatch"]
+    result = subprocess.run(
+        script, env={**os.environ, **variables}, capture_output=True, check=False
+    )
+    assert result.returncode == 85, result.stderr
+    assert (cluster / "requeued").read_text().split() == [f"{os.getpid()}_3"]
+
+
 @pytest.mark.parametrize(
     ("words", "task", "expected"),
     [
@@ -290,8 +316,7 @@ def test_tasks_of_an_array_differ_in_seed_or_by_a_line_of_a_file(cluster, words,
     (cluster / "sweep.txt").write_text("seed=1\n\"label='a b'\" name=x\n")
     (cluster / "show").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (cluster / "show").chmod(0o755)
-    settings = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_JOB_NAME": "sweep", "SLURM_NNODES": "1"}
-    variables = {**settings, "SLURM_JOB_NODELIST": "some", "UNROPE_PYTHON": "./show"}
+    variables = {**array_task(task), "UNROPE_PYTHON": "./show"}
     script = ["bash", "slurm/array.sbatch", *words]
     result = subprocess.run(
         script, env={**os.environ, **variables}, capture_output=True, check=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,17 @@ def test_a_file_that_is_damaged_is_named(tmp_path, damage):
     path.write_bytes(damage.encode("latin-1"))
     with pytest.raises(UserError, match=r"metrics\.csv' is damaged in row"):
         read_metrics(path)
+
+
+def test_the_rows_that_a_control_begins_with_are_never_there_in_part(tmp_path, monkeypatch):
+    """A process killed while it copies would leave a file that a resume takes for the whole."""
+    source, path = tmp_path / "source.csv", tmp_path / "control.csv"
+    source.write_text("step,loss\n10,1.0\n20,2.0\n")
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        continue_metrics(path, 10, source)
+    assert not path.exists()

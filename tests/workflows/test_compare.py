@@ -350,6 +350,15 @@ def test_a_run_alone_stands_for_itself_and_its_controls(place):
     assert (place / "out/report.html").is_file()
 
 
+def test_a_report_is_read_once_for_a_run_and_its_controls(place, monkeypatch):
+    controls = {f"c{n}": {"label": f"c{n}", "optimizer": {"lr": n / 1000}} for n in (1, 3)}
+    fabricate(configured("alone", label="first", optimizer={"lr": 0.002}, controls=controls))
+    paths, read = [], Report.read
+    monkeypatch.setattr(Report, "read", lambda path: paths.append(path) or read(path))
+    main(["compare", "runs/alone"])
+    assert paths == [place / "runs/alone/report.json"]
+
+
 @pytest.mark.parametrize(("loss", "retrieval"), [(True, True), (True, False), (False, True)])
 def test_a_figure_says_what_it_shows(loss, retrieval):
     found = compared_by({"seed": 1}, {"seed": 2})

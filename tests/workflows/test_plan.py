@@ -127,6 +127,23 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
     }
 
 
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "tf32"), (False, "fp32")])
+def test_an_evaluation_in_fp32_of_a_run_in_bf16_takes_the_time_of_fp32(
+    planned, monkeypatch, tf32, precision
+):
+    def hours(dtype):
+        trainer = {"precision": "bf16", "tf32": tf32, "max_steps": 8, "batch_size": 8}
+        values = {"trainer": trainer, "evaluation": {"dtype": dtype}}
+        rows = dict(planned(values, gpu="h100", mfu=0.4)["Time at 40% of the peak"])
+        return rows["1 x H100 80GB HBM3"].partition("evaluation")[2]
+
+    peaks = {"bf16": 1e9, "tf32": 1e7, "fp32": 1e5}
+    monkeypatch.setattr(plans, "dense_peak", lambda gpu, products: peaks[products])
+    assert hours("fp32") != hours("bf16")
+    peaks["bf16"] = peaks[precision]
+    assert hours("fp32") == hours("bf16")
+
+
 def test_memory_is_that_of_the_control_that_takes_most(planned):
     wide = {"trainer": {"micro_batch_size": 8}, "drop": {"at": None}}
     same = {"positional": {"layers": ["nope"]}, "drop": {"at": None}}

@@ -26,6 +26,7 @@ from trainer.runs.metrics_file import PARTS, SECTIONS, write_metrics
 from trainer.runs.parsing import control_config, parse
 from trainer.runs.run_lock import LEASE, RunLock
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
+from trainer.workflows import watch as watch_module
 from trainer.workflows.watch import Line, lines, recovery, retrievals, watch
 from trainer.workflows.watch_view import curve
 
@@ -145,6 +146,17 @@ def test_before_the_drop_nothing_is_won_back():
     (arm,) = watch(["runs/a"])[0].arms
     assert recovery(arm) is None
     assert "Drop" not in shown("runs/a")
+
+
+def test_rows_of_a_file_that_grows_are_kept_once():
+    whole = config()
+    directory = fabricate(whole, 10)
+    shown("runs/a", "once=true")
+    before = len(watch_module._newest)
+    for steps in (12, 14, 16):
+        write_metrics(directory / "metrics.csv", [row(whole, step) for step in range(2, steps, 2)])
+        assert f"step {steps - 2}" in shown("runs/a", "once=true")
+    assert len(watch_module._newest) == before
 
 
 def test_a_row_cut_short_is_left_out():

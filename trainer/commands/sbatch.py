@@ -178,7 +178,9 @@ def prepare_scripts(
 
 PREPARE_BODY = """
 # The time limit is not the end: the job is started again, and goes on behind the last whole shard.
-trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+# The last task of an array has the array's own number as its SLURM_JOB_ID: that names all tasks.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+trap 'scontrol requeue "$job"' USR1
 WORK &
 work=$!
 while kill -0 "$work" 2>/dev/null; do wait "$work" || true; done # a trapped signal ends `wait`

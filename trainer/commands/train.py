@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from trainer.commands.evaluate import (
 )
 from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError, listed, raise_all
+from trainer.common.words import override_value
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -124,18 +126,28 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
 @listed
 def _word_problems(composed: Composed) -> Iterator[Problem]:
     """Check for words without effect: another word, or an experiment's own keys, override them."""
+    from trainer.runs.parsing import idle_keys
+
+    yield from idle_keys(composed.named_keys, composed.values)
     value, named_keys = composed.value, composed.named_keys
-    if "drop=never" in composed.words and value("drop.enabled"):
-        controls = (value("controls") or {}).values()
-        branches = any(isinstance(c, dict) and c.get("branch") == "drop" for c in controls)
-        without = ", and leave out the controls that begin at the drop (controls=null)"
-        for key in ("drop.at", "drop.at_tokens"):
-            if value(key) is not None and key not in named_keys:
-                yield Problem(
-                    "drop=never",
-                    f"the experiment sets {key}={value(key)}, which stands above it; write "
-                    f"drop.enabled=false{without if branches else ''}.",
-                )
+    for option, differing in composed.overruled.items():
+        keys = differing
+        if option == "drop=never":  # without a step no other key matters
+            steps = {"drop.at", "drop.at_tokens"} if value("drop.enabled") else set()
+            keys = {key: differing[key] for key in differing if key in steps}
+        if not keys:
+            continue
+        settings = ", ".join(f"{key}={override_value(value)}" for key, (value, _) in keys.items())
+        as_well = [f"{key}={override_value(value)}" for key, (_, value) in keys.items()]
+        write = f"write {shlex.join(as_well)} as well"
+        if option == "drop=never":
+            controls = (value("controls") or {}).values()
+            branches = any(isinstance(c, dict) and c.get("branch") == "drop" for c in controls)
+            write = "write drop.enabled=false"
+            write += (
+                ", and leave out the controls that begin at the drop (controls=null)" * branches
+            )
+        yield Problem(option, f"the experiment sets {settings}, which stands above it; {write}.")
     tokens = value("trainer.max_tokens")
     if "trainer.max_steps" in named_keys and tokens is not None:
         both = "give steps or trainer.max_tokens, not both."

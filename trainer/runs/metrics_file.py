@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -115,7 +114,7 @@ def continue_metrics(path: Path, step: int, source: Path | None = None) -> list[
     If the file is missing, the rows come from ``source``.
     """
     if source is not None and not path.exists():
-        shutil.copyfile(source, path)
+        write_atomically(path, source.read_bytes())
     rows = read_metrics(path)
     write_metrics(path, [row for row in rows if row["step"] <= step])
     return [row for row in rows if row["step"] > step]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
-from trainer.common.fields import checked
+from trainer.common.fields import checked, value_at
 from trainer.common.plugins import load_plugins
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import MAIN, NAME, RunConfig
@@ -155,7 +155,13 @@ def _control_problems(
             problems = [problem for problem in error.problems if problem not in known]
         else:
             step = config.drop_step if branch == "drop" else branch
+            keys = [
+                f"{group}.{key}"
+                for group, inside in changes.items()
+                for key in (inside if isinstance(inside, dict) else ())
+            ]
             problems = _ignored_changes(control, changes)
+            problems += idle_keys(keys, merged({**values, "controls": {}}, changes))
             if not problems and not known and step is not None:
                 problems = branch_problems(config, control, step)
     return [problem.under(f"controls.{name}") for problem in problems]
@@ -228,6 +234,45 @@ def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:
         return group == "positional" and source == "from_run"
 
     return [Problem(key, reason) for key in keys if is_ignored(key)]
+
+
+def idle_keys(keys: Iterable[str], values: dict[str, Any]) -> list[Problem]:
+    """Report the dotted ``keys`` without effect on a run and on all of its controls.
+
+    ``values``: the plain values of the run, which may still be wrong.
+    """
+    controls = values.get("controls")
+    changes = controls.values() if isinstance(controls, dict) else ()
+    runs = [values, *(merged(values, change) for change in changes if isinstance(change, dict))]
+    problems = []
+    for key in keys:
+        reasons = [_idle_reason(key, run) for run in runs]
+        if all(reasons):
+            problems.append(Problem(key, reasons[0]))
+    return problems
+
+
+def _idle_reason(key: str, values: dict[str, Any]) -> str:
+    """Return why a key has no effect on a run, and what to write; empty if it has one."""
+    group, _, name = key.partition(".")
+    value, inside = value_at(values, key), values.get("phases")
+    phases = [*map(str, inside)] if isinstance(inside, dict) else []
+    if phases and value is not None and key in ("trainer.max_steps", "trainer.max_tokens"):
+        length = f"phases.{phases[0]}.{name.removeprefix('max_')}={value}"
+        return f"the phases ({', '.join(phases)}) give the run's length; write {length}."
+    setting = name.partition(".")[0]
+    if group == "drop" and setting not in ("", "at", "at_tokens", "enabled", "effect_sequences"):
+        if phases:
+            return f"with phases it is one of them that drops; write phases.NAME.drop.{name}."
+        step = value_at(values, "drop.at"), value_at(values, "drop.at_tokens")
+        if step == (None, None) and value_at(values, "drop.enabled") is True:
+            return "nothing is dropped; write drop.at=0.85 as well, or leave it out."
+    optimizer, strategy = value_at(values, "optimizer.name"), value_at(values, "strategy.name")
+    if key in ("optimizer.muon_lr", "optimizer.muon_momentum") and optimizer == "adamw":
+        return "optimizer=adamw does not use Muon; write optimizer=muon as well, or leave it out."
+    if key == "strategy.reduce_gradients" and strategy in ("single", "ddp"):
+        return f"strategy={strategy} does not shard; choose fsdp2 or hsdp, or leave it out."
+    return ""
 
 
 def with_trained_shape(config: RunConfig) -> RunConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
     places = [Path(run.run_dir) for run in runs]
     configs = [saved_run(p) if (p / "config.yaml").is_file() else None for p in places]
     settings = _settings(runs, configs)
-    rows = [_read(*row, place) for row in zip(runs, configs, settings, strict=True)]
+    report_of = cache(_report)  # a run and its controls share one
+    rows = [_read(*row, place, report_of) for row in zip(runs, configs, settings, strict=True)]
     return Sweep(place.resolve().name, tuple(rows))
 
 
@@ -115,7 +117,13 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep: Path) -> SweptRun:
+def _read(
+    run: Swept,
+    config: RunConfig | None,
+    settings: dict[str, str],
+    sweep: Path,
+    report_of: Callable[[Path], Report | None],
+) -> SweptRun:
     place = Path(run.run_dir)
     failed = failure(sweep, run.run_dir)
     if config is None:
@@ -124,7 +132,7 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
     called = label(config)
     rows = read_metrics(place / "metrics.csv")
     last = rows[-1] if rows else {}
-    report = _report(place) if failed is None else None
+    report = report_of(_report_path(place)) if failed is None else None
     state, problem = FINISHED, failed or ""
     if report is None:
         progress = f"step {last.get('step', 0):,} of {config.trainer.max_steps:,}"
@@ -150,11 +158,15 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
     )
 
 
-def _report(place: Path) -> Report | None:
-    """Read the report of a run or of its main run; None if there is none yet."""
+def _report_path(place: Path) -> Path:
+    """Return the path of the report of a run or of its main run."""
     home = place.resolve()
     home = home.parent.parent if home.parent.name == "controls" else home
-    path = home / "report.json"
+    return home / "report.json"
+
+
+def _report(path: Path) -> Report | None:
+    """Read a report; None if there is none yet."""
     try:
         return Report.read(path) if path.is_file() else None
     except UserError as error:

@@ -357,7 +357,8 @@ def _time(request: PlanRequest, total: float, evaluation: float) -> Iterator[tup
         return f"; evaluation {_hours(hours(evaluation, peak))}" if evaluation else ""
 
     # A GPU evaluates in bf16 by default.
-    evaluated_in = run.products if config.evaluation.dtype == "fp32" else "bf16"
+    in_fp32 = config.evaluation.dtype == "fp32"
+    evaluated_in = replace(run, precision="fp32" if in_fp32 else "bf16").products
     for gpu in (GPUS[key] for key in request.timed if key != CPU):
         peak, other = dense_peak(gpu.name, run.products), dense_peak(gpu.name, evaluated_in)
         if peak is not None and other is not None:

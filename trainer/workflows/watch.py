@@ -231,7 +231,7 @@ def _read_arm(place: Path, config: RunConfig, start: int = 0) -> WatchedArm:
     rows: Rows = ()
     problem = ""
     try:
-        rows = _rows(place / "metrics.csv", _stamp(place / "metrics.csv"))
+        rows = _rows(place / "metrics.csv")
     except FileNotFoundError:
         pass
     except UserError as error:
@@ -251,9 +251,15 @@ def _config(place: Path, stamp: tuple[int, int]) -> RunConfig:
     return saved_run(place)
 
 
-@lru_cache(maxsize=1024)
-def _rows(path: Path, stamp: tuple[int, int]) -> Rows:
-    return tuple(read_metrics(path))
+_newest: dict[Path, tuple[tuple[int, int], Rows]] = {}
+"""Rows of each file as it was read last, with its stamp. A growing file is not kept twice."""
+
+
+def _rows(path: Path) -> Rows:
+    stamp = _stamp(path)
+    if path not in _newest or _newest[path][0] != stamp:
+        _newest[path] = stamp, tuple(read_metrics(path))
+    return _newest[path][1]
 
 
 def _early_ends(config: RunConfig, rows: Rows) -> dict[str, int]:

@@ -19,7 +19,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
@@ -65,6 +65,9 @@ class Composed:
     """The flags among the words that only this command has."""
     verbatim: tuple[str, ...] = ()
     """Values of the command's verbatim key."""
+    overruled: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
+    """Keys of each option among the words that a file such as an experiment sets otherwise: the
+    file's value and the option's."""
 
     @property
     def named_keys(self) -> tuple[str, ...]:
@@ -144,7 +147,69 @@ def compose_words(
     with open_dict(config):
         del config["hydra"]
     values = _plain(config, problems, files, choices)
-    return Composed(values, choices, tuple(problems), tuple(words), files)
+    named = [override.key_or_group for override in others]
+    overruled = _overruled(root, chosen, named, defaults, files)
+    return Composed(values, choices, tuple(problems), tuple(words), files, overruled=overruled)
+
+
+def _overruled(
+    root: str,
+    chosen: dict[str, str],
+    named_keys: Sequence[str],
+    defaults: dict[str, str],
+    files: ConfigFiles,
+) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Return the value of :attr:`Composed.overruled`.
+
+    Only keys that an option's own files set count: what they leave to the group's first file, whose
+    keys are all of the group's, is an experiment's to set. An option that the experiment chooses
+    itself is overruled on purpose, and a key among the words is the user's.
+
+    ``chosen``: words that choose an option, by their groups. ``named_keys``: keys of other words.
+    """
+    places = {group: (group, word.partition("=")[2]) for group, word in chosen.items()}
+    above = [
+        places[group] for group in chosen if group not in defaults and files.find(places[group])
+    ]
+    if not above:
+        return {}
+    paths = [path for place in above for path in files.defaults_chain(place) if is_global(path)]
+    set_above = _leaves(*map(read_file, paths))
+    overruled: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for group, place in places.items():
+        if group not in defaults or files.find(place) is None:
+            continue
+        first, *others = files.defaults_chain(place, inherited=True)
+        values = _leaves(*({group: read_file(path)} for path in others or [first]))
+        differing = {
+            key: (set_above[key], value)
+            for key, value in values.items()
+            if set_above.get(key, value) != value
+            and not any(f"{key}.".startswith(f"{name}.") for name in named_keys)
+        }
+        if differing:
+            overruled[chosen[group]] = differing
+    if not overruled:
+        return {}
+    remaining = [word for word in chosen.values() if word not in overruled]
+    choices = compose_with_hydra(root, remaining, files).hydra.runtime.choices
+    return {
+        word: keys
+        for word, keys in overruled.items()
+        if choices[word.partition("=")[0]] != word.partition("=")[2]
+    }
+
+
+def _leaves(*trees: Values) -> Values:
+    """Return the values of nested groups by their dotted keys; later trees replace values."""
+    leaves: Values = {}
+    for tree in trees:
+        for name, value in tree.items():
+            if name == "defaults":
+                continue
+            below = _leaves(value) if isinstance(value, dict) and value else {"": value}
+            leaves |= {f"{name}.{key}".rstrip("."): value for key, value in below.items()}
+    return leaves
 
 
 @configuration
@@ -445,16 +510,25 @@ def is_for_hydra(override: Override) -> bool:
     return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
 
 
-def expand(overrides: Sequence[Override]) -> list[list[str]]:
+def expand(overrides: Sequence[Override], files: ConfigFiles) -> list[list[str]]:
     """Return the words of every job: one for each choice among ``seed=0,1`` and its like.
 
     A sweep without listed choices, such as ``interval(0,1)``, is left to Hydra's sweeper.
+
+    Raises:
+        UserError: no option matches a ``glob(...)``.
     """
     choices: list[list[str]] = []
     for override in overrides:
-        if override.is_discrete_sweep():
-            key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, Glob):
+            options = value.filter(files.options(override.key_or_group))
+            if not options:
+                near = did_you_mean("", files.options(override.key_or_group))
+                raise UserError.at(str(override.input_line), "no option matches.", near)
+            choices.append([f"{key}={option}" for option in options])
+        elif override.is_discrete_sweep():
+            choices.append([f"{key}={choice}" for choice in override.sweep_string_iterator()])
         elif not override.is_sweep_override():
             choices.append([str(override.input_line)])
     return [list(job) for job in itertools.product(*choices)]

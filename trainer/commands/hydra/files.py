@@ -128,6 +128,10 @@ class ConfigFiles:
         return groups
 
 
+BASE_60 = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+"""Plain text that YAML reads as a number to the base 60: 24:00:00 is 86400."""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file, with interpolations unresolved.
 
@@ -138,6 +142,9 @@ def read_file(path: Path) -> dict[str, Any]:
         content = OmegaConf.load(path)
         if isinstance(content, DictConfig):
             values: Any = OmegaConf.to_container(content)
+            for token in yaml.scan(path.read_text("utf-8")):
+                if isinstance(token, yaml.ScalarToken) and token.plain:
+                    _check_base_60(path, token)
             return {str(key): value for key, value in values.items()}
     except RecursionError as error:
         raise UserError.at(str(path), "it is nested too deeply, or holds itself.") from error
@@ -147,6 +154,15 @@ def read_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise UserError.at(str(path), " ".join(str(error).split())) from error
     raise UserError.at(str(path), "expected keys with values, got a list.")
+
+
+def _check_base_60(path: Path, token: yaml.ScalarToken) -> None:
+    """Raise a ``UserError`` for a value that is meant as text, such as a time limit."""
+    if BASE_60.fullmatch(token.value):
+        raise UserError.at(
+            f"{path}, line {token.start_mark.line + 1}",
+            f'YAML reads {token.value} as a number to the base 60; write "{token.value}".',
+        )
 
 
 def is_global(path: Path) -> bool:

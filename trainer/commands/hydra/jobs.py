@@ -39,7 +39,7 @@ def run_jobs(
         UserError: with the problems of all jobs, each once; none was started.
     """
     overrides, malformed = parse_words(words)
-    jobs = expand([override for override in overrides if not is_for_hydra(override)])
+    jobs = expand([override for override in overrides if not is_for_hydra(override)], files)
     problems = [*known, *malformed]
     words_by_output: dict[str, list[str]] = {}
     for job in jobs:
@@ -61,11 +61,23 @@ def run_jobs(
     settings = [str(override.input_line) for override in overrides if is_for_hydra(override)]
     first = plain_groups(jobs[0], files.default_groups(command.root))
     # Also checks Hydra's settings, and so is done for every command.
-    sweep = compose_with_hydra(command.root, [*first, *settings], files).hydra.sweep
+    own_settings = compose_with_hydra(command.root, [*first, *settings], files).hydra
+    sweep = own_settings.sweep
     several = ["--multirun", *words]
-    drawn = any(o.is_sweep_override() and not o.is_discrete_sweep() for o in overrides)
+    drawn = [o for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep()]
+    if own_settings.sweeper._target_.endswith("BasicSweeper"):
+        raise_all(
+            Problem(
+                str(override.input_line),
+                "Hydra's basic sweeper draws no values; list them, as in "
+                f"{override.get_key_element()}=1,2, or choose a sweeper that does, such as "
+                "hydra/sweeper=optuna.",
+            )
+            for override in drawn
+        )
     if command.together is None or len(words_by_output) < 2 or drawn:
-        _main(command, several, files)
+        if exit_code := _main(command, several, files):
+            sys.exit(exit_code)
         return
     place = open_sweep(Path(sweep.dir), _swept(words_by_output))
     try:
@@ -140,8 +152,8 @@ def _main(
 ) -> int:
     """Run the jobs with Hydra; return the exit code of those that failed, or 0.
 
-    ``place``: directory of a sweep. Its jobs record their failures there, and after a mistake in
-    one of them the next one of this process starts all the same.
+    After a mistake in one of them the next one of this process starts all the same. ``place``:
+    directory of a sweep, where its jobs record their failures.
     """
     launcher, exit_code = os.getpid(), 0
 
@@ -156,7 +168,7 @@ def _main(
                 ):
                     command.execute(request)
         except SystemExit as stop:
-            if place is None or stop.code != MISTAKE or os.getpid() != launcher:
+            if stop.code != MISTAKE or os.getpid() != launcher:
                 raise
             exit_code = MISTAKE
 

@@ -49,9 +49,16 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     from trainer.commands.hydra import jobs as hydra_main
     from trainer.commands.hydra.composing import compose_words, plugin_encodings
 
-    if command.alone and (processes := _processes()) > 1:
+    processes = _processes()
+    if command.alone and processes > 1:
         raise UserError.at(
             "", f"this command uses one process, and {processes} were started; start one."
+        )
+    if flags.multirun and processes > 1:
+        raise UserError.at(
+            "--multirun",
+            f"it starts all jobs from one process, and {processes} were started; start torchrun "
+            "for each job, or an array of jobs (slurm/array.sbatch).",
         )
     encodings = plugin_encodings(overrides, files, problems)
     files = replace(files, encodings=encodings)
