@@ -74,6 +74,18 @@ def test_nothing_is_read_twice_unless_the_encoding_follows_the_length(models, mo
     assert [ids.shape[1] for ids in passes] == [72]
 
 
+def test_models_of_two_training_lengths_are_compared_at_the_shorter(tiny_decoder):
+    """The first was trained on all 72 tokens."""
+    before, after = (
+        Target(name, tiny_decoder(training_length=n), IDS) for name, n in (("A", 96), ("B", 24))
+    )
+    section = DropStudy(before, after).run()
+    assert "Beyond the shorter training length the loss of A is" in " ".join(section.findings)
+    caption = picture(section, "drop_indicators").caption
+    assert "not trained" not in caption
+    assert "Dashed: the shorter training length." in caption
+
+
 def test_heads_are_read_within_the_training_length(models):
     measured, layers = read(models[0], IDS, within=TRAINED).heads, []
     capture(models[0], IDS, layers.append)

@@ -223,7 +223,9 @@ class DropStudy:
         self.before, self.after = before, after
         self.names = (before.name, after.name)
         self.trained = min(before.training_length, after.training_length)
-        self._mark = (float(self.trained), "training length")
+        same = before.training_length == after.training_length
+        self._length = "the training length" if same else "the shorter training length"
+        self._mark = (float(self.trained), self._length.removeprefix("the "))
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))
         self.drop_step = drop_step
 
@@ -247,8 +249,8 @@ class DropStudy:
             title=self.title,
             text=(
                 f"Two models read the same text of {self.before.length} tokens, {self.names[0]} "
-                f"and {self.names[1]}. Heads are compared on its first {within} tokens, within the "
-                "training length: how far and how evenly they attend, how much on the first token, "
+                f"and {self.names[1]}. Heads are compared on its first {within} tokens, within "
+                f"{self._length}: how far and how evenly they attend, how much on the first token, "
                 "and how much by position alone. Predictions are compared at every position, and "
                 "indicators of the geometry at prefixes of growing length. Layers and heads are "
                 "counted from 0."
@@ -287,7 +289,7 @@ class DropStudy:
                 continue
             kl, first, second = (curve[among].mean() for curve in curves.values())
             findings.append(
-                f"{where} the training length the loss of {self.names[0]} is {first:.3f} and the "
+                f"{where} {self._length} the loss of {self.names[0]} is {first:.3f} and the "
                 f"loss of {self.names[1]} {second:.3f} nats a token, and their predictions are "
                 f"{kl:.3f} nats apart (KL)."
             )
@@ -354,7 +356,7 @@ class DropStudy:
                 "Means over all heads by the length of the prefix: attention on the first token by "
                 "the queries since the length before, stable rank of a head's keys and silhouette "
                 "score of its queries and keys as they meet in the scores (1: two clusters apart). "
-                "Right of the dashed line the models were not trained."
+                f"Dashed: {self._length}."
             ),
             header=("length", *columns),
             rows=column_rows([np.array(lengths), *columns.values()]),

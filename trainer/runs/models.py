@@ -31,6 +31,7 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
 from trainer.runs.directory import saved_config
+from trainer.runs.origins import longest_context
 from trainer.runs.phases import training_length_at
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -93,6 +94,14 @@ class Candidate:
             fingerprint=of_weights + trained,
             stored_length=stored,
         )
+
+    @property
+    def longest_context(self) -> int:
+        """The longest context that the model was ever trained with, in tokens."""
+        stored = self.stored_length or self.layout.training_length
+        if self.run is None:
+            return stored
+        return longest_context(self.run, self.state["step"], stored)
 
     @property
     def home(self) -> Path:
