@@ -310,7 +310,7 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
 
 
 def _grey(lines: Iterable[Row]) -> str:
-    return " Grey: what the other panels show." if is_panelled(lines) else ""
+    return " Grey: what the other panels show." if len([*lines]) > OVERLAY else ""
 
 
 def _slug(text: str) -> str:
@@ -398,7 +398,8 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
             for row, line in lines.items()
             for name in (outcomes.name(row),)
         ]
-        return draw(apart(named), frame)
+        # Many lines have a panel each, in which nothing overlaps.
+        return draw(named if len(named) > OVERLAY else apart(named), frame)
     models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
     methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
     by_model = len(models) >= len(methods)
