@@ -58,6 +58,34 @@ def test_a_temperature_of_long_texts_does_not_change_heads_within(models):
         np.testing.assert_allclose(values, expected[name], atol=1e-6)
 
 
+def test_a_temperature_of_long_texts_does_not_change_indicators_within(tiny_decoder):
+    model = tiny_decoder(training_length=32, layers=["nope"])
+    expected = read(model, IDS, within=32).indicators
+    model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=2.0))
+    for name, values in read(model, IDS, within=32).indicators.items():
+        assert values[0] == pytest.approx(expected[name][0], abs=1e-6)
+        assert name == "key_stable_rank" or values[-1] != pytest.approx(expected[name][-1])
+
+
+def test_nothing_is_read_twice_unless_the_encoding_follows_the_length(models, monkeypatch):
+    passes = []
+    monkeypatch.setattr(drop, "capture", lambda *args: passes.append(args[1]) or capture(*args))
+    read(models[0], IDS, within=TRAINED)
+    assert [ids.shape[1] for ids in passes] == [72]
+
+
+def test_models_of_two_training_lengths_are_compared_at_the_shorter(tiny_decoder):
+    """The first was trained on all 72 tokens."""
+    before, after = (
+        Target(name, tiny_decoder(training_length=n), IDS) for name, n in (("A", 96), ("B", 24))
+    )
+    section = DropStudy(before, after).run()
+    assert "Beyond the shorter training length the loss of A is" in " ".join(section.findings)
+    caption = picture(section, "drop_indicators").caption
+    assert "not trained" not in caption
+    assert "Dashed: the shorter training length." in caption
+
+
 def test_heads_are_read_within_the_training_length(models):
     measured, layers = read(models[0], IDS, within=TRAINED).heads, []
     capture(models[0], IDS, layers.append)

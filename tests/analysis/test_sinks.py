@@ -62,6 +62,27 @@ def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
     check(numbers["previous"][1][3], np.append(0, attention.diagonal(-1)) * positions)
 
 
+@pytest.mark.parametrize("layers", [["nope"], ["rope"]])
+def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decoder, layers):
+    """The temperature of a text of 96 tokens would double the dot products near C = 24."""
+    model = tiny_decoder(layers=layers, training_length=24).eval()
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1.0))
+    ids = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))
+    target, short, long = Target("tiny", model, ids), [], []
+    section = section_of(target)
+    capture(model, ids[:, :24], short.append)
+    capture(model, ids, long.append)
+    rotated, edges = section.numbers["rotated"], section.numbers["edges"]
+    inside, whole = attention_of(short[1], 0, 3), attention_of(long[1], 0, 3)
+    for bucket, (start, stop) in enumerate(pairwise(edges)):
+        attention, dots = inside if stop <= 24 else whole
+        peak = np.max(dots[start:stop], axis=1).mean()
+        assert rotated["peak"][1][3][bucket] == pytest.approx(peak, rel=1e-4)
+        weight = attention[start:stop, 0].mean()
+        assert rotated["sink_weight"][1][3][bucket] == pytest.approx(weight, rel=1e-4)
+    assert "read in a text of 24 tokens" in picture(section, "sinks_by_length").caption
+
+
 def with_sink(scale):
     """A layer whose queries all lie opposite all keys but the first, which is near the origin."""
     heads = layer_of_heads("nope", texts=1, T=T, D=8)

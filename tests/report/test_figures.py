@@ -19,6 +19,7 @@ from trainer.plotting.style import paper_style
 from trainer.report import files
 from trainer.report.figures import (
     Depths,
+    _grey,
     apart,
     draw_heatmaps,
     draw_rows,
@@ -478,6 +479,22 @@ def test_more_methods_than_models_have_a_panel_for_each_method():
     levels = [[line.get_ydata()[0] for line in axes.lines[9:-2]] for axes in (first, second)]
     assert levels == [[6], [1, 7]]
     assert described(figure).splitlines()[-1] == "legend 'RoPE', 'Mine', 'chance', 'here'"
+
+
+@pytest.mark.parametrize("count", [8, 9, 40])
+def test_many_methods_of_one_model_are_drawn_at_their_lengths(count):
+    methods = {str(number): f"method {number}" for number in range(count)}
+    outcomes = Outcomes(report(*(cell([1.0], "RoPE", k) for k in methods), methods=methods))
+    lines = {row: Series("", 0, [64], [1.0], [0.0], [2.0]) for row in outcomes.rows}
+    figure = draw_rows(outcomes, lines, Frame("length", "%"))
+    places = {
+        float(line.get_xdata()[0])
+        for axes in figure.axes
+        for line in axes.lines
+        if len(line.get_xdata()) == 1
+    }
+    assert (places == {64.0}) is (count > 8)
+    assert bool(_grey(lines)) is (count > 8)
 
 
 def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():

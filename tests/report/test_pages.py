@@ -18,7 +18,12 @@ from trainer.common.files import csv_text
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Arm, Change, Drop, troubles
 from trainer.report import files
-from trainer.report.figures import is_panelled, write_figures
+from trainer.report.figures import (
+    is_panelled,
+    lengths_frame,
+    positions_frame,
+    write_figures,
+)
 from trainer.report.files import base64, render
 from trainer.report.pages import lead, measured, tally, write_html, write_renderings
 from trainer.report.tables import csv_table, tables
@@ -256,6 +261,21 @@ def test_the_lead_is_made_of_the_numbers():
     assert lead(report(cell([1.0] * 10))).endswith(
         "RoPE reaches 100.0% (72.2–100.0) there in Multi-key needles."
     )
+
+
+def test_a_unit_below_the_training_length_is_not_called_trained():
+    """Models of context 8,192 whose lengths count from 1,024."""
+    made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), longest_context=8192)
+    assert lead(made).startswith(
+        "Trained at up to 8192 tokens and tested at up to 2048 (2× 1024 tokens)."
+    )
+    (table,) = tables(made)
+    assert [column[1] for column in table.columns[:2]] == ["1×", "2×"]
+    frame = lengths_frame(made, {1024: 1.0, 2048: 2.0}, "y", lambda axes: None)
+    assert frame.x_label == "sequence length (multiple of 1024 tokens; tokens)"
+    assert frame.vertical is None
+    frame = positions_frame(made, 16_384, lambda axes: None)
+    assert frame.vertical == (8192, "training length")
 
 
 def test_rows_of_equal_means_are_all_bold_and_the_lead_says_how_many():

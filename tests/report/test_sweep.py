@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -439,12 +440,14 @@ def test_an_axis_holds_wide_differences():
 
 
 def grid(*values):
-    """Runs by two keys, of which the last misses its loss."""
+    """Runs by two keys, of which the last misses its loss, and any number at 4×."""
     runs = [
         run(f"{a} {b}", {"one.a": a, "one.b": b}, point(1, n, 3.0 + n), point(4, 12 - n))
         for n, (a, b) in enumerate(values)
     ]
-    return Sweep("grid", (*runs[:-1], run(runs[-1].place, runs[-1].settings, point(1, 6))))
+    return Sweep(
+        "grid", (*runs[:-1], run(runs[-1].place, runs[-1].settings, point(1, 6), point(4)))
+    )
 
 
 def test_a_grid_with_numbers_is_a_line_for_each_value_of_the_other_key():
@@ -562,6 +565,21 @@ def test_keys_that_change_one_at_a_time_have_a_row_each():
     _, drawn = figure(sweep)
     assert [panel.get_xlabel() for panel in drawn.axes] == ["a", "b"]
     assert drawn.get_figheight() == pytest.approx(0.5 + 2 * 1.9)
+
+
+def test_panels_are_of_the_training_length_and_the_longest_that_all_runs_share():
+    """One run was also measured at half its length, another further than the rest."""
+    runs = (
+        run("a", {"k": "1"}, point(0.5, 12), point(1, 9), point(4, 3)),
+        run("b", {"k": "2"}, point(1, 9), point(4, 3), point(8, 0), measured_on="other"),
+        run("c", {"k": "3"}, state="not started"),
+    )
+    plan, _ = figure(Sweep("s", runs))
+    assert [m.factor for m in measures(Sweep("s", runs))] == [1, 4]
+    assert "at the training length and 4×, the longest length that all runs share" in plan.caption
+    assert "measured on other text" in plan.caption
+    alike = Sweep("s", (runs[0], replace(runs[1], measured_on=runs[0].measured_on)))
+    assert "measured on other text" not in figure(alike)[0].caption
 
 
 def test_panels_are_of_the_shortest_and_longest_lengths_that_have_numbers():

@@ -39,6 +39,14 @@ def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
     assert not newest.layout.rotates
 
 
+def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finished):
+    run = find_candidate(finished[0].run_dir)
+    C = run.layout.training_length
+    assert run.with_training_length(C // 2).longest_context == run.longest_context == C
+    published = replace(run, run=None)
+    assert published.with_training_length(C // 2).longest_context == C
+
+
 def test_published_weights_begin_as_their_tokenizer_does(finished):
     run = find_candidate(finished[0].run_dir)
     assert replace(run, run=None).bos_token is None

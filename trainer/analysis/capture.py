@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ class Heads:
         """Number of query heads that read one key-value head."""
         return self.q.shape[1] // self.k.shape[1]
 
+    def first(self, length: int) -> Heads:
+        """Return the queries and keys of the first ``length`` tokens."""
+        names = ("q", "k", "rotated_q", "rotated_k")
+        return replace(self, **{name: getattr(self, name)[:, :, :length] for name in names})
+
 
 @dataclass(frozen=True)
 class NeedlePrompt:
@@ -96,6 +101,18 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
 
     with model.observed(observe):
         yield
+
+
+def separate_prefix(model: LanguageModel, ids: Tensor, length: int) -> Tensor | None:
+    """Return the first ``length`` tokens of ``ids`` ``[B, T]`` if the model reads them differently
+    without the later tokens.
+
+    It does if its temperatures or frequencies follow the length of the sequence. None: one pass
+    over ``ids`` serves for both.
+    """
+    T, layout = ids.shape[1], model.layout
+    differs = length < T and layout.at(length) != layout.at(T)
+    return ids[:, :length] if differs else None
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from trainer.analysis.arrays import (
     ranked,
 )
 from trainer.analysis.attention import attention_rows, head_statistics
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.capture import Heads, capture, separate_prefix
 from trainer.analysis.clusters.measure import Clusters
 from trainer.analysis.positional_bias.measure import positional_biases
 from trainer.analysis.positional_bias.study import KINDS, STRONG
@@ -90,32 +90,45 @@ class Reading:
 def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
     """Read ``ids`` ``[B, T]``, of at least two tokens, layer by layer.
 
-    ``within``: number of first tokens on which heads are measured, in a pass without the later
-    tokens: in a longer text, temperatures and frequencies may differ. ``seed``: seed of the
-    subsample for the silhouette score.
+    ``within``: number of first tokens on which heads are measured. They are read without the later
+    tokens, for the indicators too, if temperatures or frequencies follow the length. ``seed``: seed
+    of the subsample for the silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
+    inside = [n for n in lengths if n <= within]
     averages, clusters = Averages(), Clusters(POINTS, seed)
+    ids = ids.to(model.device)
+    prefix = separate_prefix(model, ids, within)
 
-    def on_first_tokens(heads: Heads) -> None:
+    def measure_heads(heads: Heads) -> Tensor:
         rows = attention_rows(heads)
         averages.add(heads.layer, **head_statistics(rows), **positional_biases(rows))
+        return rows.sink
 
     def on_layer(heads: Heads) -> None:
         sink = attention_rows(heads).sink
         averages.add(heads.layer, sink_by_length=bucket_means(sink, [1, *lengths]))
         clusters.update(heads)
+        if prefix is None:
+            measure_heads(heads.first(within))
 
-    ids = ids.to(model.device)
-    capture(model, ids[:, :within], on_first_tokens)
+    def on_prefix(heads: Heads) -> None:
+        sink = measure_heads(heads)
+        averages.add(heads.layer, sink_inside=bucket_means(sink, [1, *inside]))
+        clusters.update_prefix(heads)
+
     states = capture(model, ids, on_layer)
     losses = model.losses(states[:, :-1], ids[:, 1:])
+    sinks = averages.stacked("sink_by_length")
+    if prefix is not None:
+        capture(model, prefix, on_prefix)
+        sinks[..., : len(inside)] = averages.stacked("sink_inside")
     geometry = clusters.result()
     return Reading(
         heads={name: averages.stacked(name) for name in MEASURES},
         lengths=lengths,
         indicators={
-            "sink_mass": averages.stacked("sink_by_length").mean(axis=(0, 1)),
+            "sink_mass": sinks.mean(axis=(0, 1)),
             "key_stable_rank": geometry["rotated.key_stable_rank"].mean(axis=(0, 1)),
             "silhouette": geometry["rotated.silhouette"].mean(axis=(0, 1)),
         },
@@ -210,7 +223,9 @@ class DropStudy:
         self.before, self.after = before, after
         self.names = (before.name, after.name)
         self.trained = min(before.training_length, after.training_length)
-        self._mark = (float(self.trained), "training length")
+        same = before.training_length == after.training_length
+        self._length = "the training length" if same else "the shorter training length"
+        self._mark = (float(self.trained), self._length.removeprefix("the "))
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))
         self.drop_step = drop_step
 
@@ -234,8 +249,8 @@ class DropStudy:
             title=self.title,
             text=(
                 f"Two models read the same text of {self.before.length} tokens, {self.names[0]} "
-                f"and {self.names[1]}. Heads are compared on its first {within} tokens, within the "
-                "training length: how far and how evenly they attend, how much on the first token, "
+                f"and {self.names[1]}. Heads are compared on its first {within} tokens, within "
+                f"{self._length}: how far and how evenly they attend, how much on the first token, "
                 "and how much by position alone. Predictions are compared at every position, and "
                 "indicators of the geometry at prefixes of growing length. Layers and heads are "
                 "counted from 0."
@@ -274,7 +289,7 @@ class DropStudy:
                 continue
             kl, first, second = (curve[among].mean() for curve in curves.values())
             findings.append(
-                f"{where} the training length the loss of {self.names[0]} is {first:.3f} and the "
+                f"{where} {self._length} the loss of {self.names[0]} is {first:.3f} and the "
                 f"loss of {self.names[1]} {second:.3f} nats a token, and their predictions are "
                 f"{kl:.3f} nats apart (KL)."
             )
@@ -341,7 +356,7 @@ class DropStudy:
                 "Means over all heads by the length of the prefix: attention on the first token by "
                 "the queries since the length before, stable rank of a head's keys and silhouette "
                 "score of its queries and keys as they meet in the scores (1: two clusters apart). "
-                "Right of the dashed line the models were not trained."
+                f"Dashed: {self._length}."
             ),
             header=("length", *columns),
             rows=column_rows([np.array(lengths), *columns.values()]),

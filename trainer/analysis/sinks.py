@@ -113,20 +113,22 @@ class SinksStudy(Study):
         super().__init__(target)
         self.versions = versions(target, scores=True)
         self.edges = position_edges(target.length)
+        if target.prefix is not None:  # no bucket holds positions of both passes
+            self.edges = sorted({*self.edges, target.training_length})
         self.curves: dict[str, Array] = {}
         self._averages = Averages()
+        self._prefix = Averages()
         self._maps: dict[Place, Array] = {}
         self._shares: dict[Place, float] = {}  # of the heads' attention on the first token
 
-    def on_layer(self, heads: Heads) -> None:
+    def _bucketed(self, heads: Heads) -> tuple[dict[str, Tensor], Rows]:
         """Read every row of attention with the encoding and, if it changes attention, without."""
         rotated = attention_rows(heads)
         plain = rotated if _is_bare(heads) else attention_rows(heads, rotated=False)
         # A query that sees one key has entropy 0; log 2 avoids 0 / 0.
         largest = rotated.visible.clamp(min=2).log()
-        norms = heads.k.norm(dim=-1)
         values = {
-            "key_norm": norms,
+            "key_norm": heads.k.norm(dim=-1),
             "previous": rotated.previous * rotated.visible,
             "entropy": rotated.entropy / largest,
         }
@@ -139,12 +141,28 @@ class SinksStudy(Study):
             values |= dict(zip(names, measured, strict=True))
         if heads.sinks is not None:
             values["learned_sink"] = rotated.learned
-        bucketed = {name: bucket_means(value, self.edges) for name, value in values.items()}
+        edges = [edge for edge in self.edges if edge <= heads.q.shape[2]]
+        return {name: bucket_means(value, edges) for name, value in values.items()}, rotated
+
+    def on_layer(self, heads: Heads) -> None:
+        """Measure all heads, and map the attention of those that may be shown."""
+        bucketed, rotated = self._bucketed(heads)
+        norms = heads.k.norm(dim=-1)
         median = norms[..., 1:].median(dim=-1).values
         self._averages.add(heads.layer, **bucketed, median_key_norm=median)
         for head in self._pictured(heads, rotated):
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
             self._shares[heads.layer, head] = float(rotated.sink[0, head, 1:].mean())
+
+    def on_prefix(self, heads: Heads) -> None:
+        """Measure what depends on the query's position within the training length."""
+        bucketed, _ = self._bucketed(heads)
+        of_queries = {
+            name: value
+            for name, value in bucketed.items()
+            if name != "key_norm" and not name.endswith("key_dot")
+        }
+        self._prefix.add(heads.layer, **of_queries)
 
     def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
         if self.target.chosen:
@@ -157,6 +175,8 @@ class SinksStudy(Study):
     def section(self) -> Section:
         """Write the section: curves by position, a map of heads, attention of some heads."""
         self.curves = self._averages.all_stacked()
+        for name, within in self._prefix.all_stacked().items():
+            self.curves[name][..., : within.shape[-1]] = within
         pictures = [self._collapse(), self._keys(), self._heads()]
         if self._maps:
             pictures.append(self._attention())
@@ -318,12 +338,23 @@ class SinksStudy(Study):
             figure=self._by_length(panels, "length of the text (tokens)"),
             caption=(
                 "Attention of queries at the end of a text of this length; mean and 80% of heads. "
+                f"{self._passes()}"
                 "Left: the weight of the first token. Right: the largest dot product with any key. "
                 "Where the left curve falls past the training length while the right one rises, "
                 "accidental matches take the sink's weight."
             ),
             header=HEADER,
             rows=self._rows(curves),
+        )
+
+    def _passes(self) -> str:
+        """Say which text a query is part of, if its attention depends on that."""
+        if self.target.prefix is None:
+            return ""
+        return (
+            "The encoding follows the length of the text: queries within the training length are "
+            f"read in a text of {self.target.training_length:,} tokens, later ones in one of "
+            f"{self.target.length:,}. "
         )
 
     def _keys(self) -> Picture:
@@ -426,8 +457,8 @@ class SinksStudy(Study):
                 "How a model without rotation attends. Left: attention on the token just before, "
                 "divided by uniform attention; above 1, order is read from the states. Right: "
                 "entropy over the logarithm of the keys in sight; a rise past the training length "
-                "is attention that thins out, which a softmax temperature mends. Mean and 80% of "
-                "heads."
+                "is attention that thins out, which a softmax temperature mends. "
+                f"{self._passes()}Mean and 80% of heads."
             ),
             header=HEADER,
             rows=self._rows({("rotated", name): self.curves[name] for name in FROM_STATES}),

@@ -211,10 +211,11 @@ class Observation(Json):
 class Report(Json):
     """All cells of an evaluation and, where it ended an experiment, what its runs did.
 
-    ``training_length``: C. ``methods``: titles by key, in the order of tables, for instance
-    ``{"none": "as is", "yarn": "YaRN"}``. ``tasks``: titles by key. ``notes``: a sentence each, for
-    what was not run and why, and for values that were fitted. ``config``: of the run, or of the
-    evaluation alone, under ``evaluation`` either way.
+    ``training_length``: C, the unit of lengths. ``longest_context``: the longest context that any
+    of the models was trained with; None: C. ``methods``: titles by key, in the order of
+    tables, for instance ``{"none": "as is", "yarn": "YaRN"}``. ``tasks``: titles by key.
+    ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
+    ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
     ``key_tokens`` describes :data:`KEY_TOKENS` if they were measured: ``tokens`` (number of key
     tokens), ``of`` (among how many), ``by`` (the model that chose them), and how (``long`` and
     ``short`` context, ``alpha``, ``beta``).
@@ -248,6 +249,7 @@ class Report(Json):
     milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
     key_tokens: dict[str, Any] = field(default_factory=dict)
+    longest_context: int | None = None
 
     def __post_init__(self) -> None:
         places = Counter((cell.model, cell.method, cell.task, cell.length) for cell in self.cells)
@@ -257,6 +259,18 @@ class Report(Json):
         for name, times in Counter(arm.name for arm in self.arms).items():
             if times > 1:
                 raise ValueError(f"{times} arms are called {name}")
+
+    @property
+    def trained(self) -> int:
+        """The longest context that any of the models was trained with."""
+        return self.longest_context or self.training_length
+
+    @property
+    def unit(self) -> str:
+        """Words for the length that counts as 1×."""
+        if self.trained == self.training_length:
+            return "the training length"
+        return f"{self.training_length} tokens"
 
     @property
     def last(self) -> int:
@@ -273,6 +287,8 @@ class Report(Json):
         data = self.to_dict()
         if not self.key_tokens:  # a report without this task stays the file it was
             del data["key_tokens"]
+        if self.trained == self.training_length:
+            del data["longest_context"]
         cells = [
             json.dumps(cell, ensure_ascii=False, allow_nan=False) for cell in data.pop("cells")
         ]

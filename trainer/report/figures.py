@@ -246,7 +246,7 @@ def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
     scale = perplexity_axis([y for line in lines.values() for y in line.y])
     frame = positions_frame(outcomes.report, longest, scale)
     beyond = " Right of the dashed line no position was ever trained on."
-    beyond = beyond if longest > outcomes.report.training_length else ""
+    beyond = beyond if longest > outcomes.report.trained else ""
     yield Plan(
         "perplexity_by_position",
         f"Perplexity by position at {longest} tokens",
@@ -297,7 +297,7 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
             "needles, the depth of the first. A grey cell was not measured. After G. Kamradt’s "
             "needle in a haystack (2023).",
             f"Heat maps of success by depth and sequence length, {name}.",
-            partial(draw_heatmaps, named, depths, lengths),
+            partial(draw_heatmaps, named, depths, lengths, outcomes.report.unit),
             ("model", "method", "length", "depth", "success"),
             [
                 (*row, length, depth, "" if math.isnan(value) else value)
@@ -310,7 +310,7 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
 
 
 def _grey(lines: Iterable[Row]) -> str:
-    return " Grey: what the other panels show." if is_panelled(lines) else ""
+    return " Grey: what the other panels show." if len([*lines]) > OVERLAY else ""
 
 
 def _slug(text: str) -> str:
@@ -360,12 +360,12 @@ def lengths_frame(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
 
-    unit = "multiple of the training length" + ("" if narrow else "; tokens")
+    unit = f"multiple of {report.unit}" + ("" if narrow else "; tokens")
     return Frame(
         f"sequence length ({unit})",
         y_label,
         prepare,
-        training_length_mark(report.training_length, lengths),
+        training_length_mark(report.trained, lengths),
         lines,
     )
 
@@ -382,9 +382,7 @@ def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
         axes.set_xticks(range(0, longest + 1, step))
 
     label = f"position in sequences of {longest} tokens"
-    return Frame(
-        label, "perplexity", prepare, training_length_mark(report.training_length, (0, longest))
-    )
+    return Frame(label, "perplexity", prepare, training_length_mark(report.trained, (0, longest)))
 
 
 def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
@@ -400,7 +398,8 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
             for row, line in lines.items()
             for name in (outcomes.name(row),)
         ]
-        return draw(apart(named), frame)
+        # Many lines have a panel each, in which nothing overlaps.
+        return draw(named if len(named) > OVERLAY else apart(named), frame)
     models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
     methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
     by_model = len(models) >= len(methods)
@@ -465,14 +464,18 @@ class Depths:
 
 
 def draw_heatmaps(
-    panels: Mapping[str, np.ndarray], depths: Depths, lengths: Mapping[int, str]
+    panels: Mapping[str, np.ndarray],
+    depths: Depths,
+    lengths: Mapping[int, str],
+    unit: str = "the training length",
 ) -> Figure:
-    """Draw mean scores ``[depth, length]`` by title; ``lengths``: their names."""
+    """Draw mean scores ``[depth, length]`` by title; ``lengths``: their names, multiples of
+    ``unit``."""
     return numbered_maps(
         {textwrap.fill(title, 24): 100 * values for title, values in panels.items()},
         Scale("success (%)", 0, 100),
         names=(list(lengths.values()), depths.names),
-        labels=("sequence length (multiple of the training length)", "depth (% of the text)"),
+        labels=(f"sequence length (multiple of {unit})", "depth (% of the text)"),
         text=lambda _, value: f"{value:.0f}",
         columns=5,
         row_height=0.17,

@@ -107,10 +107,11 @@ def lead(report: Report) -> str:
     estimates = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
     scored = {row: estimate for row, estimate in estimates.items() if estimate is not None}
     measure = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
-    text = (
-        f"Trained at {report.training_length} tokens and tested at up to {longest} "
-        f"({factor_label(factor)})."
-    )
+    if report.trained == report.training_length:
+        trained, times = f"at {report.trained}", factor_label(factor)
+    else:
+        trained, times = f"at up to {report.trained}", f"{factor_label(factor)} {report.unit}"
+    text = f"Trained {trained} tokens and tested at up to {longest} ({times})."
     if not scored:
         return text
     winners, first = highest(scored), outcomes.rows[0]

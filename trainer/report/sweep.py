@@ -108,6 +108,12 @@ class Sweep:
         """Measured lengths of all runs over the training length, ascending."""
         return tuple(sorted({point.factor for run in self.runs for point in run.reached}))
 
+    @cached_property
+    def shared_factors(self) -> tuple[float, ...]:
+        """Those of :attr:`factors` at which all runs with results were measured."""
+        measured = [{point.factor for point in run.reached} for run in self.runs if run.reached]
+        return tuple(factor for factor in self.factors if all(factor in run for run in measured))
+
     def point(self, run: SweptRun, factor: float) -> Result | None:
         """Return the results of a run at a length, or None if it was not measured there."""
         return next((point for point in run.reached if point.factor == factor), None)
@@ -273,6 +279,17 @@ def sweep_columns(sweep: Sweep) -> list[tuple[str, dict[str, Entry]]]:
     return columns
 
 
+def caveat(sweep: Sweep) -> str:
+    """Return a sentence if the runs were not all measured on the same text, or an empty text."""
+    measured = [run for run in sweep.runs if run.reached]
+    if all(run.measured_on == measured[0].measured_on for run in measured):
+        return ""
+    return (
+        " Runs that were measured on other text, tokens or trials than the first are not "
+        "tested, and their losses are not comparable with the first run's."
+    )
+
+
 def legend(sweep: Sweep) -> str:
     """Return the meaning of the cells."""
     if sweep.reference is None:
@@ -288,12 +305,7 @@ def legend(sweep: Sweep) -> str:
         "run of its column on the same windows (95% interval of a paired bootstrap)."
     )
     text += " A row is one training run: the tests do not cover the choice of its seed."
-    measured = [run for run in sweep.runs if run.reached]
-    if any(run.measured_on != measured[0].measured_on for run in measured):
-        text += (
-            " Runs that were measured on other text, tokens or trials than the first are not "
-            "tested, and their losses are not comparable with the first run's."
-        )
+    text += caveat(sweep)
     if any(run.effective for run in sweep.runs):
         text += f" {EFFECTIVE_LEGEND}"
     names = " Runs are named by the keys that differ." if sweep.keys else ""

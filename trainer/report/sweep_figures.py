@@ -17,7 +17,7 @@ from trainer.plotting.lines import Series, draw_line, legend_above, line_handle,
 from trainer.plotting.maps import numbered_maps
 from trainer.plotting.style import BLUE, blank
 from trainer.report.files import Plan
-from trainer.report.sweep import Sweep, SweptRun
+from trainer.report.sweep import Sweep, SweptRun, caveat
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
 _LEAST_SPAN = 0.2  # nats of an axis of losses: a fifth of the perplexity, as in a run's figures
@@ -75,7 +75,7 @@ class Axis:
 def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     """Plan ``sweep`` if anything was measured.
 
-    Panels show loss and retrieval at the training length and at the longest, a row for each of the
+    Panels show loss and retrieval at two lengths (:func:`measures`), a row for each of the
     :func:`axes`.
     """
     shown = measures(sweep)
@@ -95,8 +95,8 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     yield Plan(
         "sweep",
         f"The runs of the sweep {scope}",
-        f"{description[0].upper()}{description[1:]} of every run {scope}, at the training length "
-        f"and at the longest.{f' {_BARS}' if 'retrieval' in quantities else ''}",
+        f"{description[0].upper()}{description[1:]} of every run {scope}, at {_lengths(shown)}."
+        f"{f' {_BARS}' if 'retrieval' in quantities else ''}{caveat(sweep)}",
         f"{' and '.join(quantities).capitalize()} of every run {scope}; the same numbers are in "
         "the table.",
         draw,
@@ -112,9 +112,25 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     )
 
 
+def _lengths(shown: Sequence[Measure]) -> str:
+    """Name the lengths of the panels."""
+    factors = sorted({measure.factor for measure in shown})
+    labels = ["the training length" if f == 1 else factor_label(f) for f in factors]
+    if factors[-1] > 1:
+        labels[-1] += ", the longest length that all runs share"
+    return " and ".join(labels)
+
+
 def measures(sweep: Sweep) -> list[Measure]:
-    """Return the panels for which any run has numbers."""
-    ends = dict.fromkeys((*sweep.factors[:1], *sweep.factors[-1:]))
+    """Return the panels for which any run has numbers: at the training length, and at the longest
+    length that all runs share.
+
+    Without a measurement at the training length, the shortest shared length stands in; runs that
+    share no length are shown at their shortest.
+    """
+    shared = sweep.shared_factors or sweep.factors[:1]
+    first = (1.0,) if 1 in sweep.factors else shared[:1]
+    ends = dict.fromkeys((*first, *shared[-1:]))
     candidates = [Measure("loss", factor) for factor in ends]
     candidates += [Measure("retrieval", factor) for factor in ends]
     return [

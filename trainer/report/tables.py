@@ -90,10 +90,13 @@ def tables(report: Report) -> list[Table]:
     return made + _perplexity(outcomes, KEY_TOKENS, of_key_tokens(report), detail=False)
 
 
-def _heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
+def _heads(report: Report, lengths: dict[int, float]) -> list[tuple[str, str]]:
     """Return two lines for each length: ``2048 tokens`` and ``2×``."""
     return [
-        (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
+        (
+            f"{length} tokens",
+            f"{factor_label(factor)}{' (trained)' if length == report.trained else ''}",
+        )
         for length, factor in lengths.items()
     ]
 
@@ -138,7 +141,7 @@ def _scores(
             " Then the held-out loss in nats per token, on the last "
             f"{outcomes.report.last} tokens of each window."
         )
-    heads, columns = _heads(lengths), [column(length) for length in lengths]
+    heads, columns = _heads(outcomes.report, lengths), [column(length) for length in lengths]
     effective_lengths = {row: outcomes.effective_length(row, tasks) for row in outcomes.rows}
     if effective := effective_entries(effective_lengths):
         heads.append(EFFECTIVE_HEAD)
@@ -274,7 +277,11 @@ def _perplexity(outcomes: Outcomes, task: str, note: str, detail: bool) -> list[
     title = outcomes.task(task)
     if not columns:
         return []
-    return [_table(outcomes, task, title, note, legend, _heads(lengths), columns, detail)]
+    return [
+        _table(
+            outcomes, task, title, note, legend, _heads(outcomes.report, lengths), columns, detail
+        )
+    ]
 
 
 def _column(

@@ -34,6 +34,7 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
 from trainer.runs.directory import may_be_on_hub, nothing_at, saved_config
+from trainer.runs.origins import longest_context
 from trainer.runs.phases import training_length_at
 from trainer.runs.saved_state import saved_eos
 
@@ -118,6 +119,14 @@ class Candidate:
             return model
 
         return replace(self, load=load, fingerprint=self.fingerprint + mark)
+
+    @property
+    def longest_context(self) -> int:
+        """The longest context that the model was ever trained with, in tokens."""
+        stored = self.stored_length or self.layout.training_length
+        if self.run is None:
+            return stored
+        return longest_context(self.run, self.state["step"], stored)
 
     @property
     def home(self) -> Path:

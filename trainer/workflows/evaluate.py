@@ -64,6 +64,7 @@ NOT_ASKED = {
     ),
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "about training; not reported"),
     "environment": "versions and devices change rounding alone; text and models count",
+    "longest_context": "follows from the models",
     "made": "date and command; the models it names count",
 }
 """Fields of a report in which two evaluations of the same may differ, with the reason."""
@@ -241,6 +242,7 @@ def measure_models(
     report = Report(
         name=name,
         training_length=C,
+        longest_context=max(candidate.longest_context for candidate in candidates),
         cells=tuple(measured.cells),
         methods={key: titles[key] for key in config.names if key in titles},
         tasks={task.key: task.title for task in tasks},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +34,7 @@ from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import check_writable, saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import published_place
+from trainer.runs.origins import longest_context, origins
 from trainer.runs.phases import phases_of, training_length_at
 from trainer.runs.saved_state import saved_eos
 from trainer.workflows.requests import ExportRequest
@@ -83,7 +83,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=_token_files(state, config),
-        longest=_longest(config, state["step"], stored) if has_context else None,
+        longest=longest_context(config, state["step"], stored) if has_context else None,
     )
 
 
@@ -243,26 +243,8 @@ def _published_beginning(config: RunConfig) -> str | None:
     None if there are none, or if a run in between is no longer on this machine or is damaged: the
     weights do not depend on it, and the card then leaves the licence open.
     """
-    *_, (first, _) = _runs(config, 0)
+    *_, (first, _) = origins(config, 0)
     return None if first.model.from_run else first.model.from_pretrained
-
-
-def _runs(config: RunConfig, step: int) -> Iterator[tuple[RunConfig, int]]:
-    """Yield a run, and those before it in which its training began, with the steps of each.
-
-    The last one names ``model.from_run`` if the run there is no longer on this machine or is
-    damaged.
-    """
-    visited = {config.run_dir}
-    yield config, step
-    while (run := config.model.from_run) is not None and run not in visited:
-        visited.add(run)
-        try:
-            state = read_state(find_checkpoint(run), hashed=False)
-            config = saved_config(state["config"], "model.from_run", run)
-        except UserError:
-            return
-        yield config, state["step"]
 
 
 def _is_changed(config: RunConfig, step: int) -> bool:
@@ -271,29 +253,12 @@ def _is_changed(config: RunConfig, step: int) -> bool:
     If not, a model that was trained on shorter sequences last still has its context. True if a run
     in between cannot be read.
     """
-    runs = [*_runs(config, step)]
+    runs = [*origins(config, step)]
     return runs[-1][0].model.from_run is not None or any(
         phase.start < steps and (phase.drop or phase.rescale)
         for run, steps in runs
         for phase in phases_of(run)
     )
-
-
-def _longest(config: RunConfig, step: int, stored: int) -> int:
-    """Return the longest context that the model was ever trained with.
-
-    ``stored``: C of the checkpoint. A run that begins from nothing stores the configured length,
-    though its phases up to ``step`` may be shorter.
-    """
-    runs = [*_runs(config, step)]
-    lengths = [
-        phase.config.data.sequence_length
-        for run, steps in runs
-        for phase in phases_of(run)
-        if phase.start < steps
-    ]
-    is_from_nothing = not runs[-1][0].model.is_trained
-    return max(lengths) if is_from_nothing and lengths else max(stored, *lengths, 0)
 
 
 def _licence(licence: dict[str, str], name: str) -> str:

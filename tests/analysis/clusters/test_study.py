@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import picture
+from trainer.analysis.capture import capture
 from trainer.analysis.clusters.study import ClustersStudy
 from trainer.analysis.studies.study import Target, run
 
@@ -39,6 +40,28 @@ def test_findings_and_indicators_say_what_the_numbers_are(tiny_decoder):
     assert (separation["wanted"], rank["wanted"]) == ("high", "low")
     assert rank["name"] == "Stable rank of keys, after / before rotation"
     assert rank["meaning"] == "1: the rotation leaves the cloud tight"
+
+
+def test_prefixes_within_the_training_length_are_read_without_the_later_tokens(tiny_decoder):
+    model = tiny_decoder()
+    target = target_of(model, chosen=((1, 3),))
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=3.0))
+    section, layers = section_of(target), []
+    capture(model, target.ids[:, :C], layers.append)
+    q = layers[1].rotated_q[0, 3].double().numpy()
+    expected = (q**2).sum() / np.linalg.svd(q, compute_uv=False)[0] ** 2
+    assert section.numbers["lengths"] == [32, 64, 80]
+    measured = section.numbers["rotated"]["query_stable_rank"][1][3]
+    assert measured[0] == pytest.approx(expected, rel=1e-4)
+    capture(model, target.ids, layers.append)
+    q = layers[3].rotated_q[0, 3].double().numpy()
+    expected = (q**2).sum() / np.linalg.svd(q, compute_uv=False)[0] ** 2
+    assert measured[2] == pytest.approx(expected, rel=1e-4)
+    # The panel of C shows the same vectors: distances in the plane are those of a rotation.
+    rows = picture(section, "clusters_snapshots").rows
+    cloud = np.array([row[6:] for row in rows if row[:5] == (1, 1, C, "plain", "keys")])
+    keys = layers[1].k[0, 1].double().numpy()
+    assert np.linalg.matrix_rank(np.c_[keys, np.ones(C), cloud]) == 9
 
 
 def test_without_a_rotation_the_stable_rank_stands_for_itself(tiny_decoder):

@@ -368,3 +368,14 @@ def test_a_model_without_rotation_is_a_problem(tiny_decoder):
     assert OffsetFeaturesStudy.problems(Target("tiny", tiny_decoder(), IDS)) == []
     (problem,) = OffsetFeaturesStudy.problems(Target("tiny", tiny_decoder(layers=["nope"]), IDS))
     assert "without rotation in any head" in problem
+
+
+def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny_decoder):
+    model = loud(tiny_decoder, factor=4.0).eval()
+    model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=3.0))
+    steps, layers = section_of(Target("tiny", model, IDS)).numbers["steps"], []
+    capture(model, IDS[:, :C], layers.append)
+    expected = {place: row for heads in layers for place, row in fastest_pairs(heads).items()}
+    places = zip(steps["layer"], steps["head"], steps["pair"], strict=True)
+    for place, attention in zip(places, steps["attention"], strict=True):
+        assert attention == pytest.approx(expected[place][0], rel=1e-4)

@@ -128,23 +128,33 @@ class Clusters:
         self.points, self.seed = points, seed
         self.lengths: list[int] = []
         self.averages = Averages()
+        self._prefix = Averages()
 
     def update(self, heads: Heads) -> None:
         """Add one layer of one or more texts, all of the same length of at least two tokens."""
         self.lengths = prefix_lengths(heads.q.shape[2])
+        self.averages.add(heads.layer, **self._values(heads, self.lengths))
+
+    def update_prefix(self, heads: Heads) -> None:
+        """Add one layer of the same texts' first tokens, read without the later ones: they replace
+        the measures at all lengths up to theirs."""
+        if lengths := [n for n in self.lengths if n <= heads.q.shape[2]]:
+            self._prefix.add(heads.layer, **self._values(heads, lengths))
+
+    def _values(self, heads: Heads, lengths: list[int]) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for name, q, k in (
             ("plain", heads.q, heads.k),
             ("rotated", heads.rotated_q, heads.rotated_k),
         ):
-            measures = _measures(q, k, self.lengths)
-            measures |= _separation(q, k, self.lengths, self.points, self.seed)
+            measures = _measures(q, k, lengths)
+            measures |= _separation(q, k, lengths, self.points, self.seed)
             values |= {f"{name}.{key}": value for key, value in measures.items()}
         for side in ("query", "key"):
             before = values[f"plain.{side}_stable_rank"]
             values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
             values[f"{side}_first_share"] = 1 / before[..., -1]
-        self.averages.add(heads.layer, **values)
+        return values
 
     def result(self) -> dict[str, Array]:
         """Return means over the texts added so far.
@@ -156,7 +166,11 @@ class Clusters:
         ``*_first_share``: share of the first principal component in the variance about the origin,
         before the encoding, over the whole text, ``[layers, heads]``.
         """
-        return self.averages.all_stacked()
+        result = self.averages.all_stacked()
+        for name, values in self._prefix.all_stacked().items():
+            if not name.endswith("_first_share"):
+                result[name][..., : values.shape[-1]] = values
+        return result
 
 
 @dataclass(frozen=True)
@@ -177,23 +191,38 @@ class Projection:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One key-value head and its queries in two dimensions; ``origin`` ``[2]``: where the zero
-    vector is."""
+    """One key-value head and its queries in two dimensions.
+
+    ``centre`` ``[D]`` and ``plane`` ``[D, 2]``: the origin of the plane and its directions.
+    """
 
     layer: int
     kv_head: int
-    origin: Array
+    centre: Array
+    plane: Array
     panels: list[Projection]
+
+    @property
+    def origin(self) -> Array:
+        """Where the zero vector is, ``[2]``."""
+        origin: Array = -self.centre @ self.plane
+        return origin
 
 
 def snapshot(
-    heads: Heads, kv_head: int, lengths: list[int], *, points: int = 512, seed: int = 0
+    heads: Heads,
+    kv_head: int,
+    lengths: list[int],
+    *,
+    points: int = 512,
+    seed: int = 0,
+    plane_of: Snapshot | None = None,
 ) -> Snapshot:
     """Project prefixes of a text, before and after the encoding, on one plane.
 
     The plane is spanned by the first two principal components of keys and queries together, before
     the encoding, over the first of the ``lengths``. Only the layer's first text is shown, with at
-    most ``points`` points of a cluster.
+    most ``points`` points of a cluster. ``plane_of``: the snapshot whose plane is used instead.
     """
     group = heads.queries_per_key
     shared = slice(kv_head * group, (kv_head + 1) * group)
@@ -204,13 +233,16 @@ def snapshot(
             (True, heads.rotated_k, heads.rotated_q),
         )
     }
-    keys, queries = clouds[False]
-    cloud = np.concatenate([keys[: lengths[0]], *queries[:, : lengths[0]]])
-    centre = cloud.mean(axis=0)
-    _, vectors = np.linalg.eigh(np.cov(cloud.T))
-    plane = vectors[:, :-3:-1]
-    # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
-    plane = plane * np.sign(plane[np.abs(plane).argmax(axis=0), [0, 1]])
+    if plane_of is None:
+        keys, queries = clouds[False]
+        cloud = np.concatenate([keys[: lengths[0]], *queries[:, : lengths[0]]])
+        centre = cloud.mean(axis=0)
+        _, vectors = np.linalg.eigh(np.cov(cloud.T))
+        plane = vectors[:, :-3:-1]
+        # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
+        plane = plane * np.sign(plane[np.abs(plane).argmax(axis=0), [0, 1]])
+    else:
+        centre, plane = plane_of.centre, plane_of.plane
 
     def panel(length: int, rotated: bool) -> Projection:
         k, q = clouds[rotated]
@@ -228,6 +260,7 @@ def snapshot(
     return Snapshot(
         layer=heads.layer,
         kv_head=kv_head,
-        origin=-centre @ plane,
+        centre=centre,
+        plane=plane,
         panels=[panel(length, rotated) for length in lengths for rotated in (False, True)],
     )

@@ -4,6 +4,7 @@ Sec. 3.1, App. A.3 and A.10; Fig. 2, 3, 4, 10, 11, 13 and 14)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,6 +68,18 @@ class ClustersStudy(Study):
             self._snapshots.append(
                 snapshot(heads, kv_head, self._prefixes, points=POINTS, seed=self.target.seed)
             )
+
+    def on_prefix(self, heads: Heads) -> None:
+        """Replace the measures and panels within the training length."""
+        self.clusters.update_prefix(heads)
+        inside, seed = self._prefixes[:1], self.target.seed
+        for index, shown in enumerate(self._snapshots):
+            if shown.layer == heads.layer:
+                within = snapshot(
+                    heads, shown.kv_head, inside, points=POINTS, seed=seed, plane_of=shown
+                )
+                panels = within.panels + shown.panels[len(within.panels) :]
+                self._snapshots[index] = replace(shown, panels=panels)
 
     def _pictured(self, heads: Heads) -> list[int]:
         if self.target.chosen:

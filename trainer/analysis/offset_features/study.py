@@ -46,6 +46,9 @@ SHOWN = 3
 """Number of features that pictures show if no heads are chosen."""
 
 
+StrongPair = tuple[bool, float, int, int, int | None]
+
+
 class OffsetFeaturesStudy(Study):
     """Radii and angles of every pair, their bounds, the bounds at a longer length, and sinks."""
 
@@ -57,6 +60,7 @@ class OffsetFeaturesStudy(Study):
         self._extended = ExtendedBounds(target)
         self._features: list[Feature] = []
         self._stability = AngleStability()
+        self._strong_pairs: dict[int, list[StrongPair]] = {}  # of every layer
         self._sinks: list[Row] = []
         self._fastest: FastestPairs = {}
 
@@ -78,13 +82,12 @@ class OffsetFeaturesStudy(Study):
         )
         self._extended.search.update(means)
         self._stability.update(heads)
-        self._fastest |= fastest_pairs(heads)
         strongest = [
             best for head in range(heads.q.shape[1]) if (best := self._strongest(means, head))
         ]
-        for possible, _, head, pair, fast in strongest:
-            if possible and (row := sink_row(heads, head, pair, fast)) is not None:
-                self._sinks.append(row)
+        self._strong_pairs[heads.layer] = strongest
+        if self.target.prefix is None:
+            self._measure_effects(heads)
         if self.target.chosen:
             chosen = {head for layer, head in self.target.chosen if layer == heads.layer}
             strongest = [pair for pair in strongest if pair[2] in chosen]
@@ -98,9 +101,17 @@ class OffsetFeaturesStudy(Study):
         if not self.target.chosen:
             del self._features[SHOWN:]
 
-    def _strongest(
-        self, means: Heads, head: int
-    ) -> tuple[bool, float, int, int, int | None] | None:
+    def on_prefix(self, heads: Heads) -> None:
+        """Measure the effects of pairs on attention, whose queries lie within C."""
+        self._measure_effects(heads)
+
+    def _measure_effects(self, heads: Heads) -> None:
+        self._fastest |= fastest_pairs(heads)
+        for possible, _, head, pair, fast in self._strong_pairs[heads.layer]:
+            if possible and (row := sink_row(heads, head, pair, fast)) is not None:
+                self._sinks.append(row)
+
+    def _strongest(self, means: Heads, head: int) -> StrongPair | None:
         """Find the pair of a head with the longest means, under the upper bound if any pair is.
 
         Returns:

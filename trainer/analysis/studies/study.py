@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.capture import Heads, NeedlePrompt, capture, separate_prefix
 from trainer.analysis.settings import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.analysis.studies.section import Section
 from trainer.model.language_model import LanguageModel
@@ -72,6 +72,12 @@ class Target:
         """The model's training length C."""
         return self.model.layout.training_length
 
+    @property
+    def prefix(self) -> Tensor | None:
+        """First C tokens of the texts if the model reads them differently without the later ones,
+        see :func:`separate_prefix`."""
+        return separate_prefix(self.model, self.ids, self.training_length)
+
 
 class Study(ABC):
     """One analysis of one target. A subclass sees every layer of the shared pass, once.
@@ -99,6 +105,13 @@ class Study(ABC):
     def on_layer(self, heads: Heads) -> None:  # noqa: B027  # a study may need no layer
         """Process one layer in the shared pass; do not keep its tensors."""
 
+    def on_prefix(self, heads: Heads) -> None:  # noqa: B027  # few encodings follow the length
+        """Process one layer in a second pass, over the target's ``prefix``, if it has one.
+
+        Everything that a section states about the training length must come from this pass, because
+        the first pass applies the temperatures and frequencies of the whole text.
+        """
+
     @abstractmethod
     def section(self) -> Section:
         """Write the section after the pass; may run the model again."""
@@ -108,7 +121,8 @@ class Study(ABC):
 def run(
     studies: Sequence[Study], target: Target, done: Callable[[], object] = lambda: None
 ) -> list[Section]:
-    """Read the text once for all studies, then let each write its section.
+    """Read the text once for all studies, and its prefix if that is read differently; then let each
+    write its section.
 
     ``done``: called when a study has read a layer or written its section.
     """
@@ -118,7 +132,13 @@ def run(
             study.on_layer(heads)
             done()
 
+    def on_prefix(heads: Heads) -> None:
+        for study in studies:
+            study.on_prefix(heads)
+
     capture(target.model, target.ids, on_layer)
+    if target.prefix is not None:
+        capture(target.model, target.prefix, on_prefix)
     sections = []
     for study in studies:
         sections.append(study.section())
