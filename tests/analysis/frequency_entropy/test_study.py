@@ -341,3 +341,9 @@ def test_the_caption_counts_the_tokens_of_a_cell(tiny_decoder, length, tokens):
     section = section_of(Target("tiny", tiny_decoder(), text(length)))
     caption = picture(section, "frequency_entropy_heads_queries").caption
     assert f"means over {tokens}, logarithmic" in caption
+
+
+def test_the_caption_of_an_attenuation_names_the_texts_of_its_choice(tiny_decoder):
+    section = section_of(Target("tiny", tiny_decoder(), text(48, texts=2)), alphas=[0.5])
+    caption = next(p.caption for p in section.pictures if p.name.startswith("attenuation"))
+    assert "pairs chosen on 2 texts of 48 tokens" in caption

@@ -271,7 +271,10 @@ def test_sinks_by_one_feature(tiny_decoder):
     )
     assert len(section.grids[2].rows) == min(10, len(sinks))
     np.testing.assert_allclose(
-        section.numbers["sinks"]["explained"], [1 - row[4] / row[3] for row in rows], atol=1e-5
+        section.numbers["sinks"]["explained"],
+        [1 - row[4] / row[3] for row in rows],
+        rtol=5e-6,
+        atol=1e-5,
     )
     fast = np.mean([row[6] for row in sinks])
     assert f"(without its strongest faster pair {fast:.0%})" in sentence
@@ -312,7 +315,7 @@ def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_d
         expected = [looped_attention_on_the_token_before(layers[layer], head, m) for m in (None, 0)]
         assert row[8:] == pytest.approx(expected, rel=1e-3)
     np.testing.assert_allclose(
-        section.numbers["steps"]["steps"], [row[7] for row in rows], rtol=1e-6
+        section.numbers["steps"]["steps"], [row[7] for row in rows], rtol=5e-6
     )
     at_step = [0.5 <= row[7] < 1.5 for row in rows]
     large = sorted(rows, key=lambda row: row[5])[-1]

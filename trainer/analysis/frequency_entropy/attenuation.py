@@ -16,6 +16,7 @@ from trainer.analysis.frequency_entropy.measure import (
 from trainer.analysis.settings import rules
 from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
+from trainer.common.words import counted
 from trainer.plotting.lines import curves
 
 
@@ -38,7 +39,8 @@ def attenuation_part(
     if not (settings.alphas and gates and layout.rotates) or busy:
         return Part(numbers={"sweep": []})
     ids, most = target.ids[: settings.texts], target.length - 1
-    choice, choice_text = target.choice, "pairs chosen on the same text"
+    texts = counted(len(target.ids), "text")
+    choice, choice_text = target.choice, f"pairs chosen on {texts} of {target.length:,} tokens"
     if choice is not None:
         choice_text = f"pairs chosen on {choice.shape[1]:,} tokens of validation text"
     elif settings.choice_length is not None:
