@@ -49,7 +49,7 @@ def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypa
         assert "scripts/fetch_smollm2.py" in problem
     else:
         assert f"the weights {weights!r} are not on this machine" in problem
-        assert f"hf download {weights} --local-dir DIR) and give model.from_pretrained=" in problem
+        assert f"hf download {weights} --local-dir DIR) and give DIR" in problem
 
 
 @pytest.mark.parametrize(
