@@ -141,7 +141,12 @@ def compare(schema, given, path):
         ),
         (
             ["+experiment=rope_id_extension_demo", "drop.schedule.peak=0.1"],
-            "drop.schedule.peak: with phases it is one of them that drops; write phases.NAME.drop.",
+            "drop.schedule.peak: with phases it is one of them that drops; write "
+            "phases.NAME.schedule.peak.",
+        ),
+        (
+            ["+experiment=rope_id_extension_demo", "drop.layers=[0]"],
+            "drop.layers: with phases it is one of them that drops; write phases.NAME.drop.layers.",
         ),
         (
             ["drop.layers=[0]"],

@@ -91,6 +91,7 @@ OF_REPORT = {
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "of training"),
     "environment": "versions; text and models are taken from it",
     "made": "date and command; the inputs are taken from it",
+    "longest_context": "of the models, whose weights are among the inputs",
 }
 OF_TRIALS = {
     "methods": "every method is asked the same trials",

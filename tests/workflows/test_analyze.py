@@ -219,7 +219,9 @@ def test_every_layer_and_section_of_every_study_moves_the_bar(tiny_decoder, monk
     monkeypatch.setattr(analyze, "Progress", Bar)
     monkeypatch.setattr(interface, "capture", capture)
     target = SimpleNamespace(
-        model=tiny_decoder(layers=["rope", "rope"]), ids=torch.zeros(2, 30, dtype=torch.long)
+        model=tiny_decoder(layers=["rope", "rope"]),
+        ids=torch.zeros(2, 30, dtype=torch.long),
+        prefix=None,
     )
     assert analyze._run([Study(target), Study(target)], target) == [layers, layers]
     assert seen == [("Analysing", 6, 10.0), *range(7), "ended"]

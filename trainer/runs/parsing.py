@@ -263,7 +263,8 @@ def _idle_reason(key: str, values: dict[str, Any]) -> str:
     setting = name.partition(".")[0]
     if group == "drop" and setting not in ("", "at", "at_tokens", "enabled", "effect_sequences"):
         if phases:
-            return f"with phases it is one of them that drops; write phases.NAME.drop.{name}."
+            of_phase = name if setting in ("schedule", "optimizer_state") else key
+            return f"with phases it is one of them that drops; write phases.NAME.{of_phase}."
         step = value_at(values, "drop.at"), value_at(values, "drop.at_tokens")
         if step == (None, None) and value_at(values, "drop.enabled") is True:
             return "nothing is dropped; write drop.at=0.85 as well, or leave it out."
