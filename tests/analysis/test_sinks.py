@@ -199,8 +199,20 @@ def test_what_learned_sinks_take_is_said(tiny_decoder, encoding):
 
 
 def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
-    numbers = section_of(target_of(tiny_decoder(layers=["alibi"]))).numbers
+    section = section_of(target_of(tiny_decoder(layers=["alibi"])))
+    numbers = section.numbers
     assert numbers["plain"]["sink_weight"] != numbers["rotated"]["sink_weight"]
+    # It is added to scores, so that dot products have one line.
+    drawn = {
+        row[:2] for name in ("sinks_by_length", "sinks_keys") for row in picture(section, name).rows
+    }
+    assert {version for version, measure in drawn if measure == "sink_weight"} == {
+        "plain",
+        "rotated",
+    }
+    assert {v for v, m in drawn if m in ("peak", "key_dot", "key_dot_over_largest")} == {"plain"}
+    (peak,) = (finding for finding in section.findings if "largest dot product" in finding)
+    assert "without the bias" in peak
 
 
 def test_maps_of_chosen_heads_hold_all_their_attention(tiny_decoder):

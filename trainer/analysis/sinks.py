@@ -17,7 +17,7 @@ from trainer.analysis.arrays import Array, Averages, Place, bucket_means, positi
 from trainer.analysis.attention import Rows, attention_rows, head_attention
 from trainer.analysis.capture import Heads
 from trainer.analysis.studies.section import Indicator, Picture, Section, long_rows
-from trainer.analysis.studies.study import Study, Target, before, extremes, versions
+from trainer.analysis.studies.study import Study, Target, Versions, before, extremes, versions
 from trainer.common.words import counted
 from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
 from trainer.plotting.maps import Scale, heat_maps
@@ -253,7 +253,7 @@ class SinksStudy(Study):
         findings += [
             f"The largest dot product of a query, {label}: "
             f"{self._means_near(f'{version}.peak', '.3g')} {lengths})."
-            for version, (label, _) in self.versions.items()
+            for version, (label, _) in self._of("peak").items()
         ]
         if "plain" not in self.versions:
             findings.append(
@@ -366,7 +366,7 @@ class SinksStudy(Study):
         }
         norms = self.curves["key_norm"]
         lines = [
-            self._line(*self.versions[version], products)
+            self._line(*self._of("key_dot")[version], products)
             for (version, _), products in relative.items()
         ]
         panels = [
@@ -475,15 +475,23 @@ class SinksStudy(Study):
 
     def _lines(self, measure: str) -> list[Series]:
         return [
-            self._line(*self.versions[version], curve)
+            self._line(*self._of(measure)[version], curve)
             for (version, _), curve in self._both(measure).items()
         ]
+
+    def _of(self, measure: str) -> Versions:
+        """Return the versions of a measure: ALiBi's bias is added to scores and changes no dot
+        product."""
+        if measure == "sink_weight" or self.target.rotates or "plain" not in self.versions:
+            return self.versions
+        return {"plain": self.versions["plain"]}
 
     def _both(self, *measures: str) -> dict[tuple[str, str], Array]:
         return {
             (version, measure): self.curves[f"{version}.{measure}"]
             for version in self.versions
             for measure in measures
+            if version in self._of(measure)
         }
 
     def _by_length(self, panels: Sequence[Panel], x_label: str) -> Figure:
