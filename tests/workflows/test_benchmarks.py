@@ -279,7 +279,9 @@ def test_questions_begin_as_texts_of_the_model_do(
     monkeypatch.setattr(benchmarks, "Encoder", lambda *given: given)
     monkeypatch.setattr(benchmarks, "score_tasks", lambda *given: asked.append(given))
     layout = SimpleNamespace(training_length=64)
-    candidate = SimpleNamespace(layout=layout, tokenizer="words", run="run" if own else None)
+    candidate = SimpleNamespace(
+        layout=layout, tokenizer="words", run="run" if own else None, eos=(7,)
+    )
     config = MultipleChoiceConfig(max_length=longest, add_bos=add_bos)
     benchmarks._scores("model", candidate, SimpleNamespace(reads=reads), config)
-    assert asked == [("model", ("words", length, bos), config)]
+    assert asked == [("model", ("words", length, bos, (7,)), config)]

@@ -225,7 +225,9 @@ def opened(monkeypatch):
         monkeypatch.setattr(subjects, "same_tokens", lambda one, other: one == other)
         model = SimpleNamespace(is_trained=trained)
         run = SimpleNamespace(model=model, data=OWN, tokenizer=OF_RUN) if own else None
-        candidate = SimpleNamespace(run=run, tokenizer="the same", state=state or {})
+        candidate = SimpleNamespace(
+            run=run, tokenizer="the same", text_tokenizer="the same, for text", state=state or {}
+        )
         held_out_corpus(text, candidate)
         return asked[0]
 
@@ -250,7 +252,7 @@ def test_a_model_is_read_the_text_of_its_run_as_the_run_has_read_it(opened):
     ],
 )
 def test_other_text_is_read_in_the_models_own_tokens(opened, text, how, source):
-    assert opened(text, **how) == ((source, TokenizerConfig(), "the same"), {})
+    assert opened(text, **how) == ((source, TokenizerConfig(), "the same, for text"), {})
 
 
 def test_what_is_wrong_with_other_text_is_said_of_its_own_key(opened):

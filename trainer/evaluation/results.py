@@ -287,7 +287,7 @@ class Report(Json):
         data = self.to_dict()
         if not self.key_tokens:  # a report without this task stays the file it was
             del data["key_tokens"]
-        if self.trained == self.training_length:
+        if self.longest_context is None:
             del data["longest_context"]
         cells = [
             json.dumps(cell, ensure_ascii=False, allow_nan=False) for cell in data.pop("cells")

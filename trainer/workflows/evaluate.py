@@ -239,10 +239,11 @@ def measure_models(
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
     titles = {recipe.key: recipe.title for recipe in used}
+    longest = max(candidate.longest_context for candidate in candidates)
     report = Report(
         name=name,
         training_length=C,
-        longest_context=max(candidate.longest_context for candidate in candidates),
+        longest_context=None if longest == C else longest,
         cells=tuple(measured.cells),
         methods={key: titles[key] for key in config.names if key in titles},
         tasks={task.key: task.title for task in tasks},
