@@ -293,7 +293,7 @@ class Prompted(Measurement):
             places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
             prompts = [prompts[place] for place in places]
         rank, ranks = self.share
-        # All tasks keep their prompts at once, so each token takes only four bytes.
+        # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         return [replace(p, tokens=array("i", p.tokens)) for p in prompts[rank::ranks]]
 
     def part(self, rank: int, ranks: int) -> Prompted:

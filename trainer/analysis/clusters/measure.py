@@ -204,7 +204,7 @@ class Snapshot:
 
     @property
     def origin(self) -> Array:
-        """Where the zero vector is, ``[2]``."""
+        """The zero vector in the plane, ``[2]``."""
         origin: Array = -self.centre @ self.plane
         return origin
 

@@ -173,8 +173,8 @@ def _native_values(
     config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
 ) -> dict[str, Any]:
     values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
-    # Where transformers 4 and engines built on it look, which otherwise rotate with base 10,000. A
-    # type that they do not know is an error there.
+    # transformers 4 and engines built on it read these two keys. Without them they rotate with base
+    # 10,000; a type that they do not know is an error there.
     values["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] != "default":
         values["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
