@@ -172,7 +172,7 @@ SHARING = [page for page in PAGES if page.name in SHARED]
 """Pages that show some of the same commands; those run once."""
 
 
-@pytest.mark.whole
+@pytest.mark.weekly
 class TestPagesThatShareCommands:
     """Two classes, so that two processes share the pages."""
 
@@ -182,7 +182,7 @@ class TestPagesThatShareCommands:
             run(words, *place)
 
 
-@pytest.mark.whole
+@pytest.mark.weekly
 class TestOtherPages:
     @pytest.mark.parametrize(
         "page", [p for p in PAGES if p not in SHARING], ids=lambda page: page.name

@@ -30,7 +30,7 @@ from trainer.training.run import train
 from trainer.workflows import analyze, drill, evaluate
 from trainer.workflows.benchmarks import run_benchmarks
 
-pytestmark = pytest.mark.whole
+pytestmark = pytest.mark.weekly
 
 C = 1024
 """As short as a frame of SpectrumFE."""

@@ -94,7 +94,7 @@ def test_norms_are_extra_where_no_type_has_them(tmp_path):
         read_pretrained(path)
 
 
-@pytest.mark.whole
+@pytest.mark.weekly
 def test_the_documented_command_has_rows_of_ruler_for_a_released_checkpoint(tmp_path, monkeypatch):
     """A golden model whose embeddings are repeated for a tokenizer of 1,024 tokens."""
     text = "\n\n".join(topics.values())
