@@ -55,11 +55,11 @@ class Problem:
         return self
 
 
-class UserError(Exception):
-    """Something that the user gave is wrong, or a disk failed; exit code 2, no traceback."""
+class UserError(ValueError):
+    """Something that the user gave is wrong: ``UserError("key: what was expected, got X")``."""
 
-    def __init__(self, *problems: Problem) -> None:
-        self.problems = problems
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = tuple(Problem("", p) if isinstance(p, str) else p for p in problems)
         super().__init__(*problems)
 
     @classmethod
