@@ -1,0 +1,158 @@
+"""The drop in models of transformers, and in transformers' own trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from trainer.hf import DropPositions, drop_rotation, to_qwen3
+
+KINDS = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "granite",
+]
+IDS = torch.arange(1, 33)[None]
+SWAPPED = IDS.clone()
+SWAPPED[:, [3, 9]] = SWAPPED[:, [9, 3]]
+
+
+def tiny(kind: str, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    values = {**shape, **heads, "max_position_embeddings": 64, **changes}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).eval()
+
+
+@torch.no_grad()
+def sees_order(model: nn.Module) -> bool:
+    """Whether the last logits of one layer change if two earlier tokens trade places."""
+    difference = model(IDS).logits[:, -1] - model(SWAPPED).logits[:, -1]
+    return difference.abs().max().item() > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dropped_model_sees_no_order_and_transformers_reloads_it_alike(
+    kind: str, tmp_path: Path
+) -> None:
+    model = tiny(kind)
+    with torch.no_grad():
+        before = model(IDS).logits
+    drop_rotation(model)
+    assert not sees_order(model)
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert not torch.allclose(model(IDS).logits, before)
+        assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "yarn"])
+def test_scaled_rotation_is_dropped_with_its_attention_factor(rope_type: str) -> None:
+    scaling = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 16}
+    dropped = drop_rotation(tiny("llama", rope_parameters=scaling))
+    with torch.no_grad():
+        assert torch.equal(dropped(IDS).logits, drop_rotation(tiny("llama"))(IDS).logits)
+
+
+def test_a_model_without_rotary_frequencies_is_refused() -> None:
+    with pytest.raises(ValueError, match="no rotary frequencies"):
+        drop_rotation(nn.Linear(2, 2))
+
+
+def test_qwen3_normalises_the_queries_and_keys_of_a_llama_model() -> None:
+    llama = tiny("llama")
+    qwen = to_qwen3(llama).eval()
+    attention = qwen.model.layers[0].self_attn
+    assert torch.equal(attention.q_norm.weight, torch.ones(8))
+    attention.q_norm = attention.k_norm = nn.Identity()
+    with torch.no_grad():
+        assert torch.allclose(qwen(IDS).logits, llama(IDS).logits, atol=1e-6)
+    with pytest.raises(ValueError, match="expected a Llama model"):
+        to_qwen3(tiny("gemma"))
+
+
+class Counting(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = (torch.arange(16) * (index % 7 + 1) + index) % 60 + 1
+        return {"input_ids": ids, "labels": ids}
+
+
+class Watch(TrainerCallback):
+    """Record, before every update, the learning rate and whether moments and rotation are there."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[float, bool, bool]] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs) -> None:
+        rotates = bool(model.model.rotary_emb.inv_freq.any())
+        lr = optimizer.param_groups[0]["lr"]
+        self.seen[state.global_step] = lr, bool(optimizer.state), rotates
+
+
+def train(folder: Path, resume: int | None = None) -> tuple[LlamaForCausalLM, Watch]:
+    args = TrainingArguments(
+        str(folder), max_steps=40, per_device_train_batch_size=4, learning_rate=1e-2, save_steps=10,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    watch = Watch()
+    drop = DropPositions(at=0.5, rewarm=4, optimizer_state="reset")
+    trainer = Trainer(tiny("llama"), args, train_dataset=Counting(), callbacks=[drop, watch])
+    trainer.train(resume_from_checkpoint=resume and str(folder / f"checkpoint-{resume}"))
+    return trainer.model, watch
+
+
+@pytest.mark.slow
+def test_a_run_of_transformers_drops_once_and_resumes_on_either_side(tmp_path: Path) -> None:
+    model, watch = train(tmp_path)
+    assert {step: rotates for step, (_, _, rotates) in watch.seen.items()} == {
+        step: step < 20 for step in range(40)
+    }
+    assert [step for step, (_, moments, _) in watch.seen.items() if not moments] == [0, 20]
+    rates = [watch.seen[step][0] for step in (19, 20, 21, 22, 23, 24)]
+    assert rates == pytest.approx([1e-2, 0.25e-2, 0.5e-2, 0.75e-2, 1e-2, 1e-2])
+    assert not sees_order(model.eval())
+    for step in (10, 20, 30):  # before, exactly at, and behind the drop
+        resumed, seen = train(tmp_path, resume=step)
+        assert seen.seen == {s: watch.seen[s] for s in range(step, 40)}
+        for name, value in resumed.state_dict().items():
+            assert torch.equal(value, model.state_dict()[name]), (step, name)
+    resumed.save_pretrained(tmp_path / "final")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
+    assert not sees_order(reloaded)
+
+
+@pytest.mark.slow
+def test_importing_it_loads_nothing_else_of_the_package() -> None:
+    code = "import sys, trainer.hf; print(*sorted(m for m in sys.modules if m[:7] == 'trainer'))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["trainer", "trainer.hf"]

@@ -1,0 +1,176 @@
+"""The drop for models of transformers, in anybody's training loop.
+
+:func:`drop_rotation` sets the rotary frequencies of a model to zero where it stands;
+:class:`DropPositions` does so at a step of ``transformers.Trainer`` or a trainer derived from it.
+Neither needs anything else of this package.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+# transformers has no rope_type for "no rotation". Llama 3's divides all frequencies with
+# wavelengths above original_max_position_embeddings by its factor, until no product differs from 0.
+NO_ROTATION: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 1e30,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1,
+}
+
+
+def drop_rotation(model: Model) -> Model:
+    """Remove the rotary encoding from all layers of ``model``, in place, and return it.
+
+    Its configurations then say so too: what ``save_pretrained`` writes, transformers loads natively
+    and computes alike. ``model`` may be wrapped (DDP, a LightningModule). Tried with Llama,
+    Mistral, Qwen 2 and 3, Gemma 1 to 3, SmolLM3, OLMo 2, Phi-3 and Granite.
+
+    Raises:
+        ValueError: no module of the model has rotary frequencies.
+    """
+    pairs = 0
+    for module in model.modules():
+        frequencies = [
+            buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.endswith("inv_freq")
+        ]
+        if not frequencies:
+            continue
+        for buffer in frequencies:
+            buffer.zero_()
+        for name in vars(module):
+            if name.endswith("attention_scaling"):
+                setattr(module, name, 1.0)
+        # Dynamic types recompute frequencies in the forward pass.
+        kind = getattr(module, "rope_type", None)
+        fixed = dict.fromkeys(kind, "llama3") if isinstance(kind, dict) else "llama3"
+        setattr(module, "rope_type", fixed)  # noqa: B010  mypy takes attributes for modules
+        pairs = len(frequencies[0])
+    if not pairs:
+        raise ValueError(f"{type(model).__name__} has no rotary frequencies (inv_freq)")
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    for config in configs.values():
+        if old := getattr(config, "rope_parameters", None):
+            new = NO_ROTATION if config.model_type != "phi3" else _long_factors(pairs)
+            is_by_layer_type = isinstance(next(iter(old.values())), dict)
+            config.rope_parameters = (
+                {kind: _kept(of_kind) | new for kind, of_kind in old.items()}
+                if is_by_layer_type
+                else _kept(old) | new
+            )
+    return model
+
+
+def _kept(old: dict[str, Any]) -> dict[str, Any]:
+    names = "rope_theta", "partial_rotary_factor"
+    return {"rope_theta": 1e4} | {name: old[name] for name in names if name in old}
+
+
+def _long_factors(pairs: int) -> dict[str, Any]:
+    """Return parameters of LongRoPE without rotation: Phi-3 takes no other type."""
+    slow = [NO_ROTATION["factor"]] * pairs
+    return {
+        "rope_type": "longrope",
+        "short_factor": slow,
+        "long_factor": slow,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
+
+
+class DropPositions(TrainerCallback):
+    """Callback of ``transformers.Trainer`` that removes the rotary encoding in mid-run.
+
+    A run that resumes behind the drop begins without the encoding, so checkpoints of either side
+    can be resumed with the same model and arguments.
+
+    Args:
+        at: updates before the drop; a float is a share of ``max_steps``.
+        rewarm: updates after the drop over which the learning rate rises linearly to the
+            schedule's.
+        optimizer_state: "reset" forgets the optimizer's moments at the drop; "keep" does not.
+    """
+
+    def __init__(
+        self,
+        at: int | float,
+        rewarm: int = 0,
+        optimizer_state: Literal["keep", "reset"] = "keep",
+    ) -> None:
+        self.at = at
+        self.rewarm = rewarm
+        self.optimizer_state = optimizer_state
+        self._scheduled: list[float] = []
+
+    def step(self, state: TrainerState) -> int:
+        """Return the number of updates before the drop."""
+        return round(self.at * state.max_steps) if isinstance(self.at, float) else self.at
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Drop before the first step of a run that resumes behind the drop."""
+        if state.global_step > self.step(state):
+            drop_rotation(kwargs["model"])
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Drop at the step."""
+        if state.global_step == self.step(state):
+            drop_rotation(kwargs["model"])
+            if self.optimizer_state == "reset":
+                kwargs["optimizer"].state.clear()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Lower the learning rate of an update shortly after the drop."""
+        since = state.global_step - self.step(state)
+        groups = kwargs["optimizer"].param_groups
+        self._scheduled = [group["lr"] for group in groups]
+        if 0 <= since < self.rewarm:
+            for group in groups:
+                group["lr"] *= (since + 1) / self.rewarm
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put back the schedule's learning rate, which some schedules multiply."""
+        for group, lr in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
+            group["lr"] = lr
+
+
+def to_qwen3(model: PreTrainedModel) -> nn.Module:
+    """Return a Llama model as Qwen 3, which normalises queries and keys, with gains of one.
+
+    Its outputs differ from the model's until it is trained: QK-norm is on from here.
+
+    Raises:
+        ValueError: the model is no Llama, or one with biases.
+    """
+    old = model.config
+    if old.model_type != "llama" or old.attention_bias or old.mlp_bias:
+        raise ValueError(f"expected a Llama model without biases, got {old.model_type}")
+    values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
+    new: nn.Module = Qwen3ForCausalLM(Qwen3Config(**values))
+    new.to(model.device, model.dtype)
+    lacking, unexpected = new.load_state_dict(model.state_dict(), strict=False)
+    if unexpected or not all(name.endswith(("q_norm.weight", "k_norm.weight")) for name in lacking):
+        raise ValueError(f"weights do not fit: {lacking + unexpected}")
+    return new
