@@ -20,7 +20,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 
-pytest_plugins = ["tests.left_behind", "tests.ordering", "tests.small_runs", "tests.done_once"]
+pytest_plugins = ["tests.ordering", "tests.small_runs", "tests.done_once"]
 
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")

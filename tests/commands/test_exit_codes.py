@@ -78,24 +78,6 @@ def test_ranks_that_lost_each_other_have_their_traceback(error):
         raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "is_marked"),
-    [
-        (UserError.at("", "a"), True),
-        (UserError.at("", "a", transient=True), False),
-        (RuntimeError("a"), False),
-    ],
-)
-def test_only_a_mistake_of_the_user_keeps_a_job_from_being_started_again(
-    tmp_path, monkeypatch, error, is_marked
-):
-    mark = tmp_path / "mistake"
-    monkeypatch.setenv("UNROPE_MISTAKE_FILE", str(mark))
-    with pytest.raises((SystemExit, RuntimeError)), exit_codes():
-        raise error
-    assert mark.exists() == is_marked
-
-
 def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
     class Gone(io.TextIOBase):
         def write(self, text):

@@ -66,7 +66,6 @@ for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
             shutil.copy(Path(begin).parent.parent / "metrics.csv", directory.parent)
     corpus = prepare_corpus(config.data, config.tokenizer)
     if stop is not None:
-        os.environ["UNROPE_REQUEUE_FILE"] = f"{config.run_dir}/asked-{ranks.rank}"
         try:
             train(config, corpus, callbacks=[TellRank1(ranks.rank, stop)])
         except PreemptedError as error:

@@ -55,16 +55,11 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
 ):
     data = {"num_workers": 2 if update == 5 else 0}
     whole, whole_run = run("whole", trainer={"checkpoint_every": 100})
-    asked, when_closing = tmp_path / "requeue", []
-    monkeypatch.setenv("UNROPE_REQUEUE_FILE", str(asked))
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        # An upload may take longer than the job has left.
-        patch.setattr(runs, "close", lambda _: when_closing.append(asked.exists()))
         signal_during(patch, number, update)
         with pytest.raises(PreemptedError, match=rf"after step {update + 1} \({number.name}\)"):
             run("stopped", trainer={"checkpoint_every": 100}, data=data)
-    assert when_closing == [True]
     assert signal.getsignal(number) is before
     checkpoints = regular_checkpoints(tmp_path / "stopped" / "checkpoints")
     assert [p.name for p in checkpoints] == [step_name(update + 1)]
@@ -276,13 +271,10 @@ def test_a_signal_is_acknowledged_once_and_only_where_training_heeds_it(capfd):
     assert signal.set_wakeup_fd(wakeup) == wakeup
 
 
-def test_a_signal_while_evaluating_stops_at_once_and_asks_for_a_requeue(monkeypatch, tmp_path):
-    asked = tmp_path / "requeue"
-    monkeypatch.setenv("UNROPE_REQUEUE_FILE", str(asked))
+def test_a_signal_while_evaluating_stops_at_once():
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(PreemptedError, match="SIGUSR1"), stopping_between_files():
         signal.raise_signal(signal.SIGUSR1)
-    assert asked.exists()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -333,9 +325,7 @@ def stopped(monkeypatch):
     def go(steps, asks=(), *, seconds=1.0, agreed=None, limit="", **options):
         now = [0.0]
         monkeypatch.setattr(stopping.time, "time", lambda: now[0])
-        requeues, saved = [], []
-        monkeypatch.setattr(stopping, "ask_for_requeue", lambda: requeues.append(1))
-        monkeypatch.setattr(stopping, "on_all_ranks", lambda ask: ask())
+        saved = []
         if limit:
             monkeypatch.setenv("SLURM_JOB_END_TIME", limit)
         saving = SimpleNamespace(
@@ -354,7 +344,7 @@ def stopped(monkeypatch):
             callback.on_train_batch_end(trainer, None, None, None, index)
             if trainer.should_stop:
                 break
-        assert len(requeues) == len(saved) == bool(callback.reason) == trainer.should_stop
+        assert len(saved) == bool(callback.reason) == trainer.should_stop
         return next(iter(saved), None), callback.reason, callback.request
 
     return go

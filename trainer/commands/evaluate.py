@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.common.processes import ask_for_requeue, stopping_at_once
+from trainer.common.processes import stopping_at_once
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +55,7 @@ def execute(named: Named[Any]) -> None:
     set_up_console()
     say_idle_settings(named.request.evaluation, named.words)
     # A batch script requeues the job. Its command then resumes from the stored results.
-    with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1, first=ask_for_requeue):
+    with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 

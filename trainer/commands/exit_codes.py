@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, disk_problem
-from trainer.common.processes import say_mistake, tell_torchrun
+from trainer.common.processes import requeue, tell_torchrun
 from trainer.common.words import same_command
 
 MISTAKE = 2
@@ -40,8 +40,6 @@ def exit_codes(words: Collection[str] = ()) -> Iterator[None]:
     except UserError as error:
         if not tell_torchrun(error):
             _say(*(f"error: {problem}" for problem in error.problems))
-        if not error.is_transient:
-            say_mistake()
         sys.exit(MISTAKE)
     except OSError as error:  # a full disk, a forbidden directory
         if (problem := disk_problem(error)) is None:
@@ -52,6 +50,8 @@ def exit_codes(words: Collection[str] = ()) -> Iterator[None]:
     except PreemptedError as stop:
         resumed, anew = f"{command} goes on from there", "the same command begins anew"
         _say(f"{stop} {(resumed if stop.is_resumable else anew).capitalize()}.")
+        if stop.is_resumable and stop.requeues and os.environ.get("RANK", "0") == "0":
+            requeue()
         sys.exit(REQUEUE_EXIT_CODE if stop.is_resumable else STOPPED)
     except KeyboardInterrupt:
         _say(f"Interrupted; {command} goes on from what was kept, if anything.")

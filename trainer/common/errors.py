@@ -158,9 +158,10 @@ REQUEUE_EXIT_CODE = 85
 class PreemptedError(Exception):
     """Work that stopped on request: a run at a step boundary, with a checkpoint."""
 
-    def __init__(self, message: str, is_resumable: bool = True) -> None:
-        self.is_resumable = is_resumable
-        """Whether the same command resumes from finished files."""
+    def __init__(self, message: str, is_resumable: bool = True, *, requeues: bool = True) -> None:
+        self.is_resumable, self.requeues = is_resumable, requeues
+        """Whether the same command resumes from finished files, and whether it requeues its SLURM
+        job: not after SIGTERM, which ``scancel`` sends."""
         super().__init__(message)
 
 

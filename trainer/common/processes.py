@@ -1,16 +1,13 @@
-"""This process: its CPU cores, signals that end it, and what it reports to the batch script.
-
-The environment names the files of these reports. Exit codes cannot be used: torchrun exits with 1
-whatever the exit codes of its workers.
-"""
+"""This process: its CPU cores, signals that end it, and the requeue of its SLURM job."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -56,13 +53,12 @@ def is_running(process: int) -> bool:
 def stopping_at_once(
     progress: str,
     *numbers: signal.Signals,
-    first: Callable[[], None] = lambda: None,
     is_resumable: bool = True,
 ) -> Iterator[None]:
     """Let signals end the block by an exception, so that it removes its temporary files.
 
     For work that only writes whole files. ``progress``: how far the work was; the name of the
-    signal follows. ``first``: called when a signal comes. ``is_resumable``: whether the same
+    signal follows. ``is_resumable``: whether the same
     command resumes from the finished files.
 
     Raises:
@@ -70,8 +66,9 @@ def stopping_at_once(
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        first()
-        raise PreemptedError(f"{progress} ({signal.Signals(number).name}).", is_resumable)
+        requeues = number != signal.SIGTERM
+        name = signal.Signals(number).name
+        raise PreemptedError(f"{progress} ({name}).", is_resumable, requeues=requeues)
 
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
@@ -81,23 +78,13 @@ def stopping_at_once(
             signal.signal(number, handler)
 
 
-def ask_for_requeue() -> None:
-    """Request a requeue: create an empty file at ``UNROPE_REQUEUE_FILE``.
-
-    All ranks call this. On NFS the batch script's node may not see for a minute what another node
-    creates, and the script decides within seconds after the workers exit.
-    """
-    _write("UNROPE_REQUEUE_FILE", "")
-
-
-def say_mistake() -> None:
-    """Report that a retry would fail as well: create an empty file at ``UNROPE_MISTAKE_FILE``."""
-    _write("UNROPE_MISTAKE_FILE", "")
-
-
-def say_run_directory(directory: Path) -> None:
-    """Write the run directory, with its checkpoints and failures, to ``UNROPE_RUN_FILE``."""
-    _write("UNROPE_RUN_FILE", f"{directory.absolute()}\n")
+def requeue() -> None:
+    """Requeue the SLURM job of this process, if it has one; called by one process, after saving."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if job is not None:
+        subprocess.run(["scontrol", "requeue", job], check=True)
 
 
 def tell_torchrun(error: Exception) -> bool:
@@ -110,8 +97,3 @@ def tell_torchrun(error: Exception) -> bool:
     message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
     Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     return os.environ.get("LOCAL_RANK", "0") != "0"
-
-
-def _write(variable: str, text: str) -> None:
-    if path := os.environ.get(variable):
-        Path(path).write_text(text, encoding="utf-8")

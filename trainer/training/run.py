@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
-from trainer.common.processes import ask_for_requeue
 from trainer.common.progress import Progress
 from trainer.common.words import remedy, same_command
 from trainer.data.corpus import Corpus
@@ -33,7 +32,7 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
-from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_all_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
 from trainer.runs.saved_state import Effect, rewinds_of
 from trainer.runs.starting_point import (
     Start,
@@ -149,9 +148,9 @@ def train(
             skips = None
             # The checkpoint exists, and the next stretch would take long to start.
             if request := next(filter(None, all_gather(trained.stop_request)), None):
-                on_all_ranks(ask_for_requeue)
                 raise PreemptedError(
-                    f"Stopped after step {trained.step} ({request}), checkpoint saved."
+                    f"Stopped after step {trained.step} ({request}), checkpoint saved.",
+                    requeues=request != "SIGTERM",
                 )
             torch.compiler.reset()  # compile for the next length, not for dynamic ones
         user_callbacks = make_callbacks(config.callbacks)
@@ -328,7 +327,8 @@ def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> 
     on_rank_zero(partial(close, loggers))  # no other rank exits before rank 0
     if (reason := step.stopping.reason) is not None:
         raise PreemptedError(
-            f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved."
+            f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved.",
+            requeues=reason != "SIGTERM",
         )
     run, has_ended = step.stretch.run, step.transitions.ended_after is not None
     is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps

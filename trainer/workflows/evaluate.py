@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from trainer.common.errors import Problem, UserError, raise_all, renaming
-from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
@@ -97,8 +96,6 @@ def evaluate_lengths(
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     check_writable(str(output), "output")
-    if not share.index:
-        say_run_directory(output)
     length = request.evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])

@@ -23,7 +23,6 @@ from trainer.common.errors import (
     raise_all,
     saying_how_to_do_the_rest,
 )
-from trainer.common.processes import say_run_directory
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Outcomes
@@ -345,7 +344,6 @@ def _open(
     for arm in configs.values():
         open_run_directory(arm)
     lock.acquire(directory)  # new, or created again by overwrite=true
-    say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import lightning as L
 
-from trainer.common.processes import ask_for_requeue, stopping_at_once
+from trainer.common.processes import stopping_at_once
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Vote, all_gather, on_all_ranks
+from trainer.runs.ranks import Vote, all_gather
 from trainer.runs.training_config import seconds_of
 from trainer.training.callbacks.saving import Saving
 from trainer.training.module import LanguageModule, StepCallback
@@ -181,9 +181,6 @@ class Stopping(StepCallback):
         self.reason = self.request or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.saving.save_now(trainer)
-        # Request the requeue now: an upload after training may take longer than the job has left.
-        # All ranks do, since the first one to exit may end the others.
-        on_all_ranks(ask_for_requeue)
         trainer.should_stop = True
 
     def stops_now(self) -> bool:
@@ -237,4 +234,4 @@ def stopping_between_files() -> AbstractContextManager[None]:
     Such work only writes files atomically.
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    return stopping_at_once("Stopped after training", *numbers, first=ask_for_requeue)
+    return stopping_at_once("Stopped after training", *numbers)
