@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +26,10 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
-from trainer.positional.spectrum import Temperature
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import check_models
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
-from trainer.workflows import export as workflow
 
 
 @pytest.fixture(scope="module")
@@ -425,25 +422,6 @@ def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(
                 wanted = of_heads[head] * (1 + c * math.log(2))
                 found = theirs.model.get_parameter(name).unflatten(0, (2, -1))[head]
                 torch.testing.assert_close(found, wanted)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("heads", [None, [[0.1, 0.4, 0.2, 0.3]] * 2])
-def test_a_fitted_temperature_replaces_one_that_follows_the_length(
-    tiny_decoder, tmp_path, monkeypatch, heads
-):
-    own, model = Temperature(0.3, 2.0, 1.5), tiny_decoder(training_length=32)
-    model.layout = model.layout.map(lambda s: replace(s, temperature=own))
-    if heads is None:
-        fitted = model.layout.map(lambda s: s.with_temperature(coefficient=0.2, exponent=1.0))
-    else:
-        fitted = model.layout.tempered_by_head(heads, [0, 1])
-    monkeypatch.setattr(workflow, "with_fitted_temperature", lambda *_: (fitted, "fitted"))
-    ids = torch.randint(50, (1, 64), generator=torch.Generator().manual_seed(0))
-    with model.using(fitted):
-        expected = model(ids)
-    tempered = workflow._tempered(model, tmp_path, 2, 32)
-    torch.testing.assert_close(tempered(ids), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("content", ['{"a":', "[1]"])

@@ -42,7 +42,7 @@ RUN = {
         evaluation.fit_windows
         evaluation.longrope.evaluations evaluation.longrope.windows evaluation.choice.texts
         evaluation.dope.r evaluation.needles.needles evaluation.needles.sinks
-        evaluation.longbench.limit evaluation.many_shot.new_tokens evaluation.key_tokens.short""",
+        evaluation.longbench.limit evaluation.many_shot.new_tokens""",
     NATURAL: """
         seed data.min_characters trainer.keep_best drop.anneal_steps schedule.warmup_steps
         drop.schedule.warmup_steps evaluation.longrope.seed evaluation.dope.heads
@@ -67,7 +67,7 @@ RUN = {
     POSITIVE: """
         drop.slower_than drop.faster_than trainer.checkpoint_minutes trainer.step_timeout
         strategy.timeouts.start strategy.timeouts.collective strategy.timeouts.one_rank
-        data.needles.weight phases.a.weights.x phases.a.until.flat evaluation.key_tokens.alpha""",
+        data.needles.weight phases.a.weights.x phases.a.until.flat""",
     "> 0 .. 1": "model.rms_norm_eps optimizer.eps",
     "> 0 .. 1000": """
         model.initializer_range optimizer.lr optimizer.muon_lr schedule.peak drop.schedule.peak""",
@@ -91,7 +91,7 @@ RUN = {
     "0.001 .. 1000000": "model.softmax.softcap model.softmax.final_softcap",
     "0.001 .. 1000": "positional.temperature.scale",
     "0 ..": "trainer.gradient_clip",
-    "any": "phases.a.until.back_within evaluation.key_tokens.beta",
+    "any": "phases.a.until.back_within",
 }
 ANALYSIS = {
     "2 62": "analysis.length analysis.frequency_entropy.frame",

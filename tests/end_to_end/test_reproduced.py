@@ -20,7 +20,6 @@ from trainer.commands import evaluate as evaluate_command
 from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
-from trainer.evaluation import engine
 from trainer.evaluation.longbench import KINDS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.runs.directory import plain
@@ -177,7 +176,6 @@ def quick(monkeypatch, place):
     """Skip slow work that does not depend on the command; other tests cover it."""
     monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
-    monkeypatch.setattr(engine, "say_duration", lambda *_: None)
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
     monkeypatch.chdir(place)

@@ -26,21 +26,6 @@ def test_the_defaults_are_possible():
     assert EvaluationConfig(windows=1, last=1, batch_tokens=1).problems() == []
 
 
-def test_a_quick_evaluation_measures_less_and_never_more():
-    quick = EvaluationConfig().shortened()
-    assert (quick.quick, quick.lengths, quick.windows) == (True, [1.0, 2.0, 4.0], 24)
-    assert (quick.fit_windows, quick.needles.trials, quick.longbench.limit) == (8, 64, 20)
-    assert (quick.ruler.trials, quick.many_shot.trials) == (64, 64)
-    assert quick.shortened() == quick
-    small = EvaluationConfig(
-        lengths=[16.0, 8.0], windows=3, fit_windows=2, needles=NeedleTaskSettings(trials=5),
-        longbench=LongBenchSettings(limit=7),
-    ).shortened()  # fmt: skip
-    assert (small.lengths, small.windows, small.fit_windows) == ([8.0], 3, 2)
-    assert (small.needles.trials, small.longbench.limit) == (5, 7)
-    assert EvaluationConfig(lengths=[]).shortened().lengths == []
-
-
 def test_no_task_makes_more_than_its_limit():
     usual = EvaluationConfig(needles=NeedleTaskSettings(trials=50))
     limited = replace(usual, ruler=replace(usual.ruler, trials=3)).limited(9, 8)

@@ -335,29 +335,6 @@ def test_layers_and_seeds_have_different_noise(model):
     assert all(map(torch.equal, noise(1), draws[6:]))
 
 
-@pytest.mark.parametrize(
-    ("variant", "removal"), [("by_all", "unrotate"), ("by_all", "zero"), ("by_gaussian", "zero")]
-)
-def test_a_group_is_all_of_its_query_heads_where_each_has_its_own_spectrum(
-    tiny_decoder, variant, removal
-):
-    """A temperature per head before it gives one to each."""
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-    model = tiny_decoder(model=shape)
-    settings = DopeSettings(variant, removal=removal, unit="group", sigma=1.0)
-    selection = chosen_by_hand(model, settings, 0, 1)
-    changed = []
-    for layout in (
-        model.layout,
-        model.layout.tempered_by_head([[0.1 * h for h in range(8)]] * 2, [0, 1]).at(32),
-    ):
-        before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
-        keys = [x.rotated_k.repeat_interleave(8 // x.k.shape[1], dim=1) for x in (before, after)]
-        scores = [x.rotated_q @ k.mT for x, k in zip((before, after), keys, strict=True)]
-        changed.append([h for h in range(8) if not torch.equal(*(s[:, h] for s in scores))])
-    assert changed == [[4, 5, 6, 7]] * 2
-
-
 def test_one_head_more_changes_the_factors_of_a_layer_that_has_some(model):
     """Weights on pairs, made before, go with the copies of the keys."""
     halves = Intervention(query=((0.5,) * 8,) * 4, key=((0.5,) * 8, (0.25,) * 8))

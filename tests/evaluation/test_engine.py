@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import time
 import weakref
 from dataclasses import replace
 
@@ -15,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.needles import NeedleVocabulary
-from trainer.evaluation import dope, engine, passes
+from trainer.evaluation import dope, passes
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import measure_cells, say_duration
+from trainer.evaluation.engine import measure_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
@@ -25,7 +23,6 @@ from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, Tempe
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.plan import PART, PlannedCell, Subject, cell_jobs, plan_cells, plan_jobs
 from trainer.evaluation.store import Claims, Share, Store
-from trainer.model.flops import forward_flops
 
 LENGTHS = [32, 64]
 
@@ -447,26 +444,6 @@ def test_several_processes_begin_with_fits_and_then_the_longest_cells(
     assert [about for _, *about in claimed[2:]] == [
         [name, length] for name in ("a", "b") for length in (64, 64, 32, 32)
     ]
-
-
-@pytest.mark.parametrize(
-    ("passes", "duration", "named"),
-    [(59, "118 s", False), (60, "2 min", False), (90, "3 min", False), (91, "3 min", True)],
-)
-def test_the_duration_follows_from_a_pass_and_above_three_minutes_a_shorter_command_is_named(
-    tiny_decoder, monkeypatch, caplog, passes, duration, named
-):
-    model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    caplog.set_level(logging.INFO, logger=engine.__name__)
-    # Three sequences of 16 tokens at once; 512 tokens would then take longer than an estimate may.
-    work = 3 * forward_flops(model.config, model.layout, 16)
-    say_duration(model, [512, 16], passes * work, 48, "trainer evaluate evaluation.quick=true")
-    first, *others = [record.getMessage() for record in caplog.records]
-    assert first == f"About {duration} in all"
-    assert len(others) == named
-    assert all(text.endswith(": trainer evaluate evaluation.quick=true") for text in others)
-    assert next(clock) == 4  # one pass was timed, from 0 to 2
 
 
 def test_a_cell_says_where_its_method_changes_nothing(evaluation):

@@ -17,15 +17,12 @@ from trainer.evaluation.fitting import (
     FitText,
     Fitting,
     fit_coefficient,
-    fit_heads,
     fit_line,
     is_largest_tried,
 )
 from trainer.evaluation.layouts import tempered
 from trainer.evaluation.store import Claims, Share, Store
-from trainer.model.config import QKNormConfig, SoftmaxConfig
-from trainer.positional.layout import Intervention
-from trainer.positional.rescaling import yarn
+from trainer.model.config import QKNormConfig
 
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
@@ -278,89 +275,3 @@ def encoded(model, layout, ids):
     with model.using(layout), model.observed(lambda _, q, k, *more, **__: sides.append(more[:2])):
         logits = model(ids)
     return sides, logits
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scaled", [False, True], ids=["as trained", "yarn"])
-@torch.no_grad()
-def test_each_head_has_a_separate_factor(tiny_decoder, shape, scaled):
-    model = decoder_of(tiny_decoder, shape)
-    rows = coefficients(model)
-    layers = range(len(rows))
-    before = model.layout.rescaled(yarn, 4.0) if scaled else model.layout
-    ids = torch.from_numpy(WINDOWS[32])
-    plain, logits = encoded(model, before, ids)
-    result, tempered_logits = encoded(model, before.tempered_by_head(rows, layers), ids)
-    q, k = plain[0]
-    copies = q.shape[1] // k.shape[1]
-    theirs_q, theirs_k = result[0]
-    for head, c in enumerate(rows[0]):  # of the first layer: its input is the same
-        factor = 1 + c * math.log(32 / C)
-        torch.testing.assert_close(theirs_q[:, head], q[:, head] * factor)
-        key = theirs_k[:, head // (q.shape[1] // theirs_k.shape[1])]
-        torch.testing.assert_close(key, k[:, head // copies])
-    assert not torch.allclose(logits, tempered_logits)
-    short = ids[:, :C]
-    unchanged = [
-        encoded(model, x, short)[1] for x in (before, before.tempered_by_head(rows, layers))
-    ]
-    torch.testing.assert_close(*unchanged)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("learned", [False, True])
-def test_a_fit_lowers_the_loss_and_leaves_the_model_alone(
-    tiny_decoder, monkeypatch, shape, learned
-):
-    monkeypatch.setattr(fitting, "STEPS", 4)
-    model = decoder_of(tiny_decoder, shape, softmax=SoftmaxConfig(learned_scale=learned))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    read = []
-    have = fitting_of(model, read=lambda *shape: read.append(shape))
-    layers = range(len(model.layout.layers))
-    base = tempered(model.layout, 0.0)
-    fitted = fit_heads(have, lambda _: base, WINDOWS, layers, 0.2)
-    losses = [
-        summed_loss(model, model.layout.tempered_by_head(rows, layers))
-        for rows in (fitted, [[0.2] * 4 for _ in layers])
-    ]
-    assert losses[0] < losses[1]
-    assert all(0 <= c <= 100 for row in fitted for c in row)
-    assert len({c for row in fitted for c in row}) > 1
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
-    assert read == [(9, 16), (9, 32)] * 5  # three windows, a backward pass counted as two
-
-
-def test_interventions_on_shared_keys_stay(tiny_decoder):
-    layout = decoder_of(tiny_decoder, "rope, GQA").layout
-    noisy = replace(layout.layers[0], intervention=Intervention(key_noise=(0.1, 0.2)))
-    layout = replace(layout, layers=(noisy, *layout.layers[1:]))
-    result = layout.tempered_by_head([[0.1, 0.2, 0.3, 0.4]], [0])
-    assert result.layers[0].intervention.key_noise == (0.1, 0.1, 0.2, 0.2)
-    assert result.layers[1:] == layout.layers[1:]
-
-
-def test_every_step_takes_the_gradient_of_its_own_losses_alone(tiny_decoder, monkeypatch):
-    gradients = []
-
-    class Still:
-        """An optimizer that records gradients and moves nothing."""
-
-        def __init__(self, parameters, lr):
-            (self.coefficients,) = parameters
-
-        def step(self):
-            gradients.append(self.coefficients.grad.clone())
-
-    monkeypatch.setattr(torch.optim, "Adam", Still)
-    monkeypatch.setattr(fitting, "STEPS", 2)
-    model = decoder_of(tiny_decoder, "rope, GQA")
-    base, layers = tempered(model.layout, 0.0), range(len(model.layout.layers))
-    for windows in (WINDOWS, *({n: w} for n, w in WINDOWS.items())):
-        fit_heads(fitting_of(model), lambda _: base, windows, layers, 0.2)
-    both, again, *each = gradients
-    torch.testing.assert_close(again, both)
-    torch.testing.assert_close(each[0] + each[2], both)

@@ -19,7 +19,6 @@ from trainer.evaluation.layouts import tempered
 from trainer.evaluation.method_config import (
     BY_LAYER,
     ON_TEXT,
-    PARTS,
     ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
@@ -68,23 +67,6 @@ def test_parts_that_need_a_factor_change_nothing_for_1(fitting, name):
     have = fitting()
     assert layout_of(name, have, 1.0).at(32) == have.model.layout.at(32)
     assert layout_of(name, have, 2.0).at(64) != have.model.layout.at(64)
-
-
-@pytest.mark.parametrize("name", sorted(PARTS))
-def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitting, name):
-    have = fitting()
-    before = have.model.layout
-    changed = layout_of(name, have, 2.0)
-    assert have.model.layout == before
-    # DoPE and a temperature per head give the query heads of a layer spectra of their own.
-    heads = {"dope": [2, 4], "temperature_per_head": [4, 4]}.get(name, [2, 2])
-    assert sorted(len(layer.spectra) for layer in changed.layers) == heads
-    have.model.layout = changed
-    ids = torch.from_numpy(have.text.windows[64])
-    whole = have.model(ids)
-    part = have.model(ids[:, :40]) if changed.at(40) == changed.at(64) else whole[:, :40]
-    torch.testing.assert_close(part, whole[:, :40], rtol=1e-4, atol=1e-4)
-    assert 0.1 < whole.std() < 10
 
 
 @pytest.mark.parametrize("name", sorted(RESCALINGS))
@@ -323,13 +305,6 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, 
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
 
 
-@pytest.mark.parametrize("name", ["temperature", "temperature_per_head"])
-def test_without_longer_lengths_a_temperature_needs_no_text(fitting, name):
-    layout = fitting().model.layout
-    made = recipe(name, layout, replace(CONFIG, lengths=[0.5, 1]))
-    assert made.fixed.layout_at(1.0) == layout
-
-
 def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
     free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
     for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
@@ -400,20 +375,6 @@ def test_a_single_coefficient_is_noted_as_given(fitting):
     layout_of("temperature", have, 2.0, config)
     assert have.temperature["coefficient"] == 0.3
     assert have.notes == ["logits times 1 + 0.3 ln s, as given"]
-
-
-@pytest.mark.parametrize(
-    "name", ["longrope", "temperature", "yarn+temperature", "temperature_per_head", "dope", "pi"]
-)
-def test_the_sequences_of_a_fit_are_counted_before_it(fitting, name):
-    have, read = fitting(), []
-    have.read = lambda sequences, length: read.append((sequences, length))
-    whole = TemperatureSettings(grid=[0.0, LARGEST_TRIED], models="all")  # nothing beyond it
-    config = replace(CONFIG, fit_windows=2, temperature=whole)
-    made = recipe(name, have.model.layout, config)
-    made.make(have).layout_at(2.0)
-    assert sum(n for n, _ in read) == sum(made.fits(2.0).values())
-    assert {length for _, length in read} <= {64}
 
 
 def test_published_factors_are_taken_as_they_are(fitting, tmp_path):

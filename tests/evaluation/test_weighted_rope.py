@@ -103,29 +103,6 @@ def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
     assert select(model, SHORT, [EVERYTHING])[0].key == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
 
 
-@pytest.mark.parametrize("chosen_beyond", [True, False])
-@torch.no_grad()
-def test_pairs_chosen_with_and_without_copies_of_the_keys_are_the_same(tiny_decoder, chosen_beyond):
-    """A temperature per head, which copies them, acts beyond the training length alone."""
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-    model = tiny_decoder(model=shape)
-    within = model.layout
-    beyond = within.tempered_by_head([[0.1 * h for h in range(8)]] * 2, [0, 1]).at(48)
-    rules = [WeightedRopeSettings(tau=median(model, "sequence", SHORT), alpha=0.25)]
-    there, here = (beyond, within) if chosen_beyond else (within, beyond)
-    weights = select(model, SHORT, rules, there)
-    plain, changed = captured(model, here)[0], captured(model, apply(here, weights))[0]
-    by_key = select(model, SHORT, rules, within)[0].key
-    for h, factors in enumerate(by_key):
-        copies = len(plain.k[0]) // 2
-        for key in range(h * copies, (h + 1) * copies):
-            expected = torch.tensor(factors) * plain.rotated_k[:, key]
-            torch.testing.assert_close(changed.rotated_k[:, key], expected)
-    assert {g for row in by_key for g in row} == {0.25, 1.0}
-    model.layout = apply(here, weights)
-    assert model(SHORT).isfinite().all()
-
-
 def test_errors_are_clear(tiny_decoder):
     model = tiny_decoder()
     with pytest.raises(UserError, match="1024 tokens"):

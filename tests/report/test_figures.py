@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.report.described import check, check_csv, described
 from tests.report.examples import EXPERIMENT, cell, example, report, statements
 from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS, Cell
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.plotting import lines
 from trainer.plotting.lines import Frame, Series
 from trainer.plotting.style import paper_style
@@ -100,36 +100,6 @@ def test_the_caption_tells_of_cropping_only_where_it_was_measured(made, tmp_path
     )
     contrast, *_ = write_figures(rest, tmp_path)
     assert "does not show that distant text is read. " in contrast.caption
-
-
-def test_key_tokens_by_length(tmp_path):
-    losses = {"RoPE": (1.0, 3.0), "DroPE": (1.5, 1.25)}
-    made = report(
-        *(
-            Cell(name, "none", KEY_TOKENS, int(64 * factor), factor, last_loss=loss)
-            for name, values in losses.items()
-            for factor, loss in zip((1.0, 4.0), values, strict=True)
-        ),
-        tasks={KEY_TOKENS: "Key tokens"},
-        training_length=64,
-        key_tokens={
-            "tokens": 512, "of": 1024, "by": "RoPE", "long": 64, "short": 8, "alpha": 2.0,
-            "beta": -2.0,
-        },
-    )  # fmt: skip
-    (drawn,) = write_figures(made, tmp_path)
-    assert drawn.path.stem == "key_tokens"
-    assert "512 key tokens (50.0%) of the last 64 tokens" in drawn.caption
-    check_csv(
-        drawn.path.with_suffix(".csv"),
-        """
-            model, method, length, factor, perplexity, loss
-            RoPE, none, 64, 1, 2.718, 1
-            RoPE, none, 256, 4, 20.09, 3
-            DroPE, none, 64, 1, 4.482, 1.5
-            DroPE, none, 256, 4, 3.49, 1.25
-            """,
-    )
 
 
 def test_perplexity_against_retrieval(made):

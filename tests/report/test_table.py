@@ -2,7 +2,7 @@
 
 import math
 
-from tests.report.examples import TASKS, cell, example, report
+from tests.report.examples import cell, example, report
 from trainer.evaluation.longbench import FOURTEEN, KINDS
 from trainer.evaluation.results import PERPLEXITY
 from trainer.report.tables import (
@@ -79,29 +79,6 @@ def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     assert perplexity(1e4) == math.inf
     assert [number(x) for x in (9.876, 99.99, 100.0, 123.4)] == ["9.88", "99.99", "100", "123"]
     assert [number(x) for x in (99_999.0, 1e5, math.inf)] == ["99999", "1e+05", "inf"]
-
-
-def test_perplexity_of_key_tokens_says_which_tokens_these_are():
-    about = {
-        "tokens": 1234, "of": 24576, "by": "RoPE", "long": 256, "short": 32, "alpha": 2.0,
-        "beta": -2.0,
-    }  # fmt: skip
-    made = report(
-        cell([], task="key_tokens", last_loss=math.log(3.0)),
-        cell([], "DroPE", task="key_tokens", last_loss=math.log(4.5)),
-        tasks={**TASKS, "key_tokens": "Perplexity of key tokens"},
-        key_tokens=about,
-    )
-    table = by_key(made)["key_tokens"]
-    assert table.title == "Perplexity of key tokens"
-    assert [(e.value, e.best) for _, _, (e,) in table.rows] == [("3.00", True), ("4.50", False)]
-    assert "1,234 key tokens (5.0%) of the last 1024 tokens" in table.note
-    assert (
-        "RoPE as trained, with up to 256 tokens of context, has a loss below 2 nats there, and "
-        "more than 2 nats less than with up to 32. Its own row is low by this choice."
-    ) in table.note
-    by_another = report(*made.cells, tasks=made.tasks, key_tokens={**about, "by": "large"})
-    assert by_key(by_another)["key_tokens"].note.endswith("less than with up to 32.")
 
 
 def test_losses_that_are_all_equal_have_no_best():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.evaluation import dope, fitting
+from trainer.evaluation import dope
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import DopeSettings
 from trainer.evaluation.results import PERPLEXITY
@@ -20,12 +20,10 @@ from trainer.recalibration.config import DropConfig
 from trainer.runs import memory
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.memory import (
-    HeadFit,
     cache_memory,
     choice_memory,
     evaluation_memory,
     evaluation_problems,
-    fit_memory,
     free_memory,
     memory_problems,
     needed_memory,
@@ -292,42 +290,6 @@ def test_what_is_named_does_fit(free):
         assert (evaluation_problems(*about, "cpu", processes) == []) is fits
     free(needed)
     assert evaluation_problems(*about, "cuda", 8) == []  # each has a GPU of its own
-
-
-def test_a_fit_of_a_temperature_per_head_needs_what_its_backward_pass_keeps(
-    tiny_decoder,
-):
-    """Tensors of one pass that are no weights, before the losses."""
-    model, ids = tiny_decoder(layers=["nope"]), torch.zeros(1, 1024, dtype=torch.long)
-    for first in (0, 1):
-        saved = {}
-
-        def save(tensor, saved=saved):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-        with fitting._scales(model, range(first, 2)), saving:
-            states = model.hidden_states(ids)
-        for weight in model.parameters():
-            saved.pop(weight.untyped_storage().data_ptr(), None)
-        assert states.requires_grad
-        _, activations = fit_memory(model.config, HeadFit(1024, first), "fp32")
-        assert 0.7 * sum(saved.values()) <= activations <= sum(saved.values())
-
-
-def test_a_fit_that_does_not_fit_the_memory_is_refused(free):
-    fits = {"a": HeadFit(4096, 0)}
-    about = {"a": SMOLLM2_360M}, 4096, EvaluationConfig(dtype="fp32", batch_tokens=4096), "cuda"
-    needed = sum(fit_memory(SMOLLM2_360M, fits["a"], "fp32"))
-    free(needed)
-    assert evaluation_problems(*about, head_fits=fits) == []
-    free(needed - 1)
-    assert evaluation_problems(*about) == evaluation_problems(*about, head_fits={"b": fits["a"]})
-    (problem,) = evaluation_problems(*about, head_fits=fits)
-    assert str(problem).startswith(
-        "evaluation.methods: temperature_per_head is fitted on 4,096 tokens of a and needs at "
-    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -85,11 +85,6 @@ IMPOSSIBLE = [
         "monitor.benchmarks.tasks: unknown task 'perplexit'. Did you mean 'perplexity'?",
     ),
     (
-        BenchmarksConfig, {"every": 1, "tasks": ["key_tokens"]},
-        "monitor.benchmarks.tasks: 'key_tokens' needs a finished model that chooses the tokens; "
-        "take it among evaluation.tasks.",
-    ),
-    (
         BenchmarksConfig, {"lengths": []},
         "monitor.benchmarks.lengths: expected positive multiples of the training length, got [].",
     ),

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -20,7 +20,6 @@ from tests.data.streams import held_out
 from trainer.__main__ import main
 from trainer.commands import train
 from trainer.common.errors import UserError
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
 from trainer.evaluation.statistics import change, sign_test, wilson_interval
@@ -484,39 +483,10 @@ def held_against_each_other(found):
     return [found.comparison(run, 1.0) is not None, found.loss_change(run, 1.0) is not None]
 
 
-def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
-    own = {one.name for one in fields(EvaluationConfig)}
-    others = {"methods", "lengths", "tokens", "training_length", "prefill_chunk", "key_tokens"}
-    assert own == {*OTHER, *others}
-
-
 @pytest.mark.parametrize("key", OTHER)
 def test_runs_measured_with_other_settings_are_not_tested_against_each_other(place, key):
     changed = {"seed": 2, "evaluation": {key: OTHER[key]}}
     assert held_against_each_other(compared_by({"seed": 1}, changed)) == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("changes", "same"),
-    [
-        ({"methods": ["none", "pi"]}, True),
-        ({"key_tokens": {"alpha": 1.0}}, True),
-        ({"lengths": [1, 4, 8]}, True),
-        ({"lengths": [8, 1]}, True),
-        ({"tokens": [64, 512, 128]}, True),
-        ({"tokens": [64, 512], "training_length": 64}, True),
-        ({"tokens": [64, 128]}, False),
-        ({"lengths": [1, 2, 4]}, False),  # other windows: they end where those of 4 C do
-        ({"lengths": [1, 2, 4, 16]}, False),
-        ({"lengths": [0.5, 1, 8]}, False),  # other losses: on the last C / 2 tokens
-        ({"lengths": [0.5, 1, 8], "last": 8}, None),
-    ],
-)
-def test_windows_are_paired_where_they_end_alike_and_as_many_tokens_count(place, changes, same):
-    first, last = {**LENGTHS}, {} if same is not None else {"last": 8}
-    one = {"seed": 1, "evaluation": {**first, **last}}
-    other = {"seed": 2, "evaluation": {**first, **changes}}
-    assert held_against_each_other(compared_by(one, other)) == [same is not False] * 2
 
 
 def test_the_windows_of_a_length_end_elsewhere_with_another_longest_length():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from tests.report.examples import report as reported
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
-from trainer.evaluation.config import EvaluationConfig, KeyTokenSettings
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.method_config import (
     ChoiceSettings,
@@ -33,9 +32,7 @@ from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.memory import HeadFit, choice_memory, evaluation_memory, fit_memory
 from trainer.runs.models import distinct, find_candidate
-from trainer.runs.parsing import parse
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
 from trainer.workflows.requests import EvaluationRequest
@@ -96,21 +93,6 @@ def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, pl
     with pytest.raises(UserError) as error:
         evaluate_lengths(request, name)
     assert tuple(map(str, error.value.problems)) == (f"{(place, 'output')}",)
-
-
-def test_processes_verify_the_named_checkpoints_together(monkeypatch):
-    verified = []
-    monkeypatch.setattr(evaluate, "verify_together", verified.extend)
-
-    def join(together):
-        together()
-        raise UserError.at("", "joined")
-
-    monkeypatch.setattr(evaluate, "join_evaluation", join)
-    settings = EvaluationConfig(key_tokens=KeyTokenSettings("third"))
-    with pytest.raises(UserError, match="joined"):
-        evaluate_lengths(EvaluationRequest("first", compare=["second"], evaluation=settings))
-    assert verified == ["first", "second", "third"]
 
 
 CONFIG = EvaluationConfig(
@@ -177,91 +159,6 @@ def test_statements_are_left_out_of_a_model_that_saw_none_unless_they_were_asked
     report, _ = evaluate_lengths(asked)
     assert {*report.tasks} == {"perplexity"}
     assert [why in note for note in report.notes] == [True]
-
-
-def test_key_tokens_are_chosen_by_the_first_model_once_for_all(runs, tmp_path, monkeypatch):
-    """A resumed evaluation loads no weights for it, and another chooser has cells of its own."""
-    settings = {"alpha": 1e-4, "beta": -50.0}
-    asked = {"tasks": ["perplexity", "key_tokens"], "methods": ["none", "yarn"], "windows": 20}
-    asked_request = request(runs, tmp_path, **asked, key_tokens=KeyTokenSettings(**settings))
-    report, output = evaluate_lengths(asked_request)
-    about = report.key_tokens
-    assert (about["by"], about["of"]) == ("RoPE (before-drop)", 640)
-    assert (about["long"], about["short"], about["alpha"]) == (32, 4, 1e-4)
-    assert 100 <= about["tokens"] < 640
-    cells = [cell for cell in report.cells if cell.task == "key_tokens"]
-    assert {(c.model, c.method) for c in cells} == {
-        ("RoPE (before-drop)", "none"), ("RoPE (before-drop)", "yarn"), ("DroPE", "none"),
-    }  # fmt: skip
-    assert all(cell.last_loss is not None and cell.by_window for cell in cells)
-    page = (output / "report.html").read_text()
-    assert "Perplexity of key tokens" in page
-    assert f"{about['tokens']} of 640 tokens, chosen by RoPE (before-drop)" in page
-    assert (output / "figures" / "key_tokens.csv").is_file()
-    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
-    again, place = evaluate_lengths(asked_request)
-    assert (again.cells, again.key_tokens, place) == (report.cells, about, output)
-    monkeypatch.undo()
-    other = KeyTokenSettings(model=str(runs), **settings)
-    second, place = evaluate_lengths(request(runs, tmp_path, **asked, key_tokens=other))
-    assert second.key_tokens["by"] == "DroPE"
-    assert place != output
-
-
-def test_another_chooser_reads_a_short_context_within_its_training_length(runs, tmp_path):
-    """Also where the evaluated models count from a longer training length."""
-    message = r"evaluation\.key_tokens\.short: expected fewer tokens than the long context of 32"
-    for training_length in (None, 64):
-        for short, refused in ((31, False), (32, True)):
-            key_tokens = KeyTokenSettings(str(runs), short, alpha=1e-9, beta=-50.0)
-            asked = request(
-                runs,
-                tmp_path,
-                tasks=["key_tokens"],
-                methods=["none"],
-                windows=20,
-                training_length=training_length,
-                key_tokens=key_tokens,
-            )
-            with pytest.raises(UserError, match=message) if refused else nullcontext():
-                evaluate_lengths(asked)
-
-
-def test_too_few_key_tokens_are_no_result(runs, tmp_path):
-    """The note says how many there are; alone, the task is refused."""
-    report, _ = evaluate_lengths(
-        request(runs, tmp_path, tasks=["perplexity", "key_tokens"], methods=["none"])
-    )
-    assert {*report.tasks} == {"perplexity"}
-    assert any("of 64 tokens are key, too few for a mean" in note for note in report.notes)
-    assert report.key_tokens == {}
-    with pytest.raises(UserError, match=r"evaluation\.tasks: The task 'key_tokens' was"):
-        evaluate_lengths(request(runs, tmp_path, tasks=["key_tokens"], methods=["none"]))
-
-
-def test_a_quick_evaluation_has_cells_of_its_own_and_a_report_beside_the_other(
-    runs, tmp_path, caplog
-):
-    values = {"windows": 30, "methods": ["none"], "lengths": [1, 5], "tasks": ["perplexity"]}
-    whole, first = evaluate_lengths(request(runs, tmp_path / "e", **values))
-    stored = {*(first / "cells").iterdir()}
-    quick = parse(
-        EvaluationRequest,
-        asdict(request(runs, tmp_path / "e", **values, quick=True)),
-    )
-    report, second = evaluate_lengths(quick)
-    assert {cell.length for cell in report.cells} == {32}
-    assert {len(cell.by_window) for cell in whole.cells} == {26}
-    (fewer,) = whole.notes
-    assert fewer == (
-        "Losses are over 26 windows, not 30 (evaluation.windows): the held-out text of 963 tokens "
-        "has no more of 160 tokens whose last 32 do not overlap."
-    )
-    assert caplog.messages.count(fewer) == 1
-    assert {len(cell.by_window) for cell in report.cells} == {24}
-    assert stored < {*(first / "cells").iterdir()}
-    assert (first.name, second.name) == ("e", "e-2")
-    assert "A quick evaluation: at most 24 windows" in report.notes[-1]
 
 
 def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, tmp_path):
@@ -367,31 +264,6 @@ def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, mo
     assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
 
 
-def test_an_evaluation_that_does_not_fit_is_refused_before_weights_are_read(
-    runs, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
-    shape = find_candidate(str(runs)).config
-    needed = sum(evaluation_memory(shape, 256, CONFIG, None, "fp32", "cpu"))
-    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(request(runs, tmp_path, lengths=[1, 8]))
-    assert [str(problem).partition(" need")[0] for problem in error.value.problems] == [
-        "evaluation.lengths: 256 tokens of RoPE (before-drop)",
-        "evaluation.lengths: 256 tokens of DroPE",
-    ]
-    assert all("evaluation.dtype=bf16 needs" in problem.message for problem in error.value.problems)
-    needed = sum(evaluation_memory(shape, 32, CONFIG, None, "fp32", "cpu"))
-    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
-    chooser = KeyTokenSettings(str(runs))
-    asked = request(runs, tmp_path, lengths=[1, 8], tasks=["key_tokens"], key_tokens=chooser)
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(asked)
-    assert str(error.value.problems[-1]).startswith(
-        "evaluation.lengths: 32 tokens of DroPE, which chooses key tokens, need at least"
-    )
-
-
 def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):
     """And what was measured with other heads is not taken for it."""
     file = tmp_path / "prompts.txt"
@@ -441,84 +313,6 @@ def without_temperature(runs):
     remove()
     yield
     remove()
-
-
-def test_a_temperature_per_head_whose_backward_pass_does_not_fit_is_refused(
-    runs, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
-    needed = sum(fit_memory(find_candidate(str(runs)).config, HeadFit(64, 0), "fp32"))
-    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
-    asked = {"methods": ["temperature_per_head"], "batch_tokens": 1}
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(request(runs, tmp_path, **asked))
-    assert [problem.message.partition(" and needs")[0] for problem in error.value.problems] == [
-        f"temperature_per_head is fitted on 64 tokens of {name}"
-        for name in ("RoPE (before-drop)", "DroPE")
-    ]
-    assert {problem.key for problem in error.value.problems} == {"evaluation.methods"}
-
-
-@pytest.mark.parametrize(
-    ("method", "choice", "tokens"),
-    [("dope", None, 256), ("weighted_rope", 16.0, 512), ("dope+temperature_per_head", None, 384)],
-)
-def test_a_choice_whose_text_does_not_fit_the_memory_is_refused(
-    runs, tmp_path, monkeypatch, method, choice, tokens
-):
-    """Also at the length of a temperature that is fitted behind it."""
-    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
-    needed = sum(choice_memory(find_candidate(str(runs)).config, tokens, "fp32"))
-    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
-    monkeypatch.setattr("trainer.runs.memory.fit_memory", lambda *_: (0, 0))
-    asked = {
-        "methods": [method],
-        "lengths": [8],
-        "batch_tokens": 1,
-        "prefill_chunk": 16,
-        "choice": ChoiceSettings(length=choice),
-        "temperature": TemperatureSettings(models="all", lengths=[12.0]),
-    }
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(request(runs, tmp_path, **asked))
-    (problem,) = error.value.problems
-    beginning = f"dope or weighted_rope reads {tokens} tokens of RoPE (before-drop) in one pass "
-    assert problem.message.startswith(beginning)
-
-
-@pytest.mark.usefixtures("without_temperature")
-def test_a_temperature_per_head_is_kept_with_the_checkpoint_and_used(runs, tmp_path, monkeypatch):
-    """Also beside a single one of the same text, which a later evaluation of its own keeps."""
-    monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 2)
-    found = find_candidate(str(runs))
-    several = TemperatureSettings(grid=[0.3, 0.4])
-    methods = ["none", "temperature_per_head", "temperature"]
-    given = request(runs, tmp_path, methods=methods, temperature=several)
-    report, _ = evaluate_lengths(given)
-    assert any("logits of each head times 1 + c ln s" in note for note in report.notes)
-    model = found.load()
-    model.layout, said = with_fitted_temperature(model.layout, found.path)
-    assert "logits of each head times" in said
-    temperatures = {s.temperature.coefficient for s in model.layout.spectra}
-    assert len(temperatures) > 1
-    monkeypatch.delattr("trainer.evaluation.methods.fit_heads")  # a resumed one fits nothing
-    assert evaluate_lengths(given)[0].cells == report.cells
-    evaluate_lengths(request(runs, tmp_path / "single", temperature=several))
-    assert with_fitted_temperature(found.layout, found.path)[1].startswith(", logits times 1 + ")
-
-
-@pytest.mark.usefixtures("without_temperature")
-def test_a_temperature_per_head_grows_from_the_length_that_it_was_fitted_from(
-    runs, tmp_path, monkeypatch
-):
-    """And not from the one that the checkpoint has."""
-    monkeypatch.setattr("trainer.evaluation.fitting.STEPS", 1)
-    given = {"methods": ["none", "temperature_per_head"], "training_length": 16}
-    evaluate_lengths(request(runs, tmp_path, **given))
-    found = find_candidate(str(runs))
-    layout, said = with_fitted_temperature(found.layout, found.path)
-    assert "ln(n / 16)" in said
-    assert {s.temperature.reference for s in layout.spectra} == {16}
 
 
 def test_a_temperature_fitted_for_the_first_stage_of_rope_id_is_not_kept_for_the_second(

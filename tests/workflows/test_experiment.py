@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.program import run_ranks
-from tests.report.examples import report as reported
 from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.train import read_config, read_run
@@ -430,29 +429,6 @@ def test_ranks_that_see_all_checkpoints_share_the_evaluation(
     monkeypatch.setattr("trainer.runs.ranks.all_gather", lambda own: ["now", own, own])
     ranks = Ranks(rank, len(sees), rank, len(sees))
     assert experiment.evaluation_share(places, ranks) == share
-
-
-def test_a_finished_run_is_shown_unchanged_by_a_machine_that_cannot_train_it(tmp_path, monkeypatch):
-    lacks = Problem("trainer.accelerator", "torch sees no GPU.")
-    monkeypatch.setattr(experiment, "machine_problems", lambda *_: [lacks])
-    config = RunConfig(run_dir=str(tmp_path))
-    with pytest.raises(UserError, match="torch sees no GPU"):
-        run_experiment(config)
-    config = replace(config, callbacks={"mine": {"_target_": "removed.Since"}})
-    with pytest.raises(UserError, match="removed"):
-        run_experiment(config)
-    open_run_directory(config)
-    report = reported()
-    report.write(tmp_path / "report.json")
-
-    def contents():
-        return {path: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
-
-    before = contents()
-    assert run_experiment(replace(config, label="Other")) == (report, True)
-    with pytest.raises(UserError, match=r"^evaluation\.quick: .* has false, this command true"):
-        run_experiment(replace(config, evaluation=replace(config.evaluation, quick=True)))
-    assert contents() == before
 
 
 @pytest.mark.parametrize("names", [["only"], ["first", "second"]])

@@ -16,7 +16,7 @@ from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.statistics import Comparison, sign_test
 from trainer.positional.rescaling import RESCALINGS
 
-NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature", "temperature_per_head")
+NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature")
 """Parts that change nothing for an extension factor of 1."""
 
 

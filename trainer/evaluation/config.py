@@ -5,71 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field, replace
-from pathlib import Path
 from typing import Literal, Self
 
-from trainer.common.errors import Problem, listed, near_path
-from trainer.common.fields import Count, Multiple, Number, OptionalText, Positive, configuration
+from trainer.common.errors import Problem
+from trainer.common.fields import Count, Multiple, configuration
 from trainer.data.config import MOST_NAMES
 from trainer.evaluation.longbench import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import Length, MethodsConfig
 from trainer.evaluation.needles import ALL_AT_ONCE, NEEDLE_TASKS, NeedleTaskSettings
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.scoring import list_problems
 
-MODEL_KEY = "evaluation.key_tokens.model"
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
-QUICK_WINDOWS, QUICK_FITS, QUICK_TRIALS, QUICK_LIMIT, QUICK_FACTOR = 24, 8, 64, 20, 4
-"""Limits of a quick evaluation: windows, windows for fits, trials, questions of longbench, and the
-length in training lengths."""
-QUICK = f"at most {QUICK_WINDOWS} windows and {QUICK_TRIALS} trials"
 
 
 def task_names() -> tuple[str, ...]:
     """Return the names for ``evaluation.tasks``, including those of plugins."""
-    return (PERPLEXITY, KEY_TOKENS, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
-
-
-@configuration
-class KeyTokenSettings:
-    """Settings of key_tokens."""
-
-    model: OptionalText = None
-    """Model that chooses the key tokens, a run, a checkpoint or published weights with the same
-    tokenizer; null: the first model of the evaluation."""
-    short: Count | None = None
-    """Tokens of the short context, of which half to all are read; null: an eighth of the long one,
-    which is the training length of the model that chooses."""
-    alpha: Positive = 2.0
-    """How much lower the loss of a key token is with the long context, in nats."""
-    beta: Number = -2.0
-    """Log-probability that a key token exceeds with the long context, in nats."""
-
-    @listed
-    def problems(self) -> Iterator[Problem]:
-        """Check that the model is there and that a log-probability can exceed ``beta``."""
-        path = Path((self.model or "").removeprefix("hf:"))
-        if self.model is not None and not path.exists():
-            yield Problem(MODEL_KEY, f"there is no model {self.model!r}.", near_path(path))
-        if self.beta >= 0:
-            yield Problem(
-                "evaluation.key_tokens.beta", f"expected a number below 0, got {self.beta:g}."
-            )
-
-    @listed
-    def context_problems(self, training_length: int, longest: int) -> Iterator[Problem]:
-        """Check the short context for a chooser of this training length.
-
-        ``longest``: tokens of the longest windows.
-        """
-        long = min(training_length, longest)
-        if self.short is not None and self.short >= long:
-            yield Problem(
-                "evaluation.key_tokens.short",
-                f"expected fewer tokens than the long context of {long}, got {self.short}.",
-            )
+    return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
 @configuration
@@ -78,9 +32,6 @@ class EvaluationConfig(MethodsConfig):
 
     enabled: bool = True
     """Evaluate a training run at its end."""
-    quick: bool = False
-    """Measure less: at most 24 windows (8 for fits), 64 trials, 20 questions of longbench, and 4
-    times the training length."""
     lengths: list[Multiple] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
     """Lengths in multiples of the training length."""
     tokens: list[Length] | None = None
@@ -89,10 +40,10 @@ class EvaluationConfig(MethodsConfig):
         default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
     )
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
-    """perplexity, key_tokens, statements (for runs trained with data.needles), standard, noisy,
+    """perplexity, statements (for runs trained with data.needles), standard, noisy,
     multi_key, multi_query, multi_value, passkey, sentence, ruler, longbench, many_shot."""
     windows: Count = 96
-    """Held-out windows of the tasks perplexity and key_tokens at each length."""
+    """Held-out windows of the task perplexity at each length."""
     last: Count | None = None
     """Tokens of each window that are reported; null: the training length, or the shortest length
     if that is less."""
@@ -103,8 +54,6 @@ class EvaluationConfig(MethodsConfig):
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
     multiplies in TF32."""
-    key_tokens: KeyTokenSettings = field(default_factory=KeyTokenSettings)
-    """Settings of key_tokens."""
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     """Settings of statements and of every task with needles."""
     ruler: RulerSettings = field(default_factory=RulerSettings)
@@ -144,7 +93,6 @@ class EvaluationConfig(MethodsConfig):
         needles, many_shot = self.needles, self.many_shot
         counts = {
             PERPLEXITY: self.windows,
-            KEY_TOKENS: self.windows,
             STATEMENTS: needles.trials,
             **dict.fromkeys(NEEDLE_TASKS, needles.trials * len(needles.depths)),
             **dict.fromkeys(ALL_AT_ONCE, needles.trials),
@@ -153,16 +101,6 @@ class EvaluationConfig(MethodsConfig):
             MANY_SHOT: many_shot.trials * len(many_shot.depths),
         }
         return sum(counts[task] for task in self.tasks)
-
-    def shortened(self) -> Self:
-        """Return the configuration with the limits of ``quick``."""
-        return replace(
-            self.limited(QUICK_TRIALS, QUICK_LIMIT),
-            quick=True,
-            lengths=[n for n in self.lengths if n <= QUICK_FACTOR] or sorted(self.lengths)[:1],
-            windows=min(self.windows, QUICK_WINDOWS),
-            fit_windows=min(self.fit_windows, QUICK_FITS),
-        )
 
     def limited(self, trials: int, questions: int) -> Self:
         """Return the configuration with at most so many trials, and questions of longbench."""
@@ -182,7 +120,7 @@ class EvaluationConfig(MethodsConfig):
         if not (self.lengths if self.tokens is None else self.tokens):
             problems.append(Problem(self.lengths_key, "expected one or more, got none."))
         problems += self.method_problems()
-        for group in (self.key_tokens, self.needles, self.ruler, self.longbench, self.many_shot):
+        for group in (self.needles, self.ruler, self.longbench, self.many_shot):
             problems += group.problems()
         if problems or training_length is None:
             return problems
@@ -210,11 +148,7 @@ class EvaluationConfig(MethodsConfig):
         if STATEMENTS in self.tasks:
             yield from multiples._statement_problems(C, shortest)
         yield from multiples.choice_problems(C, self.methods or ())
-        if KEY_TOKENS in self.tasks and self.key_tokens.model is None:
-            # Another chooser's training length is not known yet.
-            yield from self.key_tokens.context_problems(C, round(longest))
-        reads_windows = bool({PERPLEXITY, KEY_TOKENS} & {*self.tasks})
-        if reads_windows and self.last is not None and self.last > shortest:
+        if PERPLEXITY in self.tasks and self.last is not None and self.last > shortest:
             yield Problem(
                 "evaluation.last",
                 f"{self.last} tokens are more than the shortest length of {shortest} has; "

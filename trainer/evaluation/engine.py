@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainer.common.progress import Progress
-from trainer.common.words import counted, duration
+from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Reading
 from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.outcomes import AS_IS
-from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.plan import (
     AS_IS_KEY,
     Job,
@@ -34,14 +31,9 @@ from trainer.evaluation.plan import (
 )
 from trainer.evaluation.results import Cell
 from trainer.evaluation.store import Claims, Share, Store
-from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
-
-SECONDS_TO_ESTIMATE = 4.0
-LONG_ON_A_CPU = 180.0
-"""Seconds above which the log names a shorter evaluation."""
 
 
 @dataclass
@@ -49,13 +41,12 @@ class Measured:
     """Results of an evaluation.
 
     ``notes``: descriptions of the fitted parameters. ``temperature``: the fitted temperatures, by
-    model name; ``per_head``: those with a coefficient for every head.
+    model name.
     """
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
-    per_head: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def measure_cells(
@@ -64,12 +55,10 @@ def measure_cells(
     store: Store,
     batch_tokens: int,
     share: Share = Share(),  # noqa: B008
-    shorter: str = "",
 ) -> Measured:
     """Measure the cells that are not stored yet, and return all cells in the order of ``plans``.
 
-    Several processes share the jobs; only the first one returns results. ``shorter``: the command
-    of a shorter evaluation, to name if this one takes long on a CPU.
+    Several processes share the jobs; only the first one returns results.
     """
     claims = Claims(store.directory, share)
     jobs = plan_jobs(plans, batch_tokens)
@@ -79,7 +68,7 @@ def measure_cells(
     total = sum(job.work for job in missing) / share.processes
     with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
         worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
-        worker.work(missing, total, shorter)
+        worker.work(missing)
         if share.index:
             return Measured()
         claims.wait_for_others()
@@ -99,17 +88,9 @@ class _Worker:
     subject: Subject | None = None
     methods: dict[Recipe, tuple[Method, Fitting]] = field(default_factory=dict)
 
-    def work(self, jobs: Sequence[Job], total: float, shorter: str) -> None:
-        """Run jobs that no other process has claimed, until none remains.
-
-        ``total``: operations of this process's share. ``shorter``: see :func:`measure_cells`.
-        """
+    def work(self, jobs: Sequence[Job]) -> None:
+        """Run jobs that no other process has claimed, until none remains."""
         remaining = self._in_order(jobs)
-        if remaining and not self.claims.share.index:
-            lengths = {plan.length for plan in remaining[0].plans}
-            first = remaining[0].method[0]
-            # A variable for the model would keep it in memory after the last job that needs it.
-            say_duration(self._loaded(first), lengths, total, self.batch_tokens, shorter)
         while remaining:
             waiting = []
             for job in remaining:
@@ -150,8 +131,6 @@ class _Worker:
             results.notes += [f"{name}, {recipe.title}: {note}" for note in choice["notes"]]
             if choice["temperature"] is not None and recipe.key == "temperature":
                 results.temperature[name] = choice["temperature"]
-            elif choice["temperature"] is not None and recipe.key == "temperature_per_head":
-                results.per_head[name] = choice["temperature"]
         return results
 
     def _in_order(self, jobs: Sequence[Job]) -> list[Job]:
@@ -300,35 +279,3 @@ class _Counter:
         self.work += sequences * plan.operations(length)
         self.tokens += sequences * length
         self.progress.advance_to(self.work, tokens=self.tokens)
-
-
-@torch.no_grad()
-def say_duration(
-    model: LanguageModel,
-    lengths: Collection[int],
-    total: float,
-    batch_tokens: int,
-    shorter: str = "",
-) -> None:
-    """Log the estimated duration of ``total`` operations.
-
-    The estimate comes from a forward pass at the longest of ``lengths`` that takes a few seconds.
-    ``shorter``: see :func:`measure_cells`.
-    """
-    device = model.device
-    seconds = per_operation = 0.0
-    for length in sorted(lengths):
-        rows = min(sequences_at_once(model, length, batch_tokens), 32)
-        work = rows * forward_flops(model.config, model.layout, length)
-        if work * per_operation > SECONDS_TO_ESTIMATE:
-            break
-        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-        if not seconds:
-            model(ids, last=1)  # the first pass is slower
-        began = time.perf_counter()
-        model(ids, last=1)[0, 0, 0].item()
-        seconds = time.perf_counter() - began
-        per_operation = seconds / work
-    log.info("About %s in all", duration(total * per_operation))
-    if shorter and device.type == "cpu" and total * per_operation > LONG_ON_A_CPU:
-        log.info("Shorter, and without losing anything if this one is stopped: %s", shorter)

@@ -1,25 +1,22 @@
-"""The held-out text on which methods fit their parameters, and the fits of a temperature: one for
-all heads (DroPE), or one for each head (HeadScale)."""
+"""The held-out text on which methods fit their parameters, and the fit of a temperature (DroPE)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.data.held_out import divided
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts, losses_by_position
 from trainer.evaluation.method_config import SPREAD
 from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
-from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
@@ -251,96 +248,3 @@ def _lowest_point(points: list[tuple[float, float]]) -> float | None:
     if before + after == 0 or not math.isfinite(before + after):
         return None
     return b + ((c - b) * after - (b - a) * before) / (2 * (before + after))
-
-
-STEPS, RATE, LARGEST = 30, 0.05, 100.0
-"""Steps and learning rate of Adam, and the largest coefficient. The paper's code has 200 steps of
-batches, and a rate of 0.05 to 0.1 on the scale itself."""
-
-BACKWARD = 3
-"""Cost of a forward and a backward pass, in forward passes."""
-
-
-def fit_heads(
-    fitting: Fitting,
-    layout_at: Callable[[float], Layout],
-    windows: Mapping[int, Integers],
-    layers: Sequence[int],
-    start: float,
-) -> list[list[float]]:
-    """Return c of 1 + c ln s for every query head of ``layers``, ``[layers][Hq]``.
-
-    Source: HeadScale (Wang et al. 2024, arXiv 2404.12224). Adam lowers the mean loss of held-out
-    text, summed over the lengths, with all weights frozen. It begins with ``start`` for all heads,
-    and no c falls below 0 (the paper's focus constraint). The best step counts, which is no worse
-    than ``start``. Each window takes one forward and one backward pass. ``layout_at``: maps an
-    extension factor to a layout without temperature. ``windows``: ``[N, length]`` for every length.
-    """
-    model = cast(Decoder, fitting.model)
-    C = model.layout.training_length
-    shape = len(layers), model.config.num_attention_heads
-    c = torch.full(shape, start, device=model.device)
-    optimizer = torch.optim.Adam([c], lr=RATE)
-    best, lowest = c.clone(), math.inf
-    with _scales(model, layers) as (scales, trained):
-        for step in range(STEPS + 1):
-            loss, c.grad = 0.0, torch.zeros_like(c)
-            for length, tokens in windows.items():
-                log_s = math.log(length / C)
-                with torch.no_grad():
-                    for scale, row, learned in zip(scales, c, trained, strict=True):
-                        scale.copy_(learned * (1 + row * log_s))
-                with model.using(layout_at(length / C)):
-                    loss += _backward(model, tokens, fitting.text.first_token)
-                for index, (scale, learned) in enumerate(zip(scales, trained, strict=True)):
-                    assert scale.grad is not None
-                    c.grad[index] += scale.grad * learned * log_s
-                    scale.grad = None
-                fitting.read(BACKWARD * len(tokens), length)
-            if not math.isfinite(loss):
-                break
-            if loss < lowest:
-                best, lowest = c.clone(), loss
-            if step < STEPS:
-                optimizer.step()
-                c.clamp_(0, LARGEST)
-    return cast(list[list[float]], best.tolist())
-
-
-@contextmanager
-def _scales(
-    model: Decoder, layers: Sequence[int]
-) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-    """Give these layers a trainable softmax scale per head, and freeze all weights, in the block.
-
-    Yields the scales, and the trained values, ``[Hq]`` each.
-    """
-    modules = [model.layers[index].self_attn for index in layers]
-    before = [module.softmax_scale for module in modules]
-    ones = torch.ones(model.config.num_attention_heads, device=model.device)
-    trained = [ones if scale is None else scale.detach().clone() for scale in before]
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    scales = [nn.Parameter(value.clone()) for value in trained]
-    try:
-        for weight in weights:
-            weight.requires_grad_(False)
-        for module, scale in zip(modules, scales, strict=True):
-            module.softmax_scale = scale
-        with torch.enable_grad():
-            yield scales, trained
-    finally:
-        for module, scale_before in zip(modules, before, strict=True):
-            module.softmax_scale = scale_before
-        for weight in weights:
-            weight.requires_grad_(True)
-
-
-def _backward(model: Decoder, windows: Integers, first_token: int) -> float:
-    """Accumulate the gradient of the mean loss of ``windows`` ``[N, T]``, and return the loss."""
-    total = torch.zeros((), device=model.device)
-    for window in torch.from_numpy(windows).to(model.device, torch.int64):
-        ids = torch.cat([window.new_tensor([first_token]), window[:-1]])
-        loss = model.loss(ids[None], window[None]) / len(windows)
-        loss.backward()
-        total += loss.detach()
-    return float(total)

@@ -213,7 +213,6 @@ BY_LAYER = (
     *RESCALINGS,
     *(f"dynamic_{name}" for name in RESCALINGS),
     *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
-    "temperature_per_head",
 )
 """Parts that change only the layers of ``evaluation.layers``."""
 PARTS = (
@@ -223,7 +222,7 @@ PARTS = (
 )
 """Parts of methods, which ``evaluation.methods`` joins by ``+``."""
 
-ON_TEXT = ("longrope", "temperature", "temperature_per_head", "dope", "weighted_rope")
+ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
 
 LAYERS_KEY = "evaluation.layers"
@@ -248,8 +247,7 @@ class MethodsConfig(ABC):
     """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
     dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
     checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, temperature_per_head, drop,
-    drop_channels."""
+    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop, drop_channels."""
     fit_windows: Count = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None
@@ -300,11 +298,6 @@ class MethodsConfig(ABC):
                     "name them one by one, or set evaluation.dope.removal=unrotate with "
                     "another variant than by_gaussian.",
                 )
-        if "temperature_per_head" in self.parts and self.temperature.per == "query":
-            yield Problem(
-                "evaluation.temperature.per",
-                "expected sequence, the length that temperature_per_head is fitted by.",
-            )
         if "weighted_rope" in self.parts and not self.weighted_rope:
             yield Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
         for group in (self.temperature, self.longrope, self.dope):
@@ -314,7 +307,7 @@ class MethodsConfig(ABC):
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> Iterator[Problem]:
         """Check that these methods can choose on the text, for models of that training length."""
         parts = {part for name in methods for part in name.split("+")}
-        if parts & {"temperature", "temperature_per_head"}:
+        if "temperature" in parts:
             for length in self.temperature.lengths or []:
                 if round(length * training_length) <= training_length:
                     yield Problem(

@@ -19,13 +19,9 @@ from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import (
-    BACKWARD,
     LARGEST_TRIED,
-    RATE,
-    STEPS,
     Fitting,
     fit_coefficient,
-    fit_heads,
     fit_line,
     goes_beyond,
     is_largest_tried,
@@ -158,7 +154,7 @@ def recipe(
     settings = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
     if (some := _some_layers_key(layout, config)) and {*keys} & {*BY_LAYER}:
         settings[LAYERS] = some[0]
-    if {*keys} & {*FITTED_TEMPERATURES} and (beyond := _beyond_key(config)):
+    if "temperature" in keys and (beyond := _beyond_key(config)):
         settings["beyond"] = beyond[0]
 
     def fits(factor: float) -> dict[float, int]:
@@ -177,8 +173,8 @@ def recipe(
     others = [part for part in parts if part not in choosing]
     chooses_within = any(part.fits(config, 1.0) for part in choosing)
     within = None if chooses_within else make(no_text, others)
-    fitted = next((i for i, key in enumerate(keys) if key in FITTED_TEMPERATURES), 0)
-    chooses_before = bool({*keys[:fitted]} & {*ON_TEXT})
+    before = keys[: keys.index("temperature")] if "temperature" in keys else []
+    chooses_before = bool({*before} & {*ON_TEXT})
     also_at = tuple(config.temperature.lengths or ()) if chooses_before else ()
     return Recipe(name, _titles(keys), settings, fits, make, fixed, within, also_at)
 
@@ -234,9 +230,12 @@ def _untempered(
     if tempering and layout.has_trained_temperature:
         why = "was trained with logits that follow the length, so there is no place for a {}"
         return why, _titles(tempering[:1])
-    fitted = [key for key in tempering if key in FITTED_TEMPERATURES]
-    if fitted and config.temperature.models == "free" and not is_free_of_positions(layout):
-        return HAS_POSITIONS, _titles(fitted[:1])
+    if (
+        "temperature" in keys
+        and config.temperature.models == "free"
+        and not is_free_of_positions(layout)
+    ):
+        return HAS_POSITIONS, _titles(["temperature"])
     return None
 
 
@@ -421,44 +420,6 @@ def _record(
     }
 
 
-def _temperature_per_head(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Multiply the logits of each head by 1 + c ln s, with c fitted by gradient (HeadScale)."""
-    windows, grid = _fit_windows(fitting, config), config.temperature.grid
-    if not windows:
-        return before
-    layout = fitting.model.layout
-    C = layout.training_length
-    layers = layout.chosen(config.layers)
-
-    def tempered_with(coefficient: float) -> LayoutAt:
-        return lambda factor: tempered(before(factor), coefficient, layers=config.layers)
-
-    key = [[_identity(before(n / C)) for n in windows], list(windows), layers]
-
-    def fit() -> list[list[float]]:
-        start = fit_coefficient(fitting, tempered_with, windows, grid, ["sequence", *key])
-        return fit_heads(fitting, tempered_with(0.0), windows, layers, start)
-
-    coefficients = fitting.stored(
-        "temperature_per_head", [key, grid, *_beyond_key(config), STEPS, RATE], fit
-    )
-    flat = [c for row in coefficients for c in row]
-    mean = sum(flat) / len(flat)
-    fitting.notes.append(
-        f"logits of each head times 1 + c ln s, c from {min(flat):.3g} to {max(flat):.3g} (mean "
-        f"{mean:.3g}), fitted on validation text"
-    )
-    record = _record(fitting, windows, mean, "sequence")
-    fitting.temperature = record | {"layers": layers, "heads": coefficients}
-
-    def layout_at(factor: float) -> Layout:
-        # All factors are 1 up to the training length, so query heads can share keys there.
-        layout = before(factor)
-        return layout.tempered_by_head(coefficients, layers) if factor > 1 else layout
-
-    return layout_at
-
-
 def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Remove the encoding, or parts of it, of heads of extreme matrix entropy (DoPE)."""
 
@@ -509,12 +470,6 @@ def _temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     return dict.fromkeys(config.temperature.lengths or [factor], tried) if factor > 1 else {}
 
 
-def _per_head_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
-    """Return the numbers of sequences that the fit reads, a backward pass counted as two."""
-    more = BACKWARD * (STEPS + 1) * config.fit_windows
-    return {s: count + more for s, count in _temperature_fits(config, factor).items()}
-
-
 def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
     """Return the numbers of texts that heads or pairs are chosen on, by extension factor."""
     settings = config.choice
@@ -523,8 +478,6 @@ def _choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
 
 
 CHOICE, LAYERS = "choice", "layers"
-PER_HEAD = "temperature_per_head"
-FITTED_TEMPERATURES = ("temperature", PER_HEAD)
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -543,12 +496,6 @@ MAKERS: dict[str, Part] = {
         "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    PER_HEAD: Part(
-        "temperature per head",
-        _temperature_per_head,
-        uses=("temperature",),
-        fits=_per_head_fits,
-    ),
     "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
     "weighted_rope": Part(
         "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits

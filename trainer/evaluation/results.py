@@ -26,8 +26,6 @@ from trainer.common.formats import read_plain
 
 PERPLEXITY = "perplexity"
 """Task whose cells have losses by position instead of scores."""
-KEY_TOKENS = "key_tokens"
-"""Task whose cells have the loss on tokens that depend on distant text."""
 STATEMENTS = "statements"
 """Task that training sequences can contain; reports call its score retrieval."""
 
@@ -216,9 +214,6 @@ class Report(Json):
     tables, for instance ``{"none": "as is", "yarn": "YaRN"}``. ``tasks``: titles by key.
     ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
     ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
-    ``key_tokens`` describes :data:`KEY_TOKENS` if they were measured: ``tokens`` (number of key
-    tokens), ``of`` (among how many), ``by`` (the model that chose them), and how (``long`` and
-    ``short`` context, ``alpha``, ``beta``).
     ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
@@ -248,7 +243,6 @@ class Report(Json):
     reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
     milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
-    key_tokens: dict[str, Any] = field(default_factory=dict)
     longest_context: int | None = None
 
     def __post_init__(self) -> None:
@@ -276,7 +270,7 @@ class Report(Json):
     def last(self) -> int:
         """Number of tokens at the end of every window over which ``last_loss`` is the mean."""
         asked = self.config.get("evaluation", {}).get("last")
-        lengths = [cell.length for cell in self.cells if cell.task in (PERPLEXITY, KEY_TOKENS)]
+        lengths = [cell.length for cell in self.cells if cell.task == PERPLEXITY]
         return asked if isinstance(asked, int) else min([self.training_length, *lengths])
 
     def write(self, path: Path) -> None:
@@ -285,8 +279,6 @@ class Report(Json):
         Raises ``TypeError`` if a free-form dictionary holds something that JSON cannot.
         """
         data = self.to_dict()
-        if not self.key_tokens:  # a report without this task stays the file it was
-            del data["key_tokens"]
         if self.longest_context is None:
             del data["longest_context"]
         cells = [

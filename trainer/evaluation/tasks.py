@@ -13,13 +13,12 @@ from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.key_tokens import Chooser, KeyTokens
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 
 HAYSTACK = 1 << 22
@@ -63,30 +62,23 @@ def make_tasks(
     config: EvaluationConfig,
     lengths: list[int],
     training_length: int,
-    chooser: Chooser | None = None,
 ) -> tuple[list[Measurement], list[str]]:
     """Return the measurements, and a sentence for each impossible one.
 
-    ``chooser``: chooses the key tokens; their task is left out if it is None.
-
     Raises:
-        UserError: no measurement is possible, the text is shorter than the longest length, or, with
-            a chooser, a prompt does not fit or the short context is not shorter than the long one.
+        UserError: no measurement is possible, or the text is shorter than the longest length.
     """
     made: list[Measurement] = []
-    place = 0  # of the key tokens
     notes: list[str] = []
     bos_token, tokenizer, first = text.bos_token, text.corpus.tokenizer, text.corpus.first_token
     windows: dict[int, Integers] = {}
     last = config.last or min(training_length, *lengths)
-    if {PERPLEXITY, KEY_TOKENS} & {*config.tasks}:
+    if PERPLEXITY in config.tasks:
         windows = windows_with_common_ends(text.split, config.windows, lengths, last=last)
         notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
     for name in config.tasks:
         if name == PERPLEXITY:
             made.append(Perplexity(windows, first, training_length, config.last))
-        elif name == KEY_TOKENS:
-            place = len(made)
         elif name == STATEMENTS and not text.training_share:
             notes.append(f"The task 'statements' was left out: {text.without_statements}.")
         elif name == STATEMENTS:
@@ -106,15 +98,6 @@ def make_tasks(
             tasks, missing = groups[name]()
             made += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
-    if chooser is not None and KEY_TOKENS in config.tasks:
-        C = chooser.subject.layout.training_length
-        raise_all(config.key_tokens.context_problems(C, max(lengths)))
-        check_prompts(made, lengths)  # before the chooser reads, which may take minutes
-        chosen = chooser.choose(windows[max(lengths)], first, last)
-        if chosen.too_few:
-            notes.append(chosen.too_few)
-        else:
-            made.insert(place, KeyTokens(windows, first, chosen))
     if notes and not made:
         raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return made, notes

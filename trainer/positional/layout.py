@@ -8,7 +8,7 @@ of its keys. Every checkpoint stores the layout of its time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -236,30 +236,6 @@ class Layout:
             for index in self.chosen(layers)
             if any(spectrum.rotates for spectrum, _ in self.layers[index].groups)
         ]
-
-    def tempered_by_head(
-        self, coefficients: Sequence[Sequence[float]], layers: Sequence[int]
-    ) -> Layout:
-        """Multiply the logits of every query head of ``layers`` by 1 + c ln s beyond the training
-        length, in place of what depended on the length before.
-
-        ``coefficients``: c, ``[layers][Hq]``. If query heads share keys, each gets a copy of them.
-        """
-        by_layer = dict(zip(layers, coefficients, strict=True))
-
-        def tempered(layer: LayerEncoding, row: Sequence[float]) -> LayerEncoding:
-            layer = layer.expanded(len(row) // len(layer.spectra))
-            groups = (
-                (s.with_temperature(**PLAIN_TEMPERATURE, coefficient=c), 1)
-                for s, c in zip(layer.spectra, row, strict=True)
-            )
-            return replace(layer, groups=tuple(groups))
-
-        changed = (
-            tempered(layer, by_layer[index]) if index in by_layer else layer
-            for index, layer in enumerate(self.layers)
-        )
-        return replace(self, layers=tuple(changed))
 
     def of_layers(self, layers: LayerChoice) -> Layout:
         """Return the layout of these layers alone."""

@@ -18,7 +18,7 @@ from matplotlib.ticker import NullLocator
 
 from trainer.common.words import factor_label, percent
 from trainer.evaluation.outcomes import AS_IS, Outcomes, Row
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.plotting.lines import (
     OVERLAY,
     Frame,
@@ -34,7 +34,7 @@ from trainer.plotting.lines import (
 from trainer.plotting.maps import Scale, numbered_maps
 from trainer.plotting.style import style_numbers
 from trainer.report.files import Drawn, Plan
-from trainer.report.tables import of_key_tokens, perplexity
+from trainer.report.tables import perplexity
 from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
@@ -59,10 +59,9 @@ def write_figures(report: Report, directory: Path) -> list[Drawn]:
 
     ``success_*``: success over length, for the mean over tasks and for each task.
     ``perplexity_and_retrieval``: both side by side. ``training``: training loss over steps.
-    ``key_tokens``: their perplexity over length. ``perplexity_by_position``: along the longest
-    sequences. ``reach*`` and ``benchmarks``: measurements during training. ``depth_*``: success by
-    depth and length. Each ``NAME.svg`` has a ``NAME.png`` and a ``NAME.csv`` beside it, with
-    numbers in full precision.
+    ``perplexity_by_position``: along the longest sequences. ``reach*`` and ``benchmarks``:
+    measurements during training. ``depth_*``: success by depth and length. Each ``NAME.svg`` has a
+    ``NAME.png`` and a ``NAME.csv`` beside it, with numbers in full precision.
     """
     drawn: list[Drawn] = []
     for plan in _plans(Outcomes(report)):
@@ -89,7 +88,6 @@ def _plans(outcomes: Outcomes) -> Iterator[Plan]:
     for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
         yield _success(outcomes, task, outcomes.task(task), [task])
     yield from training_figure(outcomes.report, styles)
-    yield from _key_tokens(outcomes)
     yield from _by_position(outcomes)
     yield from reach_figures(outcomes.report, styles)
     yield from recovery_figure(outcomes.report)
@@ -188,36 +186,6 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
             for row in chosen
             for n, factor in sorted({**lengths, **tested}.items())
             for e in (outcomes.estimate(row, [task], n),)
-        ],
-    )
-
-
-def _key_tokens(outcomes: Outcomes) -> Iterator[Plan]:
-    lengths = outcomes.lengths([KEY_TOKENS], losses=True)
-    if len(lengths) < 2:
-        return
-    curves = {row: _perplexities(outcomes, row, lengths, KEY_TOKENS) for row in outcomes.rows}
-    curves = {row: curve for row, curve in curves.items() if curve}
-    lines = {
-        row: Series(outcomes.name(row), 0, list(curve), list(curve.values()))
-        for row, curve in curves.items()
-    }
-    scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
-    narrow = is_panelled(lines)
-    frame = lengths_frame(outcomes.report, lengths, "perplexity of key tokens", scale, narrow)
-    yield Plan(
-        "key_tokens",
-        "Perplexity of key tokens over length",
-        f"{of_key_tokens(outcomes.report)} Logarithmic axis of lengths. Dashed: the training "
-        f"length.{_grey(lines)}",
-        "Line chart of the perplexity of key tokens over sequence length.",
-        lambda: draw_rows(outcomes, lines, frame),
-        ("model", "method", "length", "factor", "perplexity", "loss"),
-        [
-            (*row, n, lengths[n], value, cell.last_loss)
-            for row, curve in curves.items()
-            for n, value in curve.items()
-            if (cell := outcomes.cell(row, KEY_TOKENS, n)) is not None
         ],
     )
 

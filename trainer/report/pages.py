@@ -20,7 +20,7 @@ from trainer.analysis.studies.section import Picture, Section, glance
 from trainer.common.files import csv_text, partial_directory, write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.evaluation.outcomes import Outcomes, row_name
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Observation, Report, troubles
+from trainer.evaluation.results import PERPLEXITY, Observation, Report, troubles
 from trainer.plotting.style import WIDTH, save
 from trainer.report.figures import write_figures
 from trainer.report.files import Drawn, base64, render
@@ -163,10 +163,6 @@ def measured(report: Report) -> list[tuple[str, str]]:
     if any(cell.task == PERPLEXITY for cell in report.cells):
         text = "held-out text; windows of all lengths end with the same tokens"
         words.append((outcomes.task(PERPLEXITY), text))
-    if report.key_tokens:
-        about = report.key_tokens
-        text = f"{about['tokens']:,} of {about['of']:,} tokens, chosen by {about['by']}"
-        words.append((outcomes.task(KEY_TOKENS), f"{text}, the same for all models and methods"))
     seconds = sum(cell.seconds for cell in report.cells)
     if seconds:
         time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"

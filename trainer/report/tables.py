@@ -18,7 +18,7 @@ from rich.text import Text
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
 from trainer.evaluation.outcomes import Label, Outcomes, Row, natural, parts, row_name
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, Cell, Report
+from trainer.evaluation.results import PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
     ROUNDING,
@@ -86,8 +86,7 @@ def tables(report: Report) -> list[Table]:
     for task in outcomes.scored:
         made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
         made += _by_label(outcomes, task, outcomes.task(task), [task])
-    made += _perplexity(outcomes, PERPLEXITY, _of_last(report), detail=beside)
-    return made + _perplexity(outcomes, KEY_TOKENS, of_key_tokens(report), detail=False)
+    return made + _perplexity(outcomes, PERPLEXITY, _of_last(report), detail=beside)
 
 
 def _heads(report: Report, lengths: dict[int, float]) -> list[tuple[str, str]]:
@@ -236,24 +235,6 @@ def _of_last(report: Report) -> str:
         f"exp of the mean loss on the last {report.last} tokens of held-out "
         "sequences, the same tokens at every length, so that more context only adds what lies "
         "before them."
-    )
-
-
-def of_key_tokens(report: Report) -> str:
-    """Return what the perplexity of key tokens is, and how many there are; empty if not
-    measured."""
-    about = report.key_tokens
-    if not about:
-        return ""
-    is_evaluated = any(cell.model == about["by"] for cell in report.cells)
-    return (
-        f"exp of the mean loss on {about['tokens']:,} key tokens "
-        f"({percent(about['tokens'] / about['of'])}%) of the last {report.last} tokens of "
-        "held-out sequences, the same for all models, methods and lengths (LongPPL, arXiv "
-        f"2410.23771): {about['by']} as trained, with up to {about['long']} tokens of context, "
-        f"has a loss below {-about['beta']:g} nats there, and more than {about['alpha']:g} nats "
-        f"less than with up to {about['short']}."
-        f"{' Its own row is low by this choice.' if is_evaluated else ''}"
     )
 
 

@@ -37,8 +37,6 @@ class FittedTemperature:
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
     ``tokens`` its size. ``layers``: the layers that it tempers (None: all layers).
-    ``heads``: a coefficient for every query head of ``layers``, ``[layers][Hq]``, in place of
-    ``coefficient``, which is their mean (HeadScale, arXiv 2404.12224); None: the same for all.
     """
 
     coefficient: Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)]
@@ -47,9 +45,6 @@ class FittedTemperature:
     text: str
     tokens: int
     layers: tuple[int, ...] | None = None
-    heads: tuple[tuple[Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)], ...], ...] | None = (
-        None
-    )
     training_length: int | None = None
     weights: str | None = None
 
@@ -93,8 +88,6 @@ def with_fitted_temperature(
     if unknown := layer_problems("layers", layers, len(layout.layers)):
         raise UserError.at("checkpoint", f"{str(path)!r}: {unknown[0]}")
     C = fitted.training_length or stored_length or layout.training_length
-    if fitted.heads is not None:
-        return _by_head(layout, fitted, path, C)
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient,
@@ -107,25 +100,6 @@ def with_fitted_temperature(
     )
     words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {C}) beyond"
     if layers is not None:
-        words += f" in layers {', '.join(map(str, layers))}"
-    return changed, words
-
-
-def _by_head(
-    layout: Layout, fitted: FittedTemperature, path: Path, reference: int
-) -> tuple[Layout, str]:
-    assert fitted.heads is not None
-    layers = range(len(layout.layers)) if fitted.layers is None else fitted.layers
-    sizes = {len(layout.layers[index].spectra) for index in layers}
-    rests = {len(row) % size for row in fitted.heads for size in sizes}
-    lengths = {*map(len, fitted.heads)}
-    if len(fitted.heads) != len(layers) or rests != {0} or len(lengths) != 1 or 0 in lengths:
-        raise UserError.at("checkpoint", f"{str(path)!r}: heads are not those of the model.")
-    changed = layout.with_training_length(reference).tempered_by_head(fitted.heads, layers)
-    changed = changed.with_training_length(layout.training_length)
-    words = f", logits of each head times 1 + c ln(n / {reference}) beyond"
-    words += f", c {fitted.coefficient:.3g} on average"
-    if len(layers) < len(layout.layers):
         words += f" in layers {', '.join(map(str, layers))}"
     return changed, words
 

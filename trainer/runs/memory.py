@@ -14,7 +14,7 @@ from trainer.common.errors import Problem, listed
 from trainer.common.words import remedy
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
@@ -71,7 +71,7 @@ def evaluation_memory(
     q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
     k *= config.head_size
     in_chunks = chunk is not None and chunk < tokens
-    answers = not {*evaluation.tasks} <= {PERPLEXITY, KEY_TOKENS, STATEMENTS}
+    answers = not {*evaluation.tasks} <= {PERPLEXITY, STATEMENTS}
     cached = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
     # Residual stream and its norm, the MLP's three products, queries, keys and values.
     a_token = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * (q + 2 * k)
@@ -261,7 +261,7 @@ def _held_text_problems(config: RunConfig) -> list[Problem]:
     tokens_of = {}
     if config.drop_step is not None:
         tokens_of["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
-    if evaluation.enabled and {PERPLEXITY, KEY_TOKENS} & {*evaluation.tasks}:
+    if evaluation.enabled and PERPLEXITY in evaluation.tasks:
         tokens = sum(evaluation.in_tokens(config.training_length))
         tokens_of["evaluation.windows"] = evaluation.windows * tokens
     if monitor.lengths_every is not None:

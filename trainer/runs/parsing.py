@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar, cast
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.fields import checked, value_at
 from trainer.common.plugins import load_plugins
-from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import MAIN, NAME, RunConfig
 from trainer.runs.directory import nothing_at, saved_run
 from trainer.runs.layouts import layout_problems
@@ -61,9 +60,6 @@ def parse(
     if not _of_plugins(problems):
         with collecting(problems):
             load_plugins(getattr(config, "plugins", ()))
-    evaluation = getattr(config, "evaluation", None)
-    if isinstance(evaluation, EvaluationConfig) and evaluation.quick:
-        config = replace(cast("Any", config), evaluation=evaluation.shortened())
     if isinstance(config, RunConfig):
         completed, impossible = _completed(config, values, problems, weights)
         config = cast("T", completed)

@@ -22,7 +22,6 @@ from trainer.common.fields import (
     configuration,
 )
 from trainer.evaluation.config import task_names
-from trainer.evaluation.results import KEY_TOKENS
 
 
 @configuration
@@ -279,12 +278,6 @@ class BenchmarksConfig:
             if name not in task_names():
                 near = did_you_mean(name, task_names())
                 yield Problem("monitor.benchmarks.tasks", f"unknown task {name!r}.", near)
-        if KEY_TOKENS in self.tasks:
-            yield Problem(
-                "monitor.benchmarks.tasks",
-                f"{KEY_TOKENS!r} needs a finished model that chooses the tokens; take it among "
-                "evaluation.tasks.",
-            )
         if not self.lengths:
             yield Problem(
                 "monitor.benchmarks.lengths",

@@ -31,7 +31,6 @@ from trainer.workflows.requests import CompareRequest
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
 NOT_OF_TRIALS = {
-    "key_tokens": "of a task that tables of several runs do not show",
     "methods": "every method is asked the same trials",
     "lengths": "lengths are paired one by one; the longest decides where windows end and the "
     "shortest how many tokens count, and both are in the key",

@@ -153,7 +153,7 @@ def remarks_on_costs(
         remarks["evaluation"] = (
             f"it takes about {in_trainings(evaluation, total)} the operations of the "
             f"training, {duration(seconds)}; fewer evaluation.lengths, evaluation.methods or "
-            "evaluation.needles.trials take less, and so does evaluation.quick=true"
+            "evaluation.needles.trials take less"
         )
     return remarks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,24 +12,21 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all, renaming
+from trainer.common.errors import UserError, raise_all, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.config import MODEL_KEY, QUICK, EvaluationConfig
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import Measured, measure_cells
-from trainer.evaluation.key_tokens import Chooser, KeyTokens
-from trainer.evaluation.methods import CHOICE, LAYERS, PER_HEAD, Recipe
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
-from trainer.evaluation.plan import Subject, plan_cells
-from trainer.evaluation.results import KEY_TOKENS, STATEMENTS, Arm, Drop, Report
+from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.store import Share, Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.checkpoints import verify_together
 from trainer.runs.descriptions import (
-    command,
     describe_task,
     environment,
     reference_first,
@@ -38,7 +34,6 @@ from trainer.runs.descriptions import (
 )
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.fitted_temperature import keep_temperature
-from trainer.runs.memory import HeadFit, evaluation_problems
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import join_evaluation
 from trainer.workflows.fit_text import fit_text
@@ -58,9 +53,7 @@ DEFAULT = "default"
 """The option of the group that a run ends with."""
 NOT_ASKED = {
     "name": "a heading",
-    **dict.fromkeys(
-        ("cells", "notes", "observations", "temperature", "timing", "key_tokens"), "results"
-    ),
+    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), "results"),
     **dict.fromkeys(("arms", "drop", "reach", "milestones"), "about training; not reported"),
     "environment": "versions and devices change rounding alone; text and models count",
     "longest_context": "follows from the models",
@@ -85,8 +78,8 @@ def evaluate_lengths(
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    names = [str(request.checkpoint), *request.compare, request.evaluation.key_tokens.model or ""]
-    share, threads = join_evaluation(lambda: verify_together(filter(None, names)))
+    names = [str(request.checkpoint), *request.compare]
+    share, threads = join_evaluation(lambda: verify_together(names))
     torch.set_num_threads(request.threads or threads)
     # before reading checkpoints, which takes long for large models
     if request.output:
@@ -197,8 +190,8 @@ def measure_models(
         tf32: as for :func:`multiplying`.
 
     Raises:
-        UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
-            the memory, or no method applies to any model.
+        UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
+            or no method applies to any model.
     """
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = precision_of(config.dtype, device)
@@ -210,28 +203,16 @@ def measure_models(
     config = replace(config.in_multiples(C), dtype=dtype)
     with renaming(**{"evaluation.lengths": lengths_key}):
         recipes, notes = applicable(subjects, config)
-        chooser = None
-        if KEY_TOKENS in config.tasks:
-            other = config.key_tokens.model
-            chooses = subjects[0] if other is None else subject(_chooser(other, text))
-            chooser = Chooser(chooses, config.key_tokens, Store(cells), config.batch_tokens, share)
-        fits = _head_fits(recipes, config, C)
-        choices = _choice_tokens(recipes, config, C)
-        raise_all(
-            _memory_problems(subjects, fits, choices, chooser, config, lengths, device, share)
-        )
         with multiplying(device, tf32):
-            tasks, task_notes = make_tasks(text.held_out, config, lengths, C, chooser)
+            tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
         fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
     for note in task_notes if share.index == 0 else ():
         log.warning("%s", note)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
-    can_shorten = config.shortened() != replace(config, quick=True)
-    shorter = f"{command(sys.argv)} evaluation.quick=true ({QUICK})" if can_shorten else ""
     with multiplying(device, tf32):
-        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share, shorter)
+        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
     if share.index:
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
@@ -247,7 +228,6 @@ def measure_models(
         notes=(
             *notes,
             *task_notes,
-            *([f"A quick evaluation: {QUICK}."] * config.quick),
             *measured.notes,
         ),
         config={"evaluation": _stated(config)},
@@ -258,41 +238,15 @@ def measure_models(
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if any(task.key == STATEMENTS for task in tasks)
         else {},
-        key_tokens=next((t.chosen.about for t in tasks if isinstance(t, KeyTokens)), {}),
     )
     rows = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
     coefficients = {rows[m]: c["coefficient"] for m, c in measured.temperature.items()}
     return replace(report, temperature=coefficients)
 
 
-def _memory_problems(
-    subjects: Sequence[Subject],
-    fits: Mapping[str, HeadFit],
-    choices: Mapping[str, int],
-    chooser: Chooser | None,
-    config: EvaluationConfig,
-    lengths: Sequence[int],
-    device: str,
-    share: Share,
-) -> list[Problem]:
-    """Return the models that do not fit into memory, among them one that chooses key tokens."""
-    longest = max(lengths)
-    shapes = {subject.name: subject.config for subject in subjects}
-    problems = evaluation_problems(shapes, longest, config, device, share.processes, fits, choices)
-    if chooser is not None and chooser.subject is not subjects[0]:
-        model = chooser.subject
-        longest = min(model.layout.training_length, longest)
-        shapes = {f"{model.name}, which chooses key tokens,": model.config}
-        problems += evaluation_problems(shapes, longest, config, device, share.processes)
-    return problems
-
-
 def _stated(config: EvaluationConfig) -> dict[str, Any]:
     """Return the settings of an evaluation that its report holds as its configuration."""
-    elsewhere = dict(STATED)
-    if KEY_TOKENS not in config.tasks:  # so that the request equals that of an older report
-        elsewhere["key_tokens"] = "read by no task"
-    settings = json.loads(json.dumps(all_fields(asdict(config), elsewhere)))
+    settings = json.loads(json.dumps(all_fields(asdict(config), STATED)))
     plain: dict[str, Any] = without_home(settings)
     return plain
 
@@ -302,54 +256,19 @@ def _keep_temperatures(
 ) -> None:
     """Store the fitted temperatures of runs with their checkpoints."""
     # A single coefficient was given by the user, and says nothing of the model.
-    fitted = [measured.temperature] if len(set(config.temperature.grid)) > 1 else []
+    fitted = measured.temperature if len(set(config.temperature.grid)) > 1 else {}
     for candidate in candidates:
         if candidate.run is None:
             continue
         # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
         if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
             continue
-        for temperatures in (*fitted, measured.per_head):  # on equal text the last one stays
-            if (coefficients := temperatures.get(candidate.name)) is None:
-                continue
-            if (older := keep_temperature(candidate.path, coefficients)) is None:
-                log.info("The temperature of %s is kept with its checkpoint", candidate.name)
-            else:
-                log.info(
-                    "The temperature stored with %s stays as it is, 1 + c ln s with c = %.3g%s: "
-                    "it was fitted on more text than here",
-                    *(candidate.name, older, "" if older else ", which changes nothing"),
-                )
-
-
-def _head_fits(
-    recipes: Mapping[str, Sequence[Recipe]], config: EvaluationConfig, training_length: int
-) -> dict[str, HeadFit]:
-    """Return the fits of a temperature per head, by the names of their models."""
-    if max(config.lengths) <= 1:
-        return {}
-    tokens = round(training_length * max(config.temperature.lengths or config.lengths))
-    return {
-        name: HeadFit(tokens, recipe.settings.get(LAYERS, [0])[0])
-        for name, applied in recipes.items()
-        for recipe in applied
-        if PER_HEAD in recipe.key.split("+")
-    }
-
-
-def _choice_tokens(
-    recipes: Mapping[str, Sequence[Recipe]], config: EvaluationConfig, training_length: int
-) -> dict[str, int]:
-    """Return the tokens of the longest text on which heads or pairs are chosen, by the names of
-    the models."""
-    choice_length = config.choice.length
-    tokens: dict[str, int] = {}
-    for name, applied in recipes.items():
-        if choosing := [recipe for recipe in applied if CHOICE in recipe.settings]:
-            also = (s for recipe in choosing for s in recipe.also_at)
-            factor = choice_length or max((*config.lengths, *also))
-            tokens[name] = round(training_length * factor)
-    return tokens
+        if (coefficients := fitted.get(candidate.name)) is None:
+            continue
+        if (older := keep_temperature(candidate.path, coefficients)) is None:
+            log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+        else:
+            log.info("The temperature stored with %s stays: c = %.3g", candidate.name, older)
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
@@ -404,15 +323,3 @@ def fitting_together(candidates: Sequence[Candidate]) -> list[Candidate]:
                 "evaluation.training_length=N counts the lengths of all models from one.",
             )
     return distinct(candidates)
-
-
-def _chooser(reference: str, text: Text) -> Candidate:
-    """Find the model that chooses key tokens.
-
-    Raises:
-        UserError: there is none, or it has another tokenizer than the text.
-    """
-    candidate = find_candidate(reference, MODEL_KEY)
-    if not same_tokens(candidate.tokenizer, text.first.tokenizer):
-        raise UserError.at(MODEL_KEY, f"{reference!r} has another tokenizer than the first model.")
-    return candidate

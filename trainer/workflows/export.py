@@ -128,7 +128,7 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
         raise UserError.at(
             "temperature_at",
             f"no temperature is kept with {str(path)!r}; evaluate it with "
-            "evaluation.methods=[temperature] or [temperature_per_head] first.",
+            "evaluation.methods=[temperature] first.",
         )
     heads, before = model.config.num_attention_heads, model.layout
     length = factor * before.training_length

@@ -11,7 +11,7 @@ from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationCon
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import KEY_TOKENS, PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.runs.arms import phase_configs
 from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.descriptions import label
@@ -212,7 +212,7 @@ def _idle_rescalings(arm: RunConfig) -> Iterator[str]:
 OF_METHODS = {
     "fit_windows": ON_TEXT,
     "layers": BY_LAYER,
-    "temperature": ("temperature", "temperature_rope_id", "temperature_per_head"),
+    "temperature": ("temperature", "temperature_rope_id"),
     "dynamic_ntk": ("dynamic_ntk_alpha",),
     "longrope": ("longrope",),
     "choice": ("dope", "weighted_rope"),
@@ -232,8 +232,8 @@ def say_idle_settings(
     readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
     parts_and_tasks = {*config.parts}
     if isinstance(config, EvaluationConfig):
-        readers |= {key: ("task", (key,)) for key in (KEY_TOKENS, RULER, LONGBENCH, MANY_SHOT)}
-        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY, KEY_TOKENS)))
+        readers |= {key: ("task", (key,)) for key in (RULER, LONGBENCH, MANY_SHOT)}
+        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY,)))
         readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
         parts_and_tasks |= {*config.tasks}
         if parts_and_tasks & {*OF_METHODS["choice"]}:

@@ -220,7 +220,6 @@ evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
 evaluation.tasks=[perplexity,statements] | 'statements' asks for what the training text does not
-evaluation.quick=maybe | evaluation.quick
 evaluation.lengths=[1,5000] | evaluation.lengths: the held-out text has
 evaluation.tasks=[ruler] evaluation.ruler.tasks=[vt] | tokens for RULER's vt with this tokenizer
 evaluation.tasks=[standard] | evaluation.lengths: expected at least
