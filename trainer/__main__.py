@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from pathlib import Path
 
 import trainer
 from trainer.commands import COMMANDS
@@ -23,7 +21,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"unrope {trainer.__version__}")
         return
     with leaving_ranks(), exit_codes(words):
-        check_other_trainer()
         command, words = split_command(words)
         run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, words)
 
@@ -39,8 +36,6 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     first = words[0] if words else ""
-    if words[:2] == ["slurm", "prepare"]:
-        return "slurm_prepare", words[2:]
     if first in COMMANDS:
         return first, words[1:]
     if not first or "=" in first or first.startswith(("-", "+", "~")):
@@ -54,44 +49,6 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:{width}} {text}" for name, text in COMMANDS.items())
     raise UserError.at("", f"unknown command {first!r}.{hint} The commands:\n{listed}")
-
-
-DISTRIBUTIONS = "trainer", "coqui_tts_trainer"
-"""How the metadata directories of Coqui's packages begin."""
-
-
-def check_other_trainer() -> None:
-    """Warn on standard error if Coqui's package is installed; only the first rank does.
-
-    Lists the directories of ``sys.path``: importing ``importlib.metadata`` would slow ``--help``.
-
-    Raises:
-        UserError: it is installed into the same directory, so that one has overwritten the other.
-    """
-    installation = Path(__file__).resolve().parents[1]
-    for directory in dict.fromkeys(Path(entry).resolve() for entry in sys.path):
-        try:
-            names = os.listdir(directory)  # noqa: PTH208  pathlib takes three times as long
-        except OSError:  # a directory that is not there, or an archive
-            continue
-        for name in names:
-            distribution, _, version = name.removesuffix(".dist-info").partition("-")
-            if distribution not in DISTRIBUTIONS or not name.endswith(".dist-info"):
-                continue
-            package = f"Coqui's package {distribution.replace('_', '-')} {version}"
-            if directory == installation:
-                raise UserError.at(
-                    "",
-                    f"{package} is installed in the same directory as Unrope, {directory}, and "
-                    "has the same import name, trainer: one has overwritten files of the other. "
-                    "Install Unrope in a virtual environment of its own.",
-                )
-            if os.environ.get("RANK", "0") == "0":
-                print(
-                    f"warning: {package} in {directory} has the same import name as Unrope, "
-                    "trainer. Install Unrope in a virtual environment of its own.",
-                    file=sys.stderr,
-                )
 
 
 if __name__ == "__main__":

@@ -81,10 +81,8 @@ SCRIPTS = {
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/fetch_smollm2.py": ["--help"],  # tests/interchange/test_smollm2.py fetches it
-    "scripts/first_hour.py": ["--only", "kernels"],  # tests/scripts/test_first_hour.py runs others
     "scripts/rehearse.py": ["--layers=1"],
     "scripts/summarize_ladder.py": ["--help"],  # draws what docs/ holds
-    "scripts/kill_runs.py": ["--kills=1", "--steps=16"],
     "scripts/check_versions.py": ["--help"],  # takes half an hour
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
 }

@@ -18,15 +18,9 @@ from tests.small_runs import trained_in
 from trainer.commands import analyze as analyze_command
 from trainer.commands import evaluate as evaluate_command
 from trainer.commands.hydra import composing as configuration
-from trainer.commands.train import read_run
-from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.longbench import KINDS
 from trainer.runs.checkpoints import find_checkpoint, read_state
-from trainer.runs.directory import plain
-from trainer.runs.parsing import control_config
-from trainer.runs.training_config import StrategyConfig
-from trainer.training.run import train
-from trainer.workflows import analyze, drill, evaluate
+from trainer.workflows import analyze, evaluate
 from trainer.workflows.benchmarks import run_benchmarks
 
 pytestmark = pytest.mark.weekly
@@ -213,43 +207,3 @@ class TestEvaluations:
     def test_questions_are_asked(self, line, tmp_path):
         named = asked(evaluate_command.COMMAND, line, tmp_path)
         assert run_benchmarks(named.request, named.name)
-
-
-TRAINED = set()
-"""What was trained before; sizes of one recipe are one recipe here."""
-
-
-class TestTrainings:
-    @pytest.mark.parametrize("line", [c for c in COMMANDS if re.match(r"\+exp|model|pos", c)])
-    def test_runs_and_their_controls_reach_their_end(self, line, tmp_path, monkeypatch):
-        """In copies as the drill makes them.
-
-        tests/workflows/test_experiments.py trains every experiment and its last control.
-        """
-        for name, value in {"STEPS": 4, "DROP": 2, "EVERY": 4, "BATCH": 4, "LENGTH": 160}.items():
-            monkeypatch.setattr(drill, name, value)
-        words = configuration.compose_words(shlex.split(line))
-        whole = read_run(words, weights=False)
-        controls = [control_config(plain(whole), name, weights=False) for name in whole.controls]
-        is_experiment = re.fullmatch(r"\+experiment=\w+", line)
-        configs = controls[:-1] if is_experiment else [whole, *controls]
-        for number, config in enumerate(configs):
-            copy = drill.shrink(config, tmp_path / str(number))
-            benchmarks = replace(config.monitor.benchmarks, directory="questions", limit=1)
-            if benchmarks.every_tokens:
-                benchmarks = replace(benchmarks, every_tokens=512)
-            text = {"source": "files", "files": ["wikitext2.txt"], "cache_dir": "cache"}
-            copy = replace(
-                copy,
-                data=replace(copy.data, **text),
-                # Only the number differs, and the processor is slow in bfloat16.
-                optimizer=replace(copy.optimizer, lr=1e-3),
-                trainer=replace(copy.trainer, precision="fp32"),
-                strategy=StrategyConfig(),
-                monitor=replace(copy.monitor, benchmarks=benchmarks),
-            )
-            same = repr(replace(copy, run_dir="", name="", label=None))
-            if same not in TRAINED:
-                train(copy, prepare_corpus(copy.data, copy.tokenizer))
-                assert read_state(find_checkpoint(copy.run_dir))["step"] == drill.STEPS
-                TRAINED.add(same)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 
 import pytest
 
-from tests.commands.malformed.runs import vouch_for
-from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
+from tests.training.test_run import checkpoint_of
 from trainer.common.errors import UserError
-from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
+from trainer.runs.checkpoints import read_state
 from trainer.runs.saved_state import read_run_state, read_saved
 
 
@@ -194,20 +192,3 @@ def test_the_one_drop_of_versions_without_phases_is_that_of_a_phase(
 )
 def test_a_first_format_that_is_damaged_is_refused(state, tmp_path, path, value, message):
     assert refusal(tmp_path, changed(in_first_format(state), path, value)) == message
-
-
-def test_a_run_resumes_from_the_first_format_to_the_same_bits(run, tmp_path):
-    whole, _ = run("whole", monitor={"lengths_every": 4, "lengths": [1, 2], "windows": 2})
-    older = tmp_path / "older"
-    shutil.copytree(whole.run_dir, older)
-    for path in regular_checkpoints(older / "checkpoints"):
-        if step_of(path) > 6:
-            shutil.rmtree(path)
-            continue
-        state = json.loads((path / "state.json").read_text())
-        assert state["format"] == 2
-        (path / "state.json").write_text(json.dumps(in_first_format(state)))
-        vouch_for(path)
-    resumed, _ = run("older", monitor={"lengths_every": 4, "lengths": [1, 2], "windows": 2})
-    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
-    assert rows_of(resumed) == rows_of(whole)

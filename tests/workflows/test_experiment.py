@@ -5,20 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.program import run_ranks
-from trainer.commands.hydra.composing import compose_words
-from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.train import read_config, read_run
+from trainer.commands.train import read_config
 from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
@@ -32,11 +28,10 @@ from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.workflows import experiment, remarks
+from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.experiment_report import _median_rate
-from trainer.workflows.remarks import say_epochs, say_idle_settings, say_unusual_settings
 from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.training_text import open_corpus
 
@@ -106,115 +101,7 @@ def test_a_control_trains_in_the_processes_of_its_run(run, control, said):
     assert all(problem.startswith(f"controls.odd.{said}") for problem in found)
 
 
-def warnings(caplog, *arms):
-    """The warnings about arms, given by the words of their command lines."""
-    caplog.clear()
-    configs = [read_config(words) for words in arms]
-    say_unusual_settings(dict(zip(("main", "odd"), configs, strict=False)))
-    return caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=9"],
-            "schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase: its learning rate "
-            "only rises; schedule.warmup_steps=2 is a tenth of them",
-        ),
-        (
-            ["positional=irope"],
-            "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope; "
-            "model.num_hidden_layers=4 has all of its encodings",
-        ),
-    ],
-)
-def test_settings_of_any_arm_that_have_no_effect_are_named(caplog, words, message):
-    budget = [word for word in words if word.startswith("trainer")]
-    run = [*budget, "schedule.warmup_steps=29"]
-    (warned,) = warnings(caplog, run, words)
-    assert warned.startswith(message)
-
-
-def test_a_phase_that_rescales_what_does_not_rotate_is_named(caplog):
-    """A comparison of encodings has one list of phases for all."""
-    phases = ["+phases.a.steps=1", "+phases.b={steps: 1, rescale: {factor: 2.0}}"]
-    phases += ["+phases.c={steps: 1, drop: {}}", "+phases.d={steps: 1, rescale: {factor: 2.0}}"]
-    phases += ["schedule.warmup_steps=1"]
-    message = "phases.{}.rescale: nothing of DroPE rotates by then, so that nothing is rescaled"
-    for encoding, idle in (("rope", "d"), ("alibi", "bd"), ("half_rope", "d")):
-        found = warnings(caplog, [f"positional={encoding}", *phases])
-        assert found == [message.format(name) for name in idle]
-
-
-def test_a_phase_that_rescales_no_layer_names_the_key_that_does(caplog):
-    """RNoPE-SWA rotates in its windows alone, which see no further in longer sequences."""
-    words = ["positional.windows=[32,null]", "model.num_hidden_layers=4", "+phases.a.steps=1"]
-    words += ["schedule.warmup_steps=1"]
-    longer = "+phases.b={{steps: 1, sequence_length: 128, rescale: {{{}}}}}"
-    for layers, choice, idle in (
-        ("[rope,nope]", "", True),
-        ("[rope,nope]", "layers: all", False),
-        ("[rope,nope]", "layers: [1, -1]", True),
-        ("[rope,rope]", "", False),
-    ):
-        messages = warnings(caplog, [*words, f"positional.layers={layers}", longer.format(choice)])
-        assert len(messages) == idle
-        for message in messages:
-            assert message.startswith("phases.b.rescale: no layer of rope + nope that is rescaled")
-            assert "phases.b.rescale.layers=all rescales every layer" in message
-
-
-def test_a_control_of_another_budget_is_named(caplog):
-    words = ["+experiment=drope_demo", "+controls.nope.trainer.max_steps=300"]
-    config = read_config(words)
-    controls = {name: control_config(plain(config), name) for name in config.controls}
-    say_unusual_settings({"main": config} | controls)
-    assert caplog.messages == [
-        "controls.nope: NoPE from scratch trains on 614,400 tokens, and DroPE on 2,621,440"
-    ]
-
-
 UNHEARD = ["evaluation.tasks=[perplexity]", "evaluation.needles.trials=5"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["evaluation.dope.heads=4"], ["dope.heads: without effect; no method of"]),
-        (["evaluation.dope.heads=4", "evaluation.methods=[none,yarn+dope]"], []),
-        (["evaluation.dope.heads=4", "evaluation.methods=null"], []),
-        (["evaluation.weighted_rope=[{tau: 0.5}]"], ["weighted_rope: without effect"]),
-        (
-            ["evaluation.choice.texts=2", "evaluation.longrope.seed=1"],
-            ["choice.texts: without effect; no method of", "longrope.seed: without effect"],
-        ),
-        (["evaluation.temperature.grid=[0.1]"], []),
-        (["evaluation.layers=all"], []),
-        (["evaluation.layers=all", "evaluation.methods=[none,dope]"], ["layers: without effect"]),
-        (["evaluation.ruler.trials=5", "evaluation.needles.trials=5"], ["ruler.trials: without"]),
-        (
-            UNHEARD,
-            ["needles.trials: without effect; no task of evaluation.tasks reads it (statements,"],
-        ),
-        (["evaluation.tasks=[standard]", "evaluation.windows=5"], ["windows: without effect"]),
-        (["evaluation.tasks=[standard]", "evaluation.needles.trials=5"], []),
-        (
-            [*UNHEARD, "evaluation.choice.text=noisy", "evaluation.methods=[none,dope]"],
-            [],
-        ),
-        (
-            [*UNHEARD, "monitor.lengths_every=10"],
-            [],
-        ),
-    ],
-)
-def test_settings_of_an_evaluation_that_nothing_reads_are_named(caplog, words, said):
-    config = read_config(words)
-    say_idle_settings(config.evaluation, words, config.monitor)
-    assert len(caplog.messages) == len(said)
-    for message, part in zip(caplog.messages, said, strict=True):
-        assert message.startswith(f"evaluation.{part}")
 
 
 EVALUATION = {
@@ -431,225 +318,7 @@ def test_ranks_that_see_all_checkpoints_share_the_evaluation(
     assert experiment.evaluation_share(places, ranks) == share
 
 
-@pytest.mark.parametrize("names", [["only"], ["first", "second"]])
-def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
-    monkeypatch.setattr(remarks, "epochs_read", lambda *_: lambda step: dict.fromkeys(names, 1.5))
-    parts = [SimpleNamespace(name=name, text=SimpleNamespace(train=range(1234))) for name in names]
-    with caplog.at_level("INFO"):
-        say_epochs(RunConfig(), SimpleNamespace(parts=parts))
-    called = ["The training part of the text"]
-    if len(names) > 1:
-        called = [f"The training part of the text {name!r}" for name in names]
-    assert caplog.messages == [
-        f"{name} holds 1,234 tokens: this run reads it 1.5 times" for name in called
-    ]
-
-
-def test_a_text_that_is_read_often_is_warned_of_once_with_what_to_write(caplog, monkeypatch):
-    parts = [SimpleNamespace(name="", text=SimpleNamespace(train=range(1234)))]
-    corpus = SimpleNamespace(parts=parts)
-    monkeypatch.setattr(remarks, "epochs_read", lambda *_: lambda step: {"": 79.0 * step / 1000})
-    with caplog.at_level("INFO"):
-        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 1000}}), corpus)
-        say_epochs(parse(RunConfig, {"trainer": {"max_steps": 202}}), corpus)
-    often, seldom = caplog.records
-    assert (often.levelname, seldom.levelname) == ("WARNING", "INFO")
-    assert often.message == (
-        "The training part of the text holds 1,234 tokens: this run reads it 79 times, and learns "
-        "it by heart; give more text, or fewer steps (trainer.max_steps=202 reads it 16 times)"
-    )
-
-
 APART = {"packing": "best_fit"}, {"document_mask": True}
-
-
-@pytest.mark.parametrize(
-    ("data", "characters", "told"),
-    [
-        *(({**apart, "sequence_length": 4096}, 8192, True) for apart in APART),
-        *(({**apart, "sequence_length": 2048}, 8192, False) for apart in APART),
-        ({"sequence_length": 4096}, 8192, False),  # whose sequences run on over documents
-        ({**APART[0], "sequence_length": 4096}, None, False),  # not plain text, or whole files
-        ({**APART[0], "sequence_length": 2048}, 4000, True),
-    ],
-)
-def test_a_text_whose_documents_are_shorter_than_sequences_is_warned_of(
-    caplog, data, characters, told
-):
-    text = SimpleNamespace(piece_characters=characters)
-    corpus = SimpleNamespace(parts=[SimpleNamespace(name="text", text=text)])
-    config = parse(RunConfig, {"data": data})
-    remarks.say_short_documents({"main": config}, corpus)
-    longest = data["sequence_length"]
-    expected = (
-        f"data.piece_characters: plain text is cut into documents of {characters or 0:,} "
-        f"characters, about {(characters or 0) // 4:,} tokens, so that none fills a sequence of "
-        f"{longest:,}; piece_characters={4 * longest} cuts it into longer ones, and "
-        "piece_characters=null keeps every file whole"
-    )
-    assert caplog.messages == ([expected] if told else [])
-
-
-def test_phases_controls_and_texts_with_short_documents_are_named():
-    cut, other = SimpleNamespace(piece_characters=1000), SimpleNamespace(piece_characters=None)
-    parts = [SimpleNamespace(name="a", text=other), SimpleNamespace(name="b", text=cut)]
-    phases = {"short": {"steps": 1}, "long": {"steps": 1, "sequence_length": 512}}
-    config = parse(RunConfig, {"phases": phases, "data": {"document_mask": True}})
-    told = remarks.short_documents(
-        {"main": parse(RunConfig, {}), "x": config}, SimpleNamespace(parts=parts)
-    )
-    assert [*told] == ["data.mixture.b.piece_characters"]
-    assert "none fills a sequence of 512;" in told["data.mixture.b.piece_characters"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ((), False),
-        (("model=llama_135m",), True),
-        (("model=llama_135m", "tokenizer.vocab_size=8192"), False),
-        (("model=llama_135m", "tokenizer.path=a.json"), False),
-    ],
-)
-def test_a_small_vocabulary_under_a_large_model_is_said_once(words, told, caplog):
-    config = read_config([*words, "+controls.again.seed=7"])
-    say_unusual_settings(arms_of(config))
-    assert len(caplog.messages) == told
-    assert all("1,024 tokens are few for RoPE with 106," in message for message in caplog.messages)
-
-
-@pytest.mark.parametrize(
-    ("before", "length", "told"),
-    [
-        (2048, 128, True),
-        (2048, 129, False),
-        (8192, 256, True),
-        (8192, 511, True),
-        (8192, 512, False),
-        (131072, 512, False),
-    ],
-)
-def test_weights_that_go_on_with_much_shorter_sequences_than_recalibrate_takes_are_named(
-    before, length, told, caplog, monkeypatch
-):
-    start = SimpleNamespace(layout=SimpleNamespace(training_length=before))
-    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
-    messages = warnings(caplog, [f"data.sequence_length={length}"])
-    assert len(messages) == told
-    least = "keeps that length, and 512 is the least that recalibrate takes"
-    assert all(f"data.sequence_length={before} {least}" in message for message in messages)
-
-
-@pytest.mark.parametrize(
-    ("words", "now"),
-    [
-        (["drop.at=9", "data.sequence_length=2048"], None),
-        (["drop.at=9", "data.sequence_length=1024"], 1024),
-        (["drop.at=9", "data.sequence_length=64"], 64),
-        (["drop.at=0.5", "data.sequence_length=1024"], 1024),
-        (["data.sequence_length=1024"], None),
-        (["+phases.a.steps=9", "+phases.b={steps: 9, sequence_length: 512, drop: {}}"], 512),
-        (["+phases.a.steps=9", "+phases.b={steps: 9, sequence_length: 2048, drop: {}}"], None),
-    ],
-)
-def test_a_drop_of_trained_weights_on_sequences_shorter_than_their_context_is_named(
-    words, now, caplog, monkeypatch
-):
-    words = [*words, "schedule.warmup_steps=1"]
-    if any(word.startswith("drop.at") for word in words):
-        words.append("drop.schedule.warmup_steps=1")
-    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
-    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
-    messages = warnings(caplog, words)
-    assert len(messages) == (now is not None)
-    for message in messages:
-        assert f"trains on sequences of {now:,} tokens, and its weights were" in message
-        assert "trained on 2,048: it never sees that context without its positions" in message
-        assert message.endswith(f"from {now:,}, unless evaluation.training_length=2048 is given")
-    monkeypatch.setattr(remarks, "starting_weights", lambda model: None)  # from scratch
-    assert warnings(caplog, words) == []
-
-
-def test_a_length_that_the_caller_chose_is_not_warned_of(caplog, monkeypatch):
-    start = SimpleNamespace(layout=SimpleNamespace(training_length=2048))
-    monkeypatch.setattr(remarks, "starting_weights", lambda model: start)
-    configs = {"main": read_config(["data.sequence_length=128"])}
-    say_unusual_settings(configs, chosen=["data.sequence_length"])
-    assert caplog.messages == []
-
-
-def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
-    base, tmp_path, monkeypatch
-):
-    opened, told = [], []
-    names = ["set_environment", "set_threads", "open_gpus", "say_epochs", "say_unusual_settings"]
-    names.append("say_costs")
-    for name in names:
-        monkeypatch.setattr(experiment, name, lambda *_, name=name: told.append(name))
-
-    def opening(*given):
-        opened.append(open_corpus(*given))
-        return opened[-1]
-
-    def reached(config, corpus, *_, **__):
-        assert [corpus] == opened
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(experiment, "open_corpus", opening)
-    monkeypatch.setattr(experiment, "train", reached)
-    with pytest.raises(KeyboardInterrupt):
-        run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
-    assert told == names
-
-
-@pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 1), ("wsd", 3)])
-@pytest.mark.parametrize("drop", [6, None])
-def test_a_finished_run_that_should_be_longer_is_refused_with_the_command_that_trains_on(
-    base, tmp_path, monkeypatch, schedule, warmup, drop
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    when = "never" if drop is None else "after_drop"
-    changes = {
-        "model": {"qk_norm": {"when": when}},
-        "drop": {"at": drop},
-        "schedule": {"name": schedule, "warmup_steps": warmup},
-        "controls": {"rope": {"label": "Other", "seed": 5}},
-        "evaluation": {"enabled": False},
-    }
-    experiment_text = yaml.safe_dump(merged(base, changes))
-    (tmp_path / "own/experiment/tiny.yaml").write_text(f"# @package _global_\n{experiment_text}")
-    words = ["--config-dir", "own", "+experiment=tiny", "run_dir=runs/mine"]
-    words += ["trainer.max_steps=12"]
-
-    def command(words):
-        monkeypatch.setattr(sys, "argv", ["trainer", *words])
-        return run_experiment(read_run(compose_words(words[2:], files=ConfigFiles(Path("own")))))
-
-    command(words)
-    with pytest.raises(UserError) as refused:
-        command([*words[:-1], "trainer.max_steps=15"])
-    said = str(refused.value.problems[-1])
-    begun = said.partition("another order: ")[2].partition(". Its controls")[0].split()
-    assert begun[:3] == ["python", "-m", "trainer"]
-    assert ("schedule.warmup_steps=1" in begun) == (warmup == 3)  # or the rate would only rise
-    assert said.endswith("from runs/mine/controls/NAME.")
-    assert not (tmp_path / "runs" / "tiny_longer").exists()
-    report, existed = command([*begun[3:], "run_dir=runs/longer"])
-    (arm,) = report.arms
-    assert (arm.steps, arm.tokens, existed) == (3, 3 * 4 * 32, False)
-    assert arm.name == ("RoPE" if drop is None else "DroPE")
-
-
-def test_a_run_that_is_not_finished_is_to_be_finished_before_it_is_made_longer(base, tmp_path):
-    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "run")})
-    open_run_directory(config)
-    longer = replace(config, trainer=replace(config.trainer, max_steps=15))
-    with (
-        pytest.raises(UserError, match="over 12 steps; finish these first"),
-        experiment.naming_longer_runs(longer),
-    ):
-        open_run_directory(longer)
 
 
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(

@@ -49,11 +49,9 @@ def execute(named: Named[Any]) -> None:
 
     check_models(named.request.checkpoint, named.request.compare)
     from trainer.commands.console import print_report, set_up_console
-    from trainer.workflows.remarks import say_idle_settings
     from trainer.workflows.requests import EvaluationRequest
 
     set_up_console()
-    say_idle_settings(named.request.evaluation, named.words)
     # A batch script requeues the job. Its command then resumes from the stored results.
     with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1):
         if isinstance(named.request, EvaluationRequest):

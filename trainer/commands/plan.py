@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from trainer.commands.hydra.command import Command
-from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError, raise_all
 from trainer.common.fields import Positive, configuration
@@ -27,14 +25,10 @@ class PlanKeys:
     """GPU whose memory the run has to fit: a100_40gb, a100 (80 GB), h100, h200."""
     mfu: Annotated[Positive, Field(le=1)] = 0.4
     """Share of the GPU's dense peak that training reaches."""
+    gpus: Annotated[int, Field(ge=1)] = 1
+    """GPUs that train together."""
     exact: bool = False
     """Go through all layers for the memory, which takes longer."""
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    """Nodes and GPUs of the job."""
-
-    def problems(self) -> list[Problem]:
-        """Return the problems of the job's settings."""
-        return [problem.under("slurm") for problem in self.slurm.problems()]
 
 
 def read(composed: Composed) -> PlanRequest:
@@ -45,7 +39,6 @@ def read(composed: Composed) -> PlanRequest:
     from trainer.runs.starting_point import FROM_RUN
 
     keys, problems, composed = composed.split(PlanKeys)
-    problems += keys.problems()
     missing: tuple[Problem, ...] = ()
     try:
         config = read_run(composed, problems)
@@ -62,20 +55,11 @@ def read(composed: Composed) -> PlanRequest:
     from trainer.workflows.experiment import experiment_problems
     from trainer.workflows.plan import PlanRequest
 
-    on_a_node = keys.slurm.for_run(config).workers_a_node
-    ranks = 1 if config.strategy.name == "single" else keys.slurm.nodes * on_a_node
-    if config.strategy.name == "single" and keys.slurm.nodes > 1:
-        problems.append(
-            Problem(
-                "strategy",
-                f"'single' uses one GPU, but slurm.nodes is {keys.slurm.nodes}; choose "
-                "strategy=ddp, fsdp2 or hsdp.",
-            )
-        )
+    ranks = 1 if config.strategy.name == "single" else keys.gpus
+    on_a_node = min(ranks, 8)
     problems += experiment_problems(arms_of(config, weights=not missing), ranks, on_a_node)
     raise_all(problems)
-    gpus = config, ranks, min(on_a_node, ranks)
-    return PlanRequest(*gpus, keys.gpu, keys.mfu, keys.exact, missing)
+    return PlanRequest(config, ranks, on_a_node, keys.gpu, keys.mfu, keys.exact, missing)
 
 
 def execute(request: PlanRequest) -> None:
@@ -114,11 +98,11 @@ def print_sections(sections: Iterable[Section]) -> None:
 
 
 HELP = """
-python -m trainer plan +experiment=NAME [slurm.nodes=4] [strategy=fsdp2] [gpu=a100] [mfu=0.35]
+python -m trainer plan +experiment=NAME [gpus=32] [strategy=fsdp2] [gpu=a100] [mfu=0.35]
 
 Checks the configuration of a run and says what it will need, without GPU or network: parameters,
 tokens, epochs of its text, operations, memory of a GPU by part for its strategy, hours on several
 GPUs, disk, and what is missing on this machine. Where a step does not fit, it names the smallest
 change with which it does. Memory is that of the program's own step on pretended ranks, uncompiled.
 """
-COMMAND = Command("plan", HELP, read, execute, single="a plan is of one run.", described=("slurm",))
+COMMAND = Command("plan", HELP, read, execute, single="a plan is of one run.")

@@ -58,8 +58,7 @@ python -m trainer prepare data=files 'data.files=[texts/*.jsonl.zst]' tokenizer.
 
 Reads the text of a run, tokenises it on all cores and writes it as flat files of token ids, which
 sequences of any length are cut from. Interrupted, the same command goes on; done, it does nothing.
-Several processes or nodes share the work by prepare.part; `trainer slurm prepare` writes an array
-of such jobs. Memory does not grow with the text.
+Several processes or nodes share the work by prepare.part. Memory does not grow with the text.
 """
 COMMAND = Command(
     "prepare",

@@ -179,11 +179,8 @@ def execute(named: Named[RunConfig]) -> None:
 
     set_up_console()
     from trainer.workflows.experiment import run_experiment
-    from trainer.workflows.remarks import say_idle_settings
 
     config = named.request
-    if config.evaluation.enabled:
-        say_idle_settings(config.evaluation, named.words, config.monitor)
     if (outcome := run_experiment(config)) is not None:
         report, existing = outcome
         print_report(report, config.run_dir, existing)
@@ -216,16 +213,12 @@ unrope: train decoders with any positional encoding, drop it, and see how far th
 python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
 python -m trainer recalibrate MODEL text=FILES        drop a trained model's encoding
 python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
-python -m trainer inspect runs/NAME step=N            show what a step read
-python -m trainer watch runs/NAME                     show how a run is getting on
 python -m trainer evaluate runs/NAME ...              evaluate a checkpoint
 python -m trainer compare runs/A runs/B ...           the runs of a sweep beside each other
 python -m trainer analyze runs/NAME +analysis=all     show its attention geometry
 python -m trainer generate runs/NAME prompt="..."     continue a text
 python -m trainer export runs/NAME to=DIR             write it for transformers
 python -m trainer plan +experiment=NAME ...           what it will need: memory, hours, disk
-python -m trainer drill +experiment=NAME ...          break a small copy, see if it survives
-python -m trainer slurm +experiment=NAME ...          write and submit a SLURM job
 python -m trainer COMMAND --help                      more about one of them
 
 Try first:      python -m trainer +experiment=drope_demo

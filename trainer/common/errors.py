@@ -10,8 +10,6 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, Self
 
-from trainer.common.words import same_command
-
 P = ParamSpec("P")
 
 
@@ -124,24 +122,6 @@ def disk_problem(error: OSError) -> Problem | None:
         return None
     path = "" if error.filename is None else repr(str(error.filename))
     return Problem(path, f"{error.strerror}.", transient=True)
-
-
-@contextmanager
-def saying_how_to_do_the_rest(rest: str, *, overwrite: bool) -> Iterator[None]:
-    """Add to an error after training how the same command does the rest, and trains nothing.
-
-    ``rest``: what it does, such as ``"evaluates it"``. ``overwrite``: whether the command has
-    ``overwrite=true``.
-    """
-    hint = f"The run is trained: {same_command(overwrite)} {rest}, and trains nothing."
-    try:
-        yield
-    except UserError as error:
-        raise UserError(*(replace(p, hint=p.hint or hint) for p in error.problems)) from error
-    except OSError as error:
-        if (problem := disk_problem(error)) is None:
-            raise
-        raise UserError(replace(problem, hint=hint)) from error
 
 
 def is_transient(error: Exception) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +19,8 @@ from trainer.common.errors import (
     UserError,
     collecting,
     raise_all,
-    saying_how_to_do_the_rest,
 )
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.evaluation.store import Share
@@ -71,9 +67,7 @@ from trainer.training.loggers import (
 )
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
-from trainer.workflows.costs import say_costs
 from trainer.workflows.experiment_report import make_report
-from trainer.workflows.remarks import say_epochs, say_short_documents, say_unusual_settings
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
@@ -120,11 +114,6 @@ def _run_experiment(
         corpus = open_everywhere(config, directories, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
-            say_epochs(config, corpus)
-            say_short_documents(configs, corpus)
-            say_unusual_settings(configs, chosen)
-            if not chosen:  # recalibrate measures these, and says what it chooses
-                say_costs(configs, vocabulary_size(corpus.tokenizer), ranks)
         with heeding_signals(), _leaving_together(lock):
             runs = {
                 name: train(
@@ -144,8 +133,7 @@ def _run_experiment(
     directory = Path(config.run_dir)
     # A finished trainer is a reference cycle: collect it now to free memory for the evaluation.
     gc.collect()
-    rest = saying_how_to_do_the_rest("evaluates it", overwrite=config.overwrite)
-    with stopping_between_files(), rest:
+    with stopping_between_files():
         report = make_report(configs["main"], configs, runs, corpus, share)
         if share.index:
             return None
@@ -305,8 +293,7 @@ def _finished_report(config: RunConfig) -> Report | None:
             f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
             "evaluates the finished run again, without training.",
         ) from None
-    with naming_longer_runs(config):
-        check_run_directory(config, finished=True)
+    check_run_directory(config, finished=True)
     return report
 
 
@@ -331,10 +318,9 @@ def _open(
     problems = start_problems(configs, ranks)
     keys = {problem.key for problem in problems}
     raise_all([*problems, *(problem for problem in elsewhere if problem.key not in keys)])
-    with naming_longer_runs(config):
-        for arm in configs.values():
-            if not config.overwrite or arm is config:  # deletes the controls' directories, too
-                check_run_directory(arm)
+    for arm in configs.values():
+        if not config.overwrite or arm is config:  # deletes the controls' directories, too
+            check_run_directory(arm)
     check_added_controls(config)
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
@@ -376,82 +362,6 @@ def check_added_controls(config: RunConfig) -> None:
             )
             problems.append(Problem(f"controls.{name}.branch", reason))
     raise_all(problems)
-
-
-@contextmanager
-def naming_longer_runs(config: RunConfig) -> Iterator[None]:
-    """Add to the refusal of a longer run the command that trains on from its end.
-
-    The schedule and a drop at a share of the steps are laid out over all steps: more steps from the
-    start are another run. The weights can begin a new run.
-    """
-    try:
-        yield
-    except UserError as error:
-        keys = {problem.key for problem in error.problems}
-        if keys.isdisjoint(BUDGETS):
-            raise
-        saved = saved_run(Path(config.run_dir))
-        if config.trainer.max_steps <= saved.trainer.max_steps:
-            raise
-        raise UserError(*error.problems, Problem("", _continuation(config, saved))) from error
-
-
-BUDGETS = ("trainer.max_steps", "trainer.max_tokens")
-
-
-def _continuation(config: RunConfig, saved: RunConfig) -> str:
-    """Return how to train on from a run that was ``saved`` with fewer steps."""
-    steps, checkpoints = saved.trainer.max_steps, Path(config.run_dir) / "checkpoints"
-    done = [step_of(path) for path in regular_checkpoints(checkpoints)]
-    if steps not in done:
-        return (
-            f"Its schedule is laid out over {steps:,} steps; finish these first (the command that "
-            "began it), then train on from their end."
-        )
-    place = f"{config.run_dir}/controls/NAME"
-    return (
-        "To train on from its end, as a run of its own with the text in another order: "
-        f"{shlex.join(longer_words(config, saved, sys.argv))}"
-        + (f". Its controls go on in the same way, from {place}." if config.controls else "")
-    )
-
-
-OF_WEIGHTS = ("model", "positional", "tokenizer", "drop", "controls", "phases")
-"""Groups that a run with another run's weights takes from that run, or leaves out."""
-
-
-def longer_words(config: RunConfig, saved: RunConfig, argv: Sequence[str]) -> list[str]:
-    """Return a command that trains on from the end of a finished run.
-
-    ``config``: the run as it should be, with more steps or tokens than ``saved``. ``argv``: the
-    command line that asked for it.
-    """
-    more_steps = config.trainer.max_steps - saved.trainer.max_steps
-    warmup = []
-    if config.schedule.warmup_steps >= more_steps:  # the rate would only rise
-        warmup = [f"schedule.warmup_steps={max(more_steps // 10, 1)}"]
-    replaced = {"name", "run_dir", "label", "overwrite", "seed", *BUDGETS}
-    replaced |= {word.partition("=")[0] for word in warmup}
-    keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in argv]
-    words = [
-        word
-        for word, key in zip(argv[1:], keys[1:], strict=True)
-        if key not in replaced and key.split(".")[0] not in OF_WEIGHTS
-    ]
-    more, before = config.trainer.max_tokens, saved.trainer.max_tokens
-    if more is not None and before is not None:
-        budget = f"trainer.max_tokens={more - before}"
-    else:
-        budget = f"trainer.max_steps={more_steps}"
-    left_out = [f"{key}=null" for key in ("controls", "phases") if getattr(config, key)]
-    return [
-        *("python", "-m", "trainer", *words, f"name={config.name}_longer"),
-        *(f"model.from_run={config.run_dir}", budget, f"seed={config.seed + 1}"),
-        *warmup,
-        *(["drop.enabled=false"] if config.drop_step is not None else []),
-        *left_out,
-    ]
 
 
 def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:

@@ -33,13 +33,10 @@ from trainer.training.speed import product_peak
 from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.costs import (
     STATE,
-    Device,
     evaluation_operations,
     in_trainings,
-    remarks_on_costs,
     training_operations,
 )
-from trainer.workflows.remarks import short_documents
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -117,11 +114,6 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section("Memory of each GPU", list(_memory(request, arms, vocab)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, total, evaluation)))
     yield Section("Disk", list(_disk(config, controls, corpus, estimates, counts["in all"], vocab)))
-    remarks = remarks_on_costs(arms, operations, evaluation, _device(request))
-    if isinstance(corpus, Corpus):
-        remarks |= short_documents(arms, corpus)
-    if remarks:
-        yield Section("Remarks", [*remarks.items()])
     missing_text = corpus.problems if isinstance(corpus, UserError) else ()
     if missing := [*request.missing, *missing_text]:
         commands = dict.fromkeys(problem.command for problem in missing if problem.command)
@@ -337,13 +329,6 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
                 f"trainer.micro_batch_size={fewer} takes {gib(size)}"
             )
     return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
-
-
-def _device(request: PlanRequest) -> Device:
-    """Return the GPUs that the plan is for."""
-    name, products = GPUS[request.gpu].name, request.config.trainer.products
-    speed = (dense_peak(name, products) or 0.0) * request.mfu * request.ranks
-    return Device(True, dense_peak(name, "bf16") is not None, speed)
 
 
 def _time(request: PlanRequest, total: float, evaluation: float) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,6 @@ from trainer.common.errors import (
     collecting,
     raise_all,
     renaming,
-    saying_how_to_do_the_rest,
 )
 from trainer.common.files import write_atomically
 from trainer.common.formats import read_as
@@ -36,10 +35,9 @@ from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import check_run_directory, check_writable, open_run_directory
 from trainer.runs.memory import weights_of
-from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.run_lock import RunLock
-from trainer.runs.starting_point import epochs_read, starting_weights
+from trainer.runs.starting_point import starting_weights
 from trainer.runs.training_config import OptimizerConfig
 from trainer.training.speed import Times, measure_step, multiplies_bf16_fast
 from trainer.workflows.evaluate import evaluate_lengths
@@ -47,7 +45,6 @@ from trainer.workflows.experiment import corpus_problems, run_experiment, start_
 from trainer.workflows.export import export_checkpoint
 from trainer.workflows.plan import Section
 from trainer.workflows.recipe import CPU_PASS, Facts, Recipe, Speed, choose
-from trainer.workflows.remarks import MANY_EPOCHS
 from trainer.workflows.requests import EvaluationRequest, ExportRequest
 from trainer.workflows.training_text import open_corpus
 
@@ -342,24 +339,7 @@ def prepare(request: Recalibration) -> Corpus:
         if trains:
             raise_all(corpus_problems(configs, corpus))
     lengths_that_fit(request, corpus)
-    if trains:
-        _say_long_minutes(request, corpus)
     return corpus
-
-
-def _say_long_minutes(request: Recalibration, corpus: Corpus) -> None:
-    """Warn if the minutes suffice to read the text more often than it teaches anything."""
-    config, minutes = request.config, request.asked.minutes
-    if not any(choice.key == "trainer.max_steps" for choice in request.recipe.choices):
-        return  # the user set the steps
-    times = max(epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps).values())
-    if times > MANY_EPOCHS:
-        enough = float(f"{minutes * MANY_EPOCHS / times:.2g}")
-        log.warning(
-            "minutes: %g are more than the text holds: its training part is read %.3g times; "
-            "minutes=%g reads it %d times, or give more text",
-            *(minutes, times, enough, MANY_EPOCHS),
-        )
 
 
 def lengths_that_fit(request: Recalibration, corpus: Corpus) -> list[int]:
@@ -437,8 +417,7 @@ def evaluate(request: Recalibration, corpus: Corpus) -> tuple[Report, Path] | No
         threads=config.trainer.threads,
         evaluation=replace(config.evaluation, tokens=fitting),
     )
-    with saying_how_to_do_the_rest("evaluates and exports it", overwrite=config.overwrite):
-        return evaluate_lengths(asked)
+    return evaluate_lengths(asked)
 
 
 def export(request: Recalibration) -> Exported | None:
@@ -448,7 +427,6 @@ def export(request: Recalibration) -> Exported | None:
     asked = ExportRequest(
         request.config.run_dir, str(request.to), threads=request.config.trainer.threads
     )
-    with saying_how_to_do_the_rest("exports it", overwrite=request.config.overwrite):
-        exported = export_checkpoint(asked)
-        write_record(request, exported=True)
+    exported = export_checkpoint(asked)
+    write_record(request, exported=True)
     return exported
