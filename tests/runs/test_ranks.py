@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,20 +19,13 @@ from trainer.runs.ranks import (
     Vote,
     all_gather,
     current_ranks,
-    device_index,
     device_of,
     device_type,
-    fair_share,
     init_distributed,
-    limit_collectives,
-    on_all_ranks,
     on_rank_zero,
     process_group,
-    share_of_cores,
     shutdown_distributed,
-    waiting_group,
 )
-from trainer.runs.training_config import TimeoutConfig
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -72,92 +63,21 @@ def test_a_batch_script_without_srun_is_alone(environment):
     assert current_ranks() == Ranks()
 
 
-def test_alone_the_first_does_everything():
-    assert on_rank_zero(lambda: 3) == 3
-    with pytest.raises(UserError, match="no"):
-        on_rank_zero(lambda: (_ for _ in ()).throw(UserError.at("", "no")))
-
-
-@pytest.mark.parametrize(
-    ("visible", "index"),
-    [
-        (4, 3),  # torchrun shows every process all GPUs of its machine
-        (8, 3),
-        (1, 0),  # srun --gpus-per-task=1 shows each its own
-    ],
-)
-def test_a_process_takes_the_gpu_that_is_its_own_among_those_it_sees(visible, index):
-    assert device_index(Ranks(7, 8, 3, 4), visible) == index
-
-
-def test_more_processes_than_gpus_are_refused_by_each():
-    for local_rank in range(4):
-        with pytest.raises(UserError, match=r"4 processes .* sees 2 GPUs") as error:
-            device_index(Ranks(local_rank, 4, local_rank, 4), 2)
-        assert error.value.is_transient  # a GPU may have failed since the job was submitted
-
-
-@pytest.mark.parametrize(
-    ("of_all", "share"),
-    [
-        (["01234567"], 8),
-        (["01234567", "01234567"], 4),  # torchrun: both may use all
-        (["0123", "4567"], 4),  # srun: each has its own
-        (["012345", "012345", "012345"], 2),
-        (["0", "0", "0"], 1),
-    ],
-)
-def test_a_core_that_several_processes_may_use_is_divided_among_them(of_all, share):
-    sets = [frozenset(map(int, cores)) for cores in of_all]
-    assert [fair_share(mine, sets) for mine in sets] == [share] * len(sets)
-
-
-def test_an_error_of_one_rank_is_said_and_ends_it_without_waiting_for_the_others(tmp_path):
-    """The first rank, in a collective, learns of it by the connection that the second closes."""
-    script = Path(__file__).with_name("failing_ranks.py")
-    first, second = run_ranks(2, script, cwd=tmp_path)
-    assert (first.returncode, second.returncode) == (1, 1)
-    assert first.stdout == second.stdout == ""
-    assert second.stderr.endswith("RuntimeError: CUDA out of memory\n")
-    assert second.stderr.count("Traceback") == 1
-
-
-@pytest.fixture(scope="module")
-def said_by_two(tmp_path_factory):
-    """What each of two ranks says in ``waiting_ranks.py``, by its subject."""
-    script = Path(__file__).with_name("waiting_ranks.py")
-    done = run_ranks(2, script, cwd=tmp_path_factory.mktemp("run"))
+@pytest.mark.slow
+def test_two_ranks_share_results_errors_and_votes(tmp_path):
+    """The first rank's result and error reach both; a vote is known to both a step later."""
+    script = Path(__file__).with_name("two_ranks.py")
+    done = run_ranks(2, script, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [0, 0], done
-    return [dict(line.split(": ", 1) for line in rank.stdout.splitlines()) for rank in done]
-
-
-def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two):
-    assert [outcome["alone"] for outcome in said_by_two] == ["done", "done"]
-    assert [outcome["collective"] for outcome in said_by_two] == ["late", "gave up"]
-
-
-def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
-    assert [outcome["disk"] for outcome in said_by_two] == [
-        "nowhere: No such file or directory."
-    ] * 2
-
-
-def test_a_node_that_sees_no_gpu_is_named_by_all(said_by_two):
-    message = (
-        f"trainer.accelerator: torch sees no GPU on {os.uname().nodename}, but other processes"
-    )
-    assert all(of_rank["device"].startswith(message) for of_rank in said_by_two)
-
-
-def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):
-    first, second = (outcome["dashboard"] for outcome in said_by_two)
-    assert first == second == Path(said_by_two[0]["file"]).read_text()
-
-
-def test_ranks_of_a_machine_share_its_cores(said_by_two):
-    assert [int(outcome["threads"]) for outcome in said_by_two] == [
-        max(len(os.sched_getaffinity(0)) // 2, 1)
-    ] * 2
+    for rank in done:
+        assert rank.stdout.splitlines() == [
+            "result: 3",
+            "error: FileNotFoundError nowhere",
+            "gathered: [0, 10]",
+            "votes: [False, False, True, False]",
+        ]
+    single = Vote()
+    assert [single.agreed(mine) for mine in (False, True, False)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -204,11 +124,6 @@ def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
     assert "MASTER_ADDR" not in os.environ
 
 
-@pytest.mark.parametrize(("size", "local", "nodes"), [(1, 1, 1), (9, 4, 3), (8, 4, 2)])
-def test_machines_that_are_not_full_count(size, local, nodes):
-    assert Ranks(0, size, 0, local).nodes == nodes
-
-
 def test_a_process_computes_where_it_may(monkeypatch):
     everywhere, cpu = RunConfig(), RunConfig(trainer=TrainerConfig(accelerator="cpu"))
     ranks = Ranks(1, 2, 1, 2)
@@ -229,44 +144,7 @@ def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
         environment.setenv(name, value)
     with pytest.raises(UserError) as error:
         init_distributed(RunConfig())
-    assert tuple(map(str, error.value.problems)) == (
-        "strategy: 2 processes were started, but strategy=single uses one; choose strategy=ddp, "
-        "fsdp2 or hsdp.",
-    )
-
-
-@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
-def test_ranks_meet_on_their_devices_and_wait_for_each_other_on_the_cpu(environment, device):
-    for name, value in zip(TORCHRUN, ["1", "2", "1", "2", "0"], strict=True):
-        environment.setenv(name, value)
-    asked = []
-    environment.setattr(dist, "init_process_group", lambda *a, **more: asked.append((a, more)))
-    environment.setattr(dist, "new_group", lambda **options: asked.append(options))
-    environment.setattr(torch.cuda, "set_device", asked.append)
-    environment.setattr(ranks_module, "device_of", lambda *_: torch.device(device))
-    environment.setattr(ranks_module, "_waiting", [])
-    timeouts = TimeoutConfig(start=7, one_rank=9)
-    config = RunConfig(strategy=StrategyConfig("ddp", timeouts=timeouts))
-    ranks = init_distributed(config)
-    assert (ranks.rank, ranks.world_size) == (1, 2)
-    on_gpu = device == "cuda:1"
-    assert asked == [
-        *[torch.device(device)] * on_gpu,
-        (("cpu:gloo,cuda:nccl" if on_gpu else "gloo",), {"timeout": timedelta(seconds=7)}),
-        {"backend": "gloo", "timeout": timedelta(seconds=9)},
-    ]
-
-
-def test_ranks_of_the_next_run_wait_in_its_own_group(environment):
-    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
-        environment.setenv(name, value)
-    environment.setattr(dist, "init_process_group", lambda *_, **__: None)
-    for group in ("of the first run", "of the second"):
-        environment.setattr(dist, "new_group", lambda group=group, **_: group)
-        init_distributed(RunConfig(strategy=StrategyConfig("ddp")))
-        assert waiting_group() == group
-        shutdown_distributed()
-    assert waiting_group() is None
+    assert str(error.value) == "strategy: single uses one process, and 2 were started"
 
 
 @pytest.fixture
@@ -284,13 +162,10 @@ def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
     assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")] == [
         "0", "1", "0", "0",
     ]  # fmt: skip
-    assert waiting_group() is None
     group = dist.group.WORLD
     assert init_distributed(alone) == Ranks()  # again
     assert dist.group.WORLD is group
-    limit_collectives(0.1)  # of nobody
     assert on_rank_zero(lambda: 3) == 3
-    assert on_all_ranks(lambda: 4) == [4]
     assert all_gather(5) == [5]
     shutdown_distributed()
     assert not dist.is_initialized()
@@ -333,42 +208,3 @@ def test_of_several_the_group_stays_where_one_may_have_failed_alone(
             raise error
     assert dist.is_initialized() == stays
     assert ("RuntimeError: x" in capsys.readouterr().err) == printed
-
-
-def test_cores_of_which_some_are_shared_are_divided():
-    assert fair_share(frozenset({1, 2, 3}), [frozenset({1, 2, 3}), frozenset({3})]) == 2
-    assert share_of_cores() == len(os.sched_getaffinity(0))
-
-
-@pytest.fixture
-def others(monkeypatch):
-    """Votes of another rank, added to one's own once they are waited for."""
-    cast = []
-
-    def all_reduce(mine, group, async_op):
-        assert async_op
-        assert group == "waiting"
-        vote = cast.pop(0)
-        return SimpleNamespace(wait=lambda: mine.add_(vote))
-
-    monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ranks_module.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(ranks_module, "waiting_group", lambda: "waiting")
-    return cast
-
-
-def test_a_vote_is_known_one_step_later_on_all_ranks(others):
-    others[:] = [0, 1, 0, 1, 0]
-    vote = Vote()
-    assert [vote.agreed(mine) for mine in (False, False, True, True, False)] == [
-        *(False, False, True, True, True),
-    ]
-
-
-@pytest.mark.parametrize(("there", "size"), [(False, 2), (True, 1)])
-def test_alone_it_is_known_at_once(monkeypatch, there, size):
-    monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: there)
-    monkeypatch.setattr(ranks_module.dist, "get_world_size", lambda: size)
-    vote = Vote()
-    assert [vote.agreed(mine) for mine in (False, True, False)] == [False, True, False]

@@ -8,7 +8,6 @@ from trainer.runs.training_config import (
     BenchmarksConfig,
     MonitorConfig,
     StrategyConfig,
-    TimeoutConfig,
     TrainerConfig,
     seconds_of,
 )
@@ -19,7 +18,7 @@ POSSIBLE = [
     ),
     TrainerConfig(step_timeout=None, profile_steps=[1, 1000], batch_size=6, micro_batch_size=3),
     StrategyConfig("hsdp", shard_size=1, cpu_offload=True),
-    StrategyConfig("fsdp2", cpu_offload=True, timeouts=TimeoutConfig(0.1, 0.1, 0.1)),
+    StrategyConfig("fsdp2", cpu_offload=True, timeout=0.1),
     StrategyConfig("ddp"),
     MonitorConfig(
         lengths_every=1, lengths=[1], trials=0, windows=1, probe_every=1, probe_sequences=1

@@ -25,7 +25,6 @@ from trainer.runs.saved_state import rewinds_of
 from trainer.training import run as training
 from trainer.training.callbacks import guards
 from trainer.training.callbacks.guards import (
-    CollectiveTimeouts,
     GarbageCollection,
     Rewind,
     Watchdog,
@@ -291,21 +290,6 @@ def test_a_full_disk_is_logged_once_until_a_write_succeeds(monkeypatch, tmp_path
     for _ in steps_of(callback):
         pass
     assert [r.getMessage() for r in caplog.records] == 2 * ["heartbeat.json: full; the run goes on"]
-
-
-def test_ranks_wait_longer_before_the_first_step_is_done_and_after_the_last(monkeypatch):
-    events = []
-    monkeypatch.setattr(guards, "limit_collectives", events.append)
-    config = RunConfig()
-    guard = CollectiveTimeouts(config)
-    for _, index in steps_of(guard, steps=3):
-        events.append(index)
-    # An error may be that of one rank alone, which must not wait for the others.
-    guard.on_exception(None, None, None)
-    guard.on_train_end()
-    times = config.strategy.timeouts
-    assert times.collective != times.start
-    assert events == [0, 1, times.collective, 2, 3, 4, 5, times.start]
 
 
 class Watching(StepCallback):

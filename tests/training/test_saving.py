@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +14,6 @@ from tests.program import run_ranks
 from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.runs.training_config import StrategyConfig, TimeoutConfig
 from trainer.training.callbacks import saving
 
 ALONE = Ranks()
@@ -203,33 +200,6 @@ def test_only_the_last_checkpoint_must_be_written(saved_by, caplog, asynchronous
         saved_by(7, failing=(7,), asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize(("step_timeout", "longest"), [(5.0, 60.0), (90.0, 90.0), (None, None)])
-def test_a_write_may_take_as_long_as_one_rank_may_work(
-    monkeypatch, tmp_path, watched, step_timeout, longest
-):
-    """The watchdog of the step waits for it, and goes on; after training it stays off."""
-    config = RunConfig(
-        run_dir=str(tmp_path),
-        trainer=TrainerConfig(step_timeout=step_timeout),
-        strategy=StrategyConfig(timeouts=TimeoutConfig(one_rank=60.0)),
-    )
-    callback = saving.Saving(config, ALONE, None)
-
-    def write():
-        time.sleep(0.1)
-        watched.append("written")
-
-    assert callback.finish() is None
-    assert watched == []
-    callback._in_flight = "step-000003", callback._thread.submit(write)
-    callback.finish()
-    assert [x for x in watched if x] == [x for x in (longest, "written", step_timeout) if x]
-    watched.clear()
-    callback._in_flight = "step-000006", callback._thread.submit(write)
-    callback.teardown(None, None, "fit")
-    assert watched == ["written"]
-
-
 def test_errors_other_than_failed_writes_are_raised(saved_by):
     with pytest.raises(KeyError):
         saved_by(7, failing=(3,), error=KeyError("a mistake"))
@@ -255,19 +225,6 @@ def test_a_failed_write_leaves_nothing_on_a_full_disk(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="No space left"):
         callback._write({}, {}, "step-000003")
     assert not list(callback.directory.iterdir())
-
-
-def test_the_threads_ranks_meet_on_the_cpu_and_wait_as_long_as_one_may_write(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(saving.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(saving.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(saving.dist, "new_group", lambda **options: asked.append(options))
-    config = RunConfig(strategy=StrategyConfig(timeouts=TimeoutConfig(one_rank=77.0)))
-    saving.group_of_threads.cache_clear()
-    for _ in range(2):  # the stretches of a run share it
-        saving.Saving(config, ALONE, None)
-    saving.group_of_threads.cache_clear()
-    assert asked == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
 
 
 def test_the_state_before_the_drop_is_saved(monkeypatch, tmp_path):

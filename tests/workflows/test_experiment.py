@@ -18,9 +18,7 @@ from trainer.commands.train import read_config
 from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import troubles
-from trainer.evaluation.store import Share
 from trainer.runs.arms import arms_of, control_problems
-from trainer.runs.checkpoints import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.directory import open_run_directory, plain
@@ -257,65 +255,6 @@ def test_what_gpus_and_nodes_of_other_ranks_lack_is_refused_before_anything_runs
     ]
     assert len(found) == len(wanted)
     assert all(map(str.startswith, found, wanted))
-
-
-def test_what_another_process_may_train_is_locked_before_it_is_opened(base, tmp_path, monkeypatch):
-    done = []
-
-    class Lock:
-        def acquire(self, place):
-            done.append(f"lock {place.name}")
-
-        def release(self):
-            pass
-
-    open_run_directory = experiment.open_run_directory
-
-    def opening(arm):
-        done.append("open")
-        open_run_directory(arm)
-
-    def train(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(experiment, "RunLock", Lock)
-    monkeypatch.setattr(experiment, "open_run_directory", opening)
-    monkeypatch.setattr(experiment, "train", train)
-    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "x")})
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run_experiment(config)
-    assert done == ["open", "lock x", "lock x", "open", "lock x"]
-
-
-@pytest.mark.parametrize(
-    ("sees", "rank", "share"),
-    [
-        ([True], 0, Share(0, 1, "now")),
-        ([True, True, True], 2, Share(2, 3, "now")),
-        ([False, True, True], 0, None),
-        ([False, True, True], 2, Share(1, 2, "now")),
-    ],
-)
-def test_ranks_that_see_all_checkpoints_share_the_evaluation(
-    tmp_path, monkeypatch, sees, rank, share
-):
-    places = [tmp_path / "a", tmp_path / "b"]
-    for path in places:
-        path.mkdir()
-    (places[0] / MANIFEST).touch()
-    if sees[rank]:
-        (places[1] / MANIFEST).touch()
-
-    def gathered(own):
-        assert own is sees[rank]
-        return sees
-
-    monkeypatch.setattr(experiment, "damage_together", lambda path: None)
-    monkeypatch.setattr(experiment, "all_gather", gathered)
-    monkeypatch.setattr("trainer.runs.ranks.all_gather", lambda own: ["now", own, own])
-    ranks = Ranks(rank, len(sees), rank, len(sees))
-    assert experiment.evaluation_share(places, ranks) == share
 
 
 APART = {"packing": "best_fit"}, {"document_mask": True}

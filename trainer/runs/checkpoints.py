@@ -17,11 +17,10 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -114,25 +113,6 @@ def damage_together(directory: Path) -> str | None:
     if wrong is None:
         _trust(directory)
     return wrong
-
-
-def verify_together(names: Iterable[str]) -> None:
-    """Hash the files of all named checkpoints, each rank a share, so that :func:`read_state` reads
-    no file again.
-
-    All ranks call this together. Damage and names of anything else are left to whoever reads them.
-    """
-    for name in dict.fromkeys(names):
-        if (path := on_rank_zero(partial(_checkpoint_at, name))) is not None:
-            damage_together(path)
-
-
-def _checkpoint_at(name: str) -> Path | None:
-    """Return the checkpoint of that name, or None, as for published weights."""
-    try:
-        return find_checkpoint(name)
-    except UserError:
-        return None
 
 
 def _trust(directory: Path) -> None:

@@ -9,14 +9,15 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from trainer.common.errors import Problem, UserError, looked_for, os_reason, raise_all
 from trainer.common.fields import checked, shown
@@ -25,6 +26,8 @@ from trainer.common.formats import check_format, read_content, read_plain
 from trainer.runs.config import RunConfig
 
 MARK = "run.json"
+LOCK = ".lock"
+"""File that the process which trains in a directory has locked."""
 FORMAT = 1
 PROGRAM = "unrope"
 
@@ -110,7 +113,7 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
-    is_used = directory.is_dir() and any(directory.iterdir())
+    is_used = directory.is_dir() and any(path.name != LOCK for path in directory.iterdir())
     if config.overwrite:
         raise_all(overwrite_problems(directory) if is_used else [])
         return
@@ -151,6 +154,21 @@ def _free_to_change(saved: RunConfig, config: RunConfig, finished: bool) -> tupl
     return tuple(free)
 
 
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a run's directory; the system releases it when the process ends.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise UserError(f"run_dir: another process is training in {str(directory)!r}") from None
+
+
 def open_run_directory(config: RunConfig) -> Path:
     """Create or reopen a run's directory; write its mark and ``config.yaml``.
 
@@ -160,7 +178,11 @@ def open_run_directory(config: RunConfig) -> Path:
     check_run_directory(config)
     directory = Path(config.run_dir)
     if config.overwrite and directory.is_dir():
-        shutil.rmtree(directory)
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != LOCK:  # held by this process
+                path.unlink()
     directory.mkdir(parents=True, exist_ok=True)
     write_mark(directory)
     write_atomically(directory / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))

@@ -23,19 +23,6 @@ from trainer.common.fields import (
 )
 from trainer.evaluation.config import task_names
 
-
-@configuration
-class TimeoutConfig:
-    """Timeouts of ranks waiting for each other, in seconds."""
-
-    start: Positive = 1800.0
-    """Seconds until the first step is done: to meet, read weights and compile."""
-    collective: Positive = 600.0
-    """Seconds in a collective of training, after the first step."""
-    one_rank: Positive = 7200.0
-    """Seconds for what one rank does alone: checks, checksums, the last files of a checkpoint."""
-
-
 TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
 """Hours, minutes and seconds."""
 Beta = Annotated[NotNegative, Field(lt=1)]
@@ -188,8 +175,8 @@ class StrategyConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes: none, selective (all but matrix products and attention), full
     (whole blocks)."""
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    """How long ranks wait for each other, in seconds."""
+    timeout: Positive = 1800.0
+    """Seconds that ranks wait for each other in a collective."""
 
     @listed
     def problems(self) -> Iterator[Problem]:

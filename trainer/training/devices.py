@@ -95,7 +95,7 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
     With several ranks, and when compiling, the default is one per core of this process's share of
     the machine. All ranks call this together.
     """
-    threads, share = config.trainer.threads, share_of_cores()
+    threads, share = config.trainer.threads, share_of_cores(ranks)
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
     torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
     if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

@@ -34,7 +34,7 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, all_gather, limit_collectives
+from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.training_config import StrategyConfig
 
 SHARDED = ("fsdp2", "hsdp")
@@ -64,7 +64,6 @@ def parallelize(
     home = device
     if config.strategy.name in SHARDED:
         mesh = device_mesh(config.strategy, ranks, device)
-        limit_collectives(config.strategy.timeouts.start)  # new groups have torch's default timeout
         shard(model, config, mesh)
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)

@@ -25,7 +25,6 @@ from trainer.evaluation.store import Share, Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.checkpoints import verify_together
 from trainer.runs.descriptions import (
     describe_task,
     environment,
@@ -78,8 +77,7 @@ def evaluate_lengths(
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    names = [str(request.checkpoint), *request.compare]
-    share, threads = join_evaluation(lambda: verify_together(names))
+    share, threads = join_evaluation()
     torch.set_num_threads(request.threads or threads)
     # before reading checkpoints, which takes long for large models
     if request.output:

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +23,10 @@ from trainer.common.errors import (
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
-from trainer.evaluation.store import Share
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
-    MANIFEST,
-    damage_together,
     regular_checkpoints,
     step_name,
     step_of,
@@ -38,6 +35,7 @@ from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.directory import (
     check_run_directory,
     check_writable,
+    locked,
     log_to_file,
     open_run_directory,
     saved_run,
@@ -45,12 +43,11 @@ from trainer.runs.directory import (
 from trainer.runs.memory import memory_problems
 from trainer.runs.ranks import (
     Ranks,
-    agreed_share,
     all_gather,
+    evaluation_share,
     on_rank_zero,
     process_group,
 )
-from trainer.runs.run_lock import RunLock
 from trainer.training.callbacks.monitors import benchmark_problems, check_monitored_text
 from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
 from trainer.training.devices import (
@@ -89,16 +86,13 @@ def run_experiment(config: RunConfig, chosen: Collection[str] = ()) -> tuple[Rep
         UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
-    start_time, lock = time.time(), RunLock()
-    try:
-        with kept_dashboards():
-            return _run_experiment(config, lock, chosen, start_time)
-    finally:
-        lock.release()
+    start_time = time.time()
+    with ExitStack() as stack, kept_dashboards():
+        return _run_experiment(config, stack, chosen, start_time)
 
 
 def _run_experiment(
-    config: RunConfig, lock: RunLock, chosen: Collection[str], start_time: float
+    config: RunConfig, stack: ExitStack, chosen: Collection[str], start_time: float
 ) -> tuple[Report, bool] | None:
     configs = arms_of(config)
     set_environment(config)
@@ -110,11 +104,11 @@ def _run_experiment(
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
         elsewhere = problems_elsewhere(configs, ranks)
-        directories = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened, elsewhere))
+        directories = on_rank_zero(lambda: _open(config, configs, ranks, stack, opened, elsewhere))
         corpus = open_everywhere(config, directories, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
-        with heeding_signals(), _leaving_together(lock):
+        with heeding_signals(), _leaving_together():
             runs = {
                 name: train(
                     arm,
@@ -127,9 +121,7 @@ def _run_experiment(
                 for name, arm in configs.items()
             }
         configs = {name: run.config for name, run in runs.items()}
-        share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
-    if share is None:
-        return None
+        share = evaluation_share(ranks)
     directory = Path(config.run_dir)
     # A finished trainer is a reference cycle: collect it now to free memory for the evaluation.
     gc.collect()
@@ -146,35 +138,14 @@ def _run_experiment(
 
 
 @contextmanager
-def _leaving_together(lock: RunLock) -> Iterator[None]:
-    """Keep all ranks of a run that stops or diverges until rank 0 has released the lock and
-    uploaded its metrics: a launcher ends the others as soon as one rank exits with an error."""
-
-    def close() -> None:
-        lock.release()
-        finish_dashboards()
-
+def _leaving_together() -> Iterator[None]:
+    """Keep all ranks of a run that stops or diverges until rank 0 has uploaded its metrics: a
+    launcher ends the others as soon as one rank exits with an error."""
     try:
         yield
     except (PreemptedError, DivergedError):
-        on_rank_zero(close)
+        on_rank_zero(finish_dashboards)
         raise
-
-
-def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
-    """Return this rank's part of the evaluation; all ranks call this together.
-
-    Returns:
-        None if the rank cannot see the checkpoints, as on nodes without a shared disk.
-
-    Raises:
-        UserError: a checkpoint that was just written is damaged.
-    """
-    for path in checkpoints:
-        if (wrong := damage_together(path)) is not None:
-            raise UserError.at("checkpoint", f"{path.name!r} is damaged: {wrong}.", transient=True)
-    sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
-    return agreed_share([rank for rank, it_sees in enumerate(sees) if it_sees], ranks)
 
 
 def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
@@ -301,7 +272,7 @@ def _open(
     config: RunConfig,
     configs: dict[str, RunConfig],
     ranks: Ranks,
-    lock: RunLock,
+    stack: ExitStack,
     opened: list[Corpus],
     elsewhere: Sequence[Problem],
 ) -> list[str]:
@@ -325,11 +296,9 @@ def _open(
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
-    if (directory / "config.yaml").exists():
-        lock.acquire(directory)
+    stack.enter_context(locked(directory))
     for arm in configs.values():
         open_run_directory(arm)
-    lock.acquire(directory)  # new, or created again by overwrite=true
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
 

@@ -33,10 +33,9 @@ from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import check_run_directory, check_writable, open_run_directory
+from trainer.runs.directory import check_run_directory, check_writable, locked, open_run_directory
 from trainer.runs.memory import weights_of
 from trainer.runs.ranks import Ranks
-from trainer.runs.run_lock import RunLock
 from trainer.runs.starting_point import starting_weights
 from trainer.runs.training_config import OptimizerConfig
 from trainer.training.speed import Times, measure_step, multiplies_bf16_fast
@@ -387,15 +386,10 @@ def train(request: Recalibration) -> tuple[Report, bool] | None:
 
 def _open(request: Recalibration) -> None:
     """Open the run directory, and record the choices there."""
-    config, done, lock = request.config, is_exported(request), RunLock()
-    directory = Path(config.run_dir)
-    try:
-        if (directory / "config.yaml").exists():
-            lock.acquire(directory)  # overwrite=true deletes no run that another process trains
-        open_run_directory(config)
+    done = is_exported(request)
+    with locked(Path(request.config.run_dir)):
+        open_run_directory(request.config)
         write_record(request, exported=done)
-    finally:
-        lock.release()
 
 
 def is_finished(config: RunConfig) -> bool:

@@ -1,6 +1,6 @@
 """Guards of the process during training; a run that needs none trains the same without them.
 
-They rewind a run that diverges, end a process that hangs, set the timeouts of collectives, collect
+They rewind a run that diverges, end a process that hangs, collect
 garbage at fixed steps and profile chosen steps.
 """
 
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from trainer.common.errors import os_reason
 from trainer.common.files import write_atomically
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, limit_collectives
+from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ def make_guards(config: RunConfig, ranks: Ranks) -> list[StepCallback]:
     """Return the guards but :class:`Rewind`, in the order in which Lightning calls them."""
     guards: list[StepCallback] = [
         Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
-        CollectiveTimeouts(config),
         GarbageCollection(config.trainer.gc_every),
     ]
     if config.trainer.profile_steps:
@@ -142,28 +141,6 @@ class Watchdog(StepCallback):
         faulthandler.cancel_dump_traceback_later()
 
     on_exception = on_train_end
-
-
-class CollectiveTimeouts(StepCallback):
-    """Shortens the timeouts of collectives after the first step, which may compile.
-
-    ``strategy.timeouts.start`` applies before it and again after the last step,
-    ``strategy.timeouts.collective`` in between.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.timeouts = config.strategy.timeouts
-        self._is_first_step = True
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Shorten the timeout at the end of the first step."""
-        if self._is_first_step:
-            self._is_first_step = False
-            limit_collectives(self.timeouts.collective)
-
-    def on_train_end(self, *_: Any) -> None:
-        """Restore the longer timeout; not after an error, which other ranks may not have."""
-        limit_collectives(self.timeouts.start)
 
 
 def freeze_modules() -> None:

@@ -30,13 +30,17 @@ from trainer.runs.checkpoints import (
     write_manifest_and_rename,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, Vote, on_all_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, Vote, all_gather, on_rank_zero
 from trainer.runs.saved_state import STATE
 from trainer.runs.state import Tensors, save, tensors_of
 from trainer.training.callbacks.guards import watch
 from trainer.training.module import LanguageModule, StepCallback
 
 log = logging.getLogger(__name__)
+
+
+SLOW_DISK = 7200.0
+"""Seconds that a checkpoint may take to be written."""
 
 
 class Saving(StepCallback):
@@ -58,7 +62,6 @@ class Saving(StepCallback):
         self.config, self.directory = config.trainer, Path(config.run_dir) / "checkpoints"
         self.collect_state, self.permanent_steps = collect_state, permanent_steps
         self._command = same_command(config.overwrite)
-        self._one_rank = config.strategy.timeouts.one_rank
         self.clock = CheckpointClock(config.trainer.checkpoint_minutes, ranks.is_rank_zero)
         self.last_saved = 0
         self.seconds = 0.0  # duration of the last write
@@ -68,7 +71,7 @@ class Saving(StepCallback):
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
         # The thread needs its own group: its collectives would mix with training's.
         self._group = (
-            group_of_threads(dist.group.WORLD, self._one_rank) if dist.is_initialized() else None
+            group_of_threads(dist.group.WORLD, SLOW_DISK) if dist.is_initialized() else None
         )
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
@@ -128,12 +131,12 @@ class Saving(StepCallback):
     def finish(self) -> str | None:
         """Wait for the checkpoint being written; return the error of the last one, or None.
 
-        The watchdog allows ``strategy.timeouts.one_rank`` for it if that is longer than a step.
+        The watchdog allows :data:`SLOW_DISK` for it if that is longer than a step.
         """
         if self._in_flight is None:
             return self._problem
         if (timeout := self.config.step_timeout) is not None:
-            watch(max(timeout, self._one_rank))
+            watch(max(timeout, SLOW_DISK))
         problem = self._wait()
         watch(timeout)
         return problem
@@ -175,7 +178,7 @@ class Saving(StepCallback):
             # before any rank creates it
             on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True), self._group)
             save(tensors, partial, self._group)
-            parts = on_all_ranks(lambda: digests(partial, f"__{rank}_*"), self._group)
+            parts = all_gather(digests(partial, f"__{rank}_*"), self._group)
 
             def complete() -> None:
                 write_durably(partial / STATE, json.dumps(state).encode())

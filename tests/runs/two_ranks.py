@@ -1,0 +1,17 @@
+"""What two ranks share: ``torchrun --nproc-per-node=2 two_ranks.py``."""
+
+from pathlib import Path
+
+from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.ranks import Vote, all_gather, on_rank_zero, process_group
+
+with process_group(RunConfig(strategy=StrategyConfig("ddp"))) as ranks:
+    print("result:", on_rank_zero(lambda: 3 + ranks.rank))
+    try:
+        on_rank_zero(Path("nowhere").stat)
+    except OSError as error:
+        print("error:", type(error).__name__, error.filename)
+    print("gathered:", all_gather(10 * ranks.rank))
+    vote = Vote()
+    wants = [False, ranks.rank == 1, False, False]
+    print("votes:", [vote.agreed(mine) for mine in wants])

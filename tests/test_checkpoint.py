@@ -1,0 +1,238 @@
+"""Checkpoints: any tool reads the weights, any number of ranks resumes, damage is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.program import run_ranks
+from trainer import checkpoint
+from trainer.checkpoint import (
+    BEFORE_DROP,
+    MANIFEST,
+    STATE,
+    Writer,
+    check_same_model,
+    damage,
+    find_checkpoint,
+    load_decoder,
+    newest_checkpoint,
+    read_state,
+    regular_checkpoints,
+    remove_leftovers,
+    restore,
+    tensors_of,
+)
+from trainer.common.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig, build_layout
+
+CONFIG = ModelConfig(
+    vocab_size=34,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=False,
+)
+
+
+def decoder(seed=0):
+    layout = build_layout(
+        PositionalConfig(),
+        num_layers=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        training_length=16,
+        qk_norm=False,
+    )
+    return Decoder(CONFIG, layout, seed)
+
+
+def train(model, optimizer, steps=3):
+    """Take steps on fixed batches."""
+    for step in range(steps):
+        ids = torch.arange(32).reshape(2, 16) + step
+        model.loss(ids, ids.roll(-1, 1), torch.ones(2, 16)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def describe(model, step):
+    return {"step": step, "model": asdict(model.config), "layout": model.layout.to_dict()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model and optimizer after three steps, and the directory with their checkpoint."""
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    write(tmp_path, model, optimizer, "step-000003", 3)
+    return model, optimizer, tmp_path
+
+
+def write(directory, model, optimizer, *names_and_steps, **options):
+    writer = Writer(directory, **options)
+    pairs = zip(names_and_steps[::2], names_and_steps[1::2], strict=True)
+    for name, step in pairs:
+        writer.save(name, model, optimizer, describe(model, step))
+    writer.wait()
+    writer.close()
+
+
+def test_weights_are_read_with_safetensors_alone(saved):
+    model, optimizer, directory = saved
+    (file,) = (directory / "step-000003").glob("*.safetensors")
+    with safe_open(file, framework="pt") as tensors:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(tensors.get_tensor(f"model.{name}"), parameter)
+            moment = optimizer.state[parameter]["exp_avg"]
+            assert torch.equal(tensors.get_tensor(f"optim.{name}.exp_avg"), moment)
+    assert not list(directory.rglob("*.metadata"))
+
+
+def test_a_run_resumes_bitwise(saved):
+    model, optimizer, directory = saved
+    resumed = decoder(seed=1)
+    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    torch.manual_seed(4)
+    restore(resumed, other, directory / "step-000003")
+    assert_equal(model, optimizer, resumed, other)
+    train(model, optimizer)
+    train(resumed, other)
+    assert_equal(model, optimizer, resumed, other)
+
+
+def assert_equal(model, optimizer, other, its_optimizer):
+    tensors, others = tensors_of(model, optimizer), tensors_of(other, its_optimizer)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[k], others[k]) for k in tensors if not k.startswith("rng"))
+
+
+def test_the_random_state_is_restored(saved):
+    model, optimizer, directory = saved
+    state = torch.get_rng_state()
+    write(directory, model, optimizer, "step-000004", 4)
+    torch.rand(3)
+    restore(model, optimizer, directory / "step-000004")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_decoder_is_loaded_with_its_layout_and_dtype(saved):
+    model, _, directory = saved
+    path = directory / "step-000003"
+    loaded = load_decoder(path, read_state(path), dtype=torch.bfloat16)
+    assert loaded.layout == model.layout
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.bfloat16())
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_and_two_read(tmp_path):
+    script = Path(__file__).with_name("checkpoint_ranks.py")
+    written, again, alone = (tmp_path / f"{name}.pt" for name in ("written", "again", "alone"))
+    for ranks, what, file in ((2, "train", written), (2, "restore", again), (1, "restore", alone)):
+        for rank in run_ranks(ranks, script, what, tmp_path, file, cwd=tmp_path):
+            assert rank.returncode == 0, rank.stderr
+    assert len(list((tmp_path / "step-000003").glob("*.safetensors"))) == 2
+    assert damage(tmp_path / "step-000003") is None
+    expected = torch.load(written)
+    for file in (again, alone):
+        tensors = torch.load(file)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+    model = decoder(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    restore(model, optimizer, tmp_path / "step-000003")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[f"model.{name}"])
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(truncate, "bytes, expected"), (flip, "another checksum"), (Path.unlink, "is missing")],
+)
+@pytest.mark.parametrize("pattern", ["*.safetensors", STATE])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_resumes(saved, harm, said, pattern):
+    model, optimizer, directory = saved
+    write(directory, model, optimizer, "step-000006", 6)
+    (file,) = (directory / "step-000006").glob(pattern)
+    harm(file)
+    with pytest.raises(UserError, match=f"step-000006' is damaged: .*{said}"):
+        read_state(directory / "step-000006")
+    assert newest_checkpoint(directory) == directory / "step-000003"
+    assert regular_checkpoints(directory) == [directory / "step-000003"]
+    harm(next((directory / "step-000003").glob(pattern)))
+    with pytest.raises(UserError, match="are damaged"):
+        newest_checkpoint(directory)
+
+
+def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / STATE).write_text(json.dumps({"format": 2, "step": 3}))
+    (tmp_path / MANIFEST).write_text("{}")
+    with pytest.raises(UserError, match="has format 2, and this version reads format 3 alone"):
+        read_state(tmp_path)
+
+
+def test_the_newest_every_mth_and_permanent_checkpoints_stay(tmp_path):
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = [x for step in range(1, 10) for x in (f"step-{step:06d}", step)]
+    options = {"keep": 2, "keep_every": 4, "permanent": frozenset({3})}
+    directory = tmp_path / "checkpoints"
+    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, **options)
+    assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
+    assert (directory / BEFORE_DROP).is_dir()
+    assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
+
+
+def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
+    model, optimizer, directory = saved
+
+    def full(path, data):
+        raise OSError("No space left")
+
+    monkeypatch.setattr(checkpoint, "write_durably", full)
+    writer = Writer(directory)
+    writer.save("step-000006", model, optimizer, describe(model, 6))
+    with pytest.raises(OSError, match="No space left"):
+        writer.wait()
+    writer.close()
+    assert [path.name for path in directory.iterdir()] == ["step-000003"]
+    (directory / ".step-000006.partial").mkdir()
+    remove_leftovers(directory)
+    assert newest_checkpoint(directory) == directory / "step-000003"
+
+
+def test_another_shape_is_named(saved):
+    model, _, directory = saved
+    state = read_state(directory / "step-000003")
+    check_same_model(state, model, "step-000003")
+    state["model"]["hidden_size"] = 8
+    with pytest.raises(UserError, match=r"model.hidden_size: the checkpoint 'x' has 8, the run 16"):
+        check_same_model(state, model, "x")
+    with pytest.raises(UserError, match=r"embed_tokens.weight has shape \(34, 16\) in step-000003"):
+        load_decoder(directory / "step-000003", state)
+
+
+def test_a_name_of_nothing_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither a checkpoint nor a run"):
+        find_checkpoint(str(tmp_path / "none"))
