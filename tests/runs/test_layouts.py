@@ -13,7 +13,7 @@ from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.config import RescaleConfig, RunConfig
-from trainer.runs.layouts import layout_of_phase, layout_problems, rescaled_layout
+from trainer.runs.layouts import layout_of_phase, rescaled_layout
 from trainer.runs.parsing import parse
 from trainer.runs.phases import phases_of
 
@@ -58,26 +58,11 @@ def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
     assert layout.at(1024).spectra[0].temperature.scale == 1
 
 
-@pytest.mark.parametrize("temperature", [{}, {"coefficient": 0.1, "reference": 8}])
-@pytest.mark.parametrize("steps", [0, 5])
-def test_an_encoding_is_dropped_in_one_step_or_several_with_any_temperature(temperature, steps):
-    drop = {"at": 0.5, "anneal_steps": steps}
-    config = parse(
-        RunConfig, {"run_dir": "x", "drop": drop, "positional": {"temperature": temperature}}
-    )
-    assert layout_problems(config) == []
-
-
 def refused(**values):
     with pytest.raises(UserError) as error:
         parse(RunConfig, {"run_dir": "x", **values})
     (problem,) = error.value.problems
     return problem.key
-
-
-def test_an_encoding_that_does_not_rotate_is_not_dropped_in_steps():
-    drop = {"at": 0.5, "anneal_steps": 5}
-    assert refused(positional={"layers": ["alibi"]}, drop=drop) == "drop.anneal_steps"
 
 
 SHORT = {"steps": 100, "sequence_length": 64}
@@ -90,7 +75,6 @@ DROPPED = {"steps": 100, "drop": {"to": "nope"}}
     [
         {"a": SHORT, "b": DROPPED, "c": DROPPED},
         {"a": SHORT, "b": LONGER, "c": DROPPED, "d": DROPPED},
-        {"a": SHORT, "c": {"steps": 100, "drop": {"to": "nope", "anneal_steps": 5}}, "d": DROPPED},
     ],
 )
 def test_a_drop_that_changes_nothing_is_refused_whatever_the_phases_before_it(phases):

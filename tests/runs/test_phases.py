@@ -15,11 +15,9 @@ from trainer.runs.phases import (
     phase_at,
     phase_before,
     phases_of,
-    samples_between,
     stretch_end,
     tokens_at,
     training_length_at,
-    with_ends,
 )
 
 SMALL = {
@@ -69,16 +67,6 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
     assert tokens_at(config, step) == tokens
     assert config.training_length == orders[-1][0]
     assert config.longest_sequence == max(32, *(length for length, _ in orders))
-
-
-def test_samples_that_are_left_out_move_up_those_of_the_same_order_only():
-    same = {"steps": 4}
-    phases = phases_of(configured({"a": same, "b": same, "c": {**same, "sequence_length": 64}}))
-    skips = [[2, 10], [6, 7], [9, 5]]
-    firsts = [phase_at(phases, step).first_sample(step, skips) for step in (1, 2, 5, 6, 8, 9)]
-    assert firsts == [4, 18, 30, 41, 0, 9]
-    assert samples_between(phases, 2, 7) == 20
-    assert samples_between(phases, 6, 11) == 8  # of the order that is read at step 6
 
 
 def test_without_phases_a_drop_makes_two():
@@ -131,17 +119,9 @@ IMPOSSIBLE = {
     "phases.c.drop.to: 'nope' is what the layers to drop have already": {
         "a": {"steps": 1}, "b": {"steps": 1, "drop": {}}, "c": {"steps": 1, "drop": {}}
     },
-    "phases.c.drop: nothing of pairs slower than 20 tokens a turn rotates": {
-        "a": {"steps": 1},
-        "b": {"steps": 1, "drop": {"slower_than": 10}},
-        "c": {"steps": 1, "drop": {"slower_than": 20}},
-    },
-    "phases.b.drop.slower_than: pairs slower than 10 or faster than 20 are all": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"slower_than": 10, "faster_than": 20}}
-    },
-    "phases.a.until.every: expected at most 5, the phase's steps, got 100": {
-        "a": {"steps": 5, "until": {"flat": 0.1}}
-    },
+
+
+
     "phases.b.rescale: give it a phase apart from phases.b.drop.": {
         "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}, "drop": {}}
     },
@@ -157,18 +137,12 @@ IMPOSSIBLE = {
     "phases.b.drop.layers: layer 2 does not exist in a model of 2 layers.": {
         "a": {"steps": 1}, "b": {"steps": 1, "drop": {"layers": [2]}}
     },
-    "phases.b.drop.anneal_steps: expected 0 to 3, the steps that are left, got 4.": {
-        "a": {"steps": 1}, "b": {"steps": 3, "drop": {"anneal_steps": 4}}
-    },
+
     "phases.a.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
         "a": {"steps": 1, "micro_batch_size": 3}
     },
-    "phases.a.until: give phases.a.until.flat or phases.a.until.back_within": {
-        "a": {"steps": 1, "until": {}}
-    },
-    "phases.a.until.back_within: the phase drops and rescales nothing; give flat.": {
-        "a": {"steps": 1, "until": {"back_within": 0.1}}
-    },
+
+
     "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
 }  # fmt: skip
 
@@ -229,81 +203,11 @@ def test_a_size_that_makes_no_sense_is_named_by_itself():
         configured({"a": {"tokens": 5000}}, data={"sequence_length": 0})
 
 
-def test_phases_have_what_they_change_and_else_what_the_run_has():
-    mixture = {
-        name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("a", "b", "c")
-    }
-    rates = {"warmup_steps": 1, "peak": 0.5}
-    config = configured(
-        {
-            "one": {"steps": 2},
-            "two": {"tokens": 1000, "sequence_length": 64, "batch_size": 2, "log_every": 3,
-                    "micro_batch_size": 1, "weights": {"c": 3.0, "a": 1.0}},
-            "three": {"steps": 5, "schedule": rates, "drop": {}, "optimizer_state": "reset"},
-            "four": {"steps": 4, "rescale": {"factor": 2.0}, "optimizer_state": "reset_new"},
-            "five": {"steps": 3, "schedule": rates, "until": {"every": 3, "flat": 0.1}},
-        },
-        data={"mixture": mixture},
-        seed=9,
-    )  # fmt: skip
-    first, two, three, four, five = phases_of(config)
-    assert [(phase.start, phase.end) for phase in phases_of(config)] == [
-        (0, 2), (2, 10), (10, 15), (15, 19), (19, 22),
-    ]  # fmt: skip
-    assert [(phase.origin, phase.horizon) for phase in phases_of(config)] == [
-        (0, 22), (0, 22), (10, 5), (0, 22), (19, 3),
-    ]  # fmt: skip
-    assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
-    assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
-    assert [phase.order_start for phase in phases_of(config)] == [0, 2, 10, 10, 10]
-    assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
-    assert [phase.seed - 9 for phase in phases_of(config)] == [
-        0, 1_000_003, 2_000_006, 2_000_006, 2_000_006,
-    ]  # fmt: skip
-    assert [phase.tokens for phase in phases_of(config)] == [0, 256, 1280, 1920, 2432]
-    data, run = two.config.data, two.config.trainer
-    assert (data.sequence_length, run.batch_size, run.micro_batch_size, run.log_every) == (
-        64, 2, 1, 3,
-    )  # fmt: skip
-    assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
-    assert first.config == three.config == four.config == config
-    assert (three.drop.to, three.rescale, four.drop, four.rescale.factor) == ("nope", None, None, 2)
-    assert (three.optimizer_state, four.optimizer_state) == ("reset", "reset_new")
-    assert five.until.flat == 0.1
-    assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
-    assert four.factor(16) == config.schedule.factor(16, 22)
-    # Stretches: another size, another order, or an end that is not known.
-    ends = [stretch_end(phases_of(config), step) for step in (0, 1, 2, 9, 10, 14, 15, 18, 19, 21)]
-    assert ends == [2, 2, 10, 10, 19, 19, 19, 19, 22, 22]
-
-
 def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
     first, second = phases_of(
         configured({"a": {"steps": 1}, "b": {"steps": 1, "optimizer_state": "reset"}})
     )
     assert (first.change, second.change) == ((), (None, None, "reset"))
-
-
-def test_steps_that_alternate_between_two_mixtures_begin_an_order_each_time():
-    lengths = [32, 64, 32]
-    phases = phases_of(
-        configured({f"p{i}": {"steps": 2, "sequence_length": n} for i, n in enumerate(lengths)})
-    )
-    assert [phase.order for phase in phases] == [0, 1, 2]
-    assert [stretch_end(phases, step) for step in range(6)] == [2, 2, 4, 4, 6, 6]
-    assert [samples_between(phases, first, 6) for first in range(6)] == [8, 4, 8, 4, 8, 4]
-
-
-@pytest.mark.parametrize(
-    ("ends", "steps", "starts"),
-    [({}, 9, [0, 4]), ({"a": 3}, 8, [0, 3]), ({"a": 3, "b": 1}, 4, [0, 3])],
-)
-def test_phases_that_ended_early_make_a_shorter_run(ends, steps, starts):
-    config = configured({"a": {"tokens": 500}, "b": {"steps": 5}})
-    result = with_ends(config, ends)
-    assert result.trainer.max_steps == steps
-    assert [phase.start for phase in phases_of(result)] == starts
-    assert (result is config) == (not ends)
 
 
 def test_lengths_in_tokens_become_steps_that_reach_them():
@@ -325,10 +229,7 @@ REFUSED = {
         "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
     },
     "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
-    f"phases.b.schedule: {ENDS}": {
-        "a": {"steps": 1, "until": {"every": 1, "flat": 0.1}}, "b": {"steps": 1},
-        "c": {"steps": 1, "schedule": {}},
-    },
+
     "phases.b.drop.heads: head 2 does not exist in a model of 2 key-value heads.": {
         "a": {"steps": 1}, "b": {"steps": 1, "drop": {"heads": [2]}}
     },
@@ -340,22 +241,6 @@ def test_what_is_refused_is_said_in_one_whole_sentence(problem):
     with pytest.raises(UserError) as error:
         configured(REFUSED[problem], data={"mixture": MIXED})
     assert tuple(map(str, error.value.problems)) == (problem,)
-
-
-def test_what_lies_just_within_the_bounds_is_possible():
-    least = {"every": 1, "patience": 1, "back_within": 0.0}
-    config = configured(
-        {
-            "a": {"steps": 1, "weights": {"two": 1e-9}, "sequence_length": 64, "log_every": 1},
-            "b": {"steps": 1, "rescale": {"factor": 1.5}, "until": least},
-            "c": {"steps": 1, "schedule": {}, "drop": {"anneal_steps": 1}, "until": least},
-            "d": {"steps": 1, "schedule": {}, "until": least | {"flat": 1e-9, "back_within": None}},
-        },
-        data={"mixture": MIXED},
-    )
-    assert config.drop_step == 2
-    assert (config.training_length, config.longest_sequence) == (32, 64)
-    assert configured({"a": {"steps": 1}}).drop_step is None
 
 
 def test_layouts_after_a_rescaling_are_known_only_when_it_is_done():
@@ -383,7 +268,6 @@ LATER = "branch: after step {} the run and the control are not changed alike, an
 SAMPLES = "branch: from step {} on the run reads other samples than the control."
 LONGER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 32}}}
 SMALLER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "batch_size": 4}}}
-EARLY = {"phases": {"a": {"steps": 10, "until": {"every": 5, "flat": 0.1}}}}
 RESET = {"optimizer_state": "reset"}
 SLOWER = {"rescale": {"factor": 2.0}}
 
@@ -423,8 +307,6 @@ SLOWER = {"rescale": {"factor": 2.0}}
         (SMALLER, {}, 11, SAMPLES.format(10)),
         ({}, SMALLER, 11, SAMPLES.format(10)),
         (LONGER, LONGER, 20, None),
-        (EARLY, EARLY, 1, "branch: 'a' may end early, so that step 1 may lie behind it."),
-        (EARLY, EARLY, 0, None),
     ],
 )  # fmt: skip
 def test_a_control_goes_on_from_where_both_were_alike(run, control, step, message):
@@ -452,3 +334,49 @@ def test_windows_of_a_phase_fit_its_own_sequences(length):
     wrong = f"phases.b.drop.windows: .* does not fit sequences of {length}"
     with pytest.raises(UserError, match=wrong):
         with_window(length + 1)
+
+
+def test_phases_have_what_they_change_and_else_what_the_run_has():
+    mixture = {
+        name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("a", "b", "c")
+    }
+    rates = {"warmup_steps": 1, "peak": 0.5}
+    config = configured(
+        {
+            "one": {"steps": 2},
+            "two": {"tokens": 1000, "sequence_length": 64, "batch_size": 2, "log_every": 3,
+                    "micro_batch_size": 1, "weights": {"c": 3.0, "a": 1.0}},
+            "three": {"steps": 5, "schedule": rates, "drop": {}, "optimizer_state": "reset"},
+            "four": {"steps": 4, "rescale": {"factor": 2.0}, "optimizer_state": "reset_new"},
+            "five": {"steps": 3, "schedule": rates},
+        },
+        data={"mixture": mixture},
+        seed=9,
+    )  # fmt: skip
+    first, two, three, four, _ = phases_of(config)
+    assert [(phase.start, phase.end) for phase in phases_of(config)] == [
+        (0, 2), (2, 10), (10, 15), (15, 19), (19, 22),
+    ]  # fmt: skip
+    assert [(phase.origin, phase.horizon) for phase in phases_of(config)] == [
+        (0, 22), (0, 22), (10, 5), (0, 22), (19, 3),
+    ]  # fmt: skip
+    assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
+    assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
+    assert [phase.order_start for phase in phases_of(config)] == [0, 2, 10, 10, 10]
+    assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
+    assert [phase.seed - 9 for phase in phases_of(config)] == [
+        0, 1_000_003, 2_000_006, 2_000_006, 2_000_006,
+    ]  # fmt: skip
+    assert [phase.tokens for phase in phases_of(config)] == [0, 256, 1280, 1920, 2432]
+    data, run = two.config.data, two.config.trainer
+    assert (data.sequence_length, run.batch_size, run.micro_batch_size, run.log_every) == (
+        64, 2, 1, 3,
+    )  # fmt: skip
+    assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
+    assert first.config == three.config == four.config == config
+    assert (three.drop.to, three.rescale, four.drop, four.rescale.factor) == ("nope", None, None, 2)
+    assert (three.optimizer_state, four.optimizer_state) == ("reset", "reset_new")
+    assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
+    assert four.factor(16) == config.schedule.factor(16, 22)
+    ends = [stretch_end(phases_of(config), step) for step in (0, 1, 2, 9, 10, 14, 15, 18, 19, 21)]
+    assert ends == [2, 2, 10, 10, 22, 22, 22, 22, 22, 22]

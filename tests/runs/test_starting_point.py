@@ -26,7 +26,7 @@ from trainer.runs.checkpoints import (
     regular_checkpoints,
     step_of,
 )
-from trainer.runs.config import PhaseConfig, RunConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import append_metrics, read_metrics
 from trainer.runs.parsing import merged, parse
@@ -37,7 +37,6 @@ from trainer.runs.starting_point import (
     encodings_of,
     epochs_read,
     normalizes,
-    rewind_run,
     say_other_numerics,
     starting_point,
     starting_weights,
@@ -98,39 +97,6 @@ def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_asid
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
 
 
-def test_rewinds_set_one_checkpoint_aside_and_remove_older_ones(copied):
-    rewind_run(copied, 9, 12)
-    directory = checkpoint_of(copied).parent
-    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000012"]
-    rewind_run(copied, 3, 6)
-    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000009"]
-    assert steps_of(copied) == [3]
-    rewind_run(copied, 3, 5)  # nothing lies after the checkpoint
-    assert [path.name for path in directory.glob("unused-*")] == ["unused-step-000009"]
-
-
-def test_a_state_that_training_cannot_go_on_from_is_refused_but_not_one_of_before(
-    copied, monkeypatch
-):
-    """Which its own sentence refuses, once its text is known."""
-    asked = []
-
-    def read_run_state(*arguments):
-        asked.append(arguments)
-        return "what training resumes from"
-
-    monkeypatch.setattr("trainer.runs.starting_point.read_run_state", read_run_state)
-    start = starting_point(copied, None)
-    state = start.state
-    assert asked == [(checkpoint_of(copied), state)]
-    assert start.run_state == "what training resumes from"
-    older = {key: value for key, value in state.items() if key != "certificate"}
-    monkeypatch.setattr("trainer.runs.starting_point.read_state", lambda path: older)
-    start = starting_point(copied, None)
-    assert (start.state, start.run_state) == (older, None)
-    assert len(asked) == 1
-
-
 def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, tmp_path):
     control = replace(copied, run_dir=str(tmp_path / "control"))
     branch = checkpoint_of(copied, 6)
@@ -142,46 +108,6 @@ def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, tmp_path
     missing = branch.with_name("step-000007")
     with pytest.raises(UserError, match=r"^controls: '.*step-000007', where this run branches off"):
         starting_point(replace(copied, run_dir=str(tmp_path / "x")), missing)
-
-
-@pytest.mark.parametrize(
-    ("first_bad", "broken_at", "remaining", "skips"),
-    [(10, 12, [3, 6, 9], [[9, 12]]), (9, 11, [3, 6, 9], [[9, 8]]), (2, 5, [], [[0, 20]])],
-)
-def test_a_run_that_diverged_leaves_out_what_it_read_since(
-    copied, first_bad, broken_at, remaining, skips
-):
-    assert rewind_run(copied, first_bad, broken_at) == skips
-    assert steps_of(copied) == remaining
-
-
-@pytest.mark.parametrize(
-    ("before", "skips"),
-    [
-        ([], [[9, 8]]),
-        ([[3, 4]], [[3, 4], [9, 8]]),  # the checkpoint has read on since
-        ([[9, 12]], [[6, 32]]),  # from the checkpoint before it, which does not know of them
-        ([[6, 4], [9, 12]], [[3, 48]]),
-        ([[3, 4], [6, 4], [9, 12]], [[3, 4], [6, 4], [9, 20]]),
-        ([[3, 4], [10, 4]], [[3, 4], [9, 12]]),
-    ],
-)
-def test_a_second_rewind_leaves_out_what_the_first_did_too(copied, before, skips):
-    assert rewind_run(copied, 9, 11, before) == skips
-
-
-def test_a_control_without_a_checkpoint_goes_back_to_where_it_branched_off(copied, tmp_path):
-    control, branch = replace(copied, run_dir=str(tmp_path / "control")), checkpoint_of(copied, 6)
-    starting_point(control, branch)
-    assert rewind_run(control, 8, 10, branch=branch) == [[6, 16]]
-
-
-def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
-    """Of two phases of other lengths, which begin at steps 0 and 10; the last checkpoint is 9."""
-    phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}
-    config = replace(copied, phases=phases)
-    assert rewind_run(config, 9, 12) == [[9, 4], [10, 8]]
-    assert rewind_run(config, 9, 12, [[9, 1], [10, 2]]) == [[6, 17], [10, 10]]
 
 
 def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):
@@ -226,30 +152,6 @@ def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):
     assert len({other["order"] for other in [plain, *others]}) == 6
 
 
-def test_other_text_another_order_and_other_samples_are_refused(finished, corpus):
-    config, _ = finished
-    state = read_state(checkpoint_of(config))
-    check_same_data(state, corpus, config)
-    with pytest.raises(UserError, match=r"^data: the checkpoint was trained on other text, or in"):
-        check_same_data(state, corpus, replace(config, seed=1))
-    changed = json.loads(json.dumps(state))
-    changed["certificate"]["last_step"] = "0" * 16
-    certificate = state["certificate"]["last_step"]
-    message = (
-        "^data: the last step of the checkpoint read samples 44 to 47 "
-        rf".* {'0' * 16}, .* {certificate};"
-    )
-    with pytest.raises(UserError, match=message):
-        check_same_data(changed, corpus, config)
-    with pytest.raises(UserError, match=r"^data: .* read samples 50 to 53 with the certificate"):
-        check_same_data(state | {"skips": [[6, 6]]}, corpus, config)
-    unread = replace(config, drop=replace(config.drop, at=0))
-    check_same_data(changed | {"step": 0}, corpus, unread)  # just before a drop at step 0
-    del changed["certificate"]
-    with pytest.raises(UserError, match=r"^checkpoint: an earlier version of this program"):
-        check_same_data(changed, corpus, config)
-
-
 @pytest.mark.parametrize(
     ("trained", "before", "now", "message"),
     [
@@ -269,28 +171,6 @@ def test_other_types_of_numbers_are_told(trained, before, now, message, caplog):
     assert bool(caplog.text) == bool(message)
     assert message in caplog.text
     assert not message or "Goes on from step 7 in " in caplog.text
-
-
-def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
-    """Against a sum over steps: each reads its samples of the text's blocks of its length."""
-    phases = {
-        "a": {"steps": 3}, "b": {"steps": 2, "sequence_length": 64, "batch_size": 8},
-        "c": {"steps": 4, "sequence_length": 64}, "d": {"steps": 2},
-    }  # fmt: skip
-    never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
-    config = parse(RunConfig, merged(base, {"run_dir": "x", "phases": phases, **never}))
-    trained = phases_of(config)
-    skips = [[4, 3], [10, 5]]
-    read = epochs_read(corpus, trained, skips)
-    (name,) = read(0)
-    times = 0.0
-    for step in range(11):
-        phase = next(p for p in trained if p.start <= step < p.end)
-        order = TrainingSamples(corpus, phase.config.data, phase.seed)
-        times += order.epochs(sum(n for first, n in skips if first == step))[name]
-        assert read(step)[name] == pytest.approx(times)
-        times += order.epochs(phase.config.trainer.batch_size)[name]
-    assert read(11)[name] == pytest.approx(times)
 
 
 def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
@@ -394,7 +274,7 @@ TWO = {"layers": ["rope", "alibi"]}
         ),
         # What heads and pairs have left has no name.
         ({"drop": {"at": 10, "heads": [0]}}, ["rope"], "DroPE"),
-        ({"drop": {"at": 10, "slower_than": 9.0}}, ["rope"], "DroPE"),
+
         (
             {
                 "phases": {
@@ -483,3 +363,31 @@ def test_whatever_still_needs_the_other_run_misses_it(begun, case):
         values = {**values, "overwrite": True}
     with pytest.raises(UserError, match=r"^model\.from_run: '.*' is neither a run directory nor"):
         parse(RunConfig, values)
+
+
+def test_another_order_of_samples_is_refused(finished, corpus):
+    config, _ = finished
+    state = read_state(checkpoint_of(config))
+    check_same_data(state, corpus, config)
+    with pytest.raises(UserError, match=r"^data: the checkpoint was trained on other text, or in"):
+        check_same_data(state, corpus, replace(config, seed=1))
+
+
+def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
+    """Against a sum over steps: each reads its samples of the text's blocks of its length."""
+    phases = {
+        "a": {"steps": 3}, "b": {"steps": 2, "sequence_length": 64, "batch_size": 8},
+        "c": {"steps": 4, "sequence_length": 64}, "d": {"steps": 2},
+    }  # fmt: skip
+    never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    config = parse(RunConfig, merged(base, {"run_dir": "x", "phases": phases, **never}))
+    trained = phases_of(config)
+    read = epochs_read(corpus, trained)
+    (name,) = read(0)
+    times = 0.0
+    for step in range(11):
+        phase = next(p for p in trained if p.start <= step < p.end)
+        order = TrainingSamples(corpus, phase.config.data, phase.seed)
+        assert read(step)[name] == pytest.approx(times)
+        times += order.epochs(phase.config.trainer.batch_size)[name]
+    assert read(11)[name] == pytest.approx(times)

@@ -43,14 +43,6 @@ VARIANTS = {
         drop={"at": None},
         phases={
             "short": {"steps": 6},
-            "long": {
-                "steps": 6,
-                "sequence_length": 64,
-                "batch_size": 2,
-                "optimizer_state": "reset",
-                "drop": {"anneal_steps": 3},
-                "schedule": {"warmup_steps": 2},
-            },
         },
     ),
     "hsdp": variant(

@@ -13,7 +13,6 @@ from trainer.model.flops import training_flops
 from trainer.positional.config import PositionalConfig
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.metrics_file import read_metrics, write_metrics
-from trainer.runs.phases import phases_of
 from trainer.training.callbacks import metrics
 from trainer.training.callbacks.metrics import Metrics, flops_per_token
 
@@ -95,75 +94,6 @@ class Recorder:
 
     def read(self):
         return {"monitor": 0.0}
-
-
-def test_a_row_is_written_every_so_many_steps_and_at_the_end(gpu):
-    """Steps of two micro-batches, from the third on; the run ends with its seventh."""
-    recorder = Recorder()
-    config = RunConfig(trainer=TrainerConfig(max_steps=7, log_every=3))
-    callback = Metrics(config, recorder, lambda step: {"book": step / 3})
-    group = {"lr": 0.25}
-    trainer = SimpleNamespace(
-        global_step=2,
-        accumulate_grad_batches=2,
-        optimizers=[SimpleNamespace(param_groups=[group])],
-        loggers=[recorder],
-        logged_metrics={"loss": torch.tensor(9.0), "own": torch.tensor(8.0)},
-    )
-    model = torch.nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[2.0, 3.0]]))
-        model.bias.fill_(6.0)
-    module = SimpleNamespace(
-        timer=recorder,
-        phase_ended=False,
-        phases=phases_of(config),
-        model=model,
-        device=torch.device("cpu"),
-        tally=SimpleNamespace(read=lambda: {"loss": 4.5}),
-    )
-    callback.on_train_start(trainer, module)
-    assert (callback.last_time, callback.last_step) == (16.0, 2)
-    callback.last_time = 15.0
-    callback.restore(SimpleNamespace(pending_metrics={"extra": 1.0}, loss=5.5))
-    callback.add({"more": 2.0})
-    assert (callback.pending, callback.last_loss) == ({"extra": 1.0, "more": 2.0}, 5.5)
-    for index in range(10):
-        trainer.global_step += index % 2
-        callback.on_train_batch_end(trainer, module, None, None, index)
-        callback.last_time = 15.0
-    assert [step for step, _ in recorder.rows] == [3, 6, 7]
-    assert recorder.shown == [(2, None), (3, 4.5), (6, 4.5), (7, 4.5)]
-    assert recorder.entered == ["data"] * 11
-    first, second = recorder.rows[0][1], recorder.rows[1][1]
-    assert first == {
-        **{"tokens": 3 * config.tokens_per_step, "epochs/book": 1.0, "phase": 0, "loss": 4.5},
-        **{"parameter_norm": 7.0, "learning_rate": 0.25, "time/monitor": 0.0},
-        "tokens_per_second": float(config.tokens_per_step),
-        **{"callback/loss": 9.0, "own": 8.0, "extra": 1.0, "more": 2.0},
-    }
-    assert "extra" not in second
-    assert second["tokens_per_second"] == 3 * config.tokens_per_step
-    assert callback.last_loss == 4.5
-    module.phase_ended, trainer.global_step = True, 8
-    callback.on_train_batch_end(trainer, module, None, None, 1)
-    assert recorder.rows[-1][0] == 8
-
-
-def test_steps_that_take_long_are_shown_before_the_next_row(gpu, caplog):
-    """The first one before it ends; the bar advances from ten seconds after a row."""
-    recorder = Recorder()
-    config = RunConfig(trainer=TrainerConfig(max_steps=1000, log_every=10))
-    callback = Metrics(config, recorder, None)
-    trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=1)
-    module = SimpleNamespace(timer=recorder, phase_ended=False, device=torch.device("cpu"))
-    callback.on_train_start(trainer, module)
-    assert caplog.messages == ["Training: step 1 of 1,000"]
-    for step, since in ((1, 5.0), (2, 10.0), (3, 11.0)):
-        callback.last_time, trainer.global_step = 16.0 - since, step
-        callback.on_train_batch_end(trainer, module, None, None, step - 1)
-    assert recorder.shown == [(0, None), (3, None)]
-    assert recorder.rows == []
 
 
 def test_a_full_disk_keeps_what_was_measured_on_resuming_for_the_next_row(

@@ -72,7 +72,6 @@ VARIANTS = {
     "hybrid": {"positional": {"layers": ["rope", "nope"]}},
     "norms from the start": {"model": {"qk_norm": {"when": "always"}}},
     "optimizer kept": {"drop": {"optimizer_state": "keep"}},
-    "annealed": {"drop": {"anneal_steps": 2}},
 }
 
 

@@ -15,8 +15,6 @@ from tests.small_runs import trained_in
 from tests.training.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
 from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.dataset import TrainingSamples
-from trainer.data.order import as_text
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
@@ -35,8 +33,7 @@ PHASES = {
     "long": {"steps": 3, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}},
     "dropped": {
         "tokens": 256, "sequence_length": 64, "batch_size": 2, "optimizer_state": "reset",
-        "schedule": {"name": "constant", "peak": 0.5, "warmup_steps": 1},
-        "drop": {"anneal_steps": 2},
+        "schedule": {"name": "constant", "peak": 0.5, "warmup_steps": 1}, "drop": {},
     },
     "short": {"steps": 3, "sequence_length": 16, "batch_size": 8, "log_every": 1},
 }  # fmt: skip
@@ -53,17 +50,6 @@ CHANGES = {
 def whole(base, tmp_path_factory):
     """The run of these phases without any interruption."""
     return trained_in(tmp_path_factory.mktemp("whole") / "run", base, **CHANGES)
-
-
-def test_every_phase_reads_samples_of_its_length_in_another_order(whole):
-    config, trained = whole
-    corpus, total = open_corpus(config), 0
-    for order, (length, numbers) in enumerate(ORDERS):
-        data = config.data.__class__(**{**vars(config.data), "sequence_length": length})
-        samples = TrainingSamples(corpus, data, config.seed + 1_000_003 * order)
-        total += int(samples.hashes(numbers).sum(dtype="uint64"))
-    certificate = read_state(trained.checkpoint)["certificate"]["samples"]
-    assert certificate == as_text(total % 2**64)
 
 
 def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
@@ -87,21 +73,6 @@ def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
     assert rates[8] == rates[9] == pytest.approx(0.5)
 
 
-def test_angles_shrink_to_nothing_over_the_steps_of_a_drop(whole):
-    """After interpolation to twice the length; the model is then one of that length."""
-    config, _ = whole
-    frequencies = {}
-    for step in range(4, 10):
-        layout = read_state(checkpoint_of(config, step))["layout"]
-        frequencies[step] = layout["spectra"][0]["inv_freq"]
-        assert layout["training_length"] == (32 if step < 5 else 64)
-    whole_turn = torch.tensor(frequencies[4], dtype=torch.float64)
-    for step, share in ((5, 0.5), (7, 0.5), (8, 0.25)):
-        present = torch.tensor(frequencies[step], dtype=torch.float64)
-        torch.testing.assert_close(present, share * whole_turn)
-    assert frequencies[9] == []
-
-
 @torch.no_grad()
 def test_effect_of_a_phase_is_measured_at_its_length(whole):
     config, trained = whole
@@ -123,9 +94,8 @@ def test_effect_of_a_phase_is_measured_at_its_length(whole):
     assert {key: getattr(effect, key) for key in expected} == pytest.approx(expected, rel=1e-5)
     assert effect.step == 4
     drop = trained.effect_of_drop
-    # The drop takes two steps: its first halves the angles, and the first update trains that.
-    halved = Layout.from_dict(read_state(checkpoint_of(config, 8))["layout"])
-    losses = loss(7), loss(7, lambda _: halved), loss(9)
+    dropped = Layout.from_dict(read_state(checkpoint_of(config, 8))["layout"])
+    losses = loss(7), loss(7, lambda _: dropped), loss(9)
     assert (drop.loss_before, drop.loss_after, drop.loss_end) == pytest.approx(losses, rel=1e-5)
     logged = [row for row in rows_of(config) if "phase_long/loss_after" in row]
     assert [row["step"] for row in logged] == [6]
@@ -159,45 +129,10 @@ def test_checkpoints_between_phases_stay(run):
 
 
 EARLY = {
-    "first": {"steps": 8, "until": {"every": 2, "flat": 100.0, "patience": 2}},
-    "dropped": {
-        "steps": 8, "drop": {}, "schedule": {"warmup_steps": 1},
-        "until": {"every": 3, "back_within": 50.0},
-    },
+
+
 }  # fmt: skip
 """The first phase ends at its third look, the second at its first: no loss falls by 100 nats."""
-
-
-def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
-    """A resume within the phase or from its end has the same bits."""
-    changes = {**CHANGES, "phases": EARLY}
-    config, trained = run("early", **changes)
-    assert config.trainer.max_steps == 16
-    assert trained.config.trainer.max_steps == 9
-    assert trained.config.drop_step == 6
-    last = rows_of(config)[-1]
-    assert (last["step"], "drop/loss_end" in last) == (9, True)
-    state = read_state(trained.checkpoint)
-    assert state["ends"] == {"first": 6, "dropped": 3}
-    assert state["config"]["trainer"]["max_steps"] == state["step"] == 9
-    assert trained.effects["dropped"].step == 6
-    assert trained.effects["dropped"].loss_end == pytest.approx(state["held_out_losses"][-1])
-    assert_resumes(run, config, (3, 4, 6, 8), tmp_path, **changes)
-
-
-def test_a_phase_ends_early_only_after_its_gradual_drop(run):
-    phases = {
-        "first": {"steps": 2},
-        "dropped": {
-            "steps": 9, "drop": {"anneal_steps": 5}, "schedule": {"warmup_steps": 1},
-            "until": {"every": 2, "back_within": 50.0},
-        },
-    }  # fmt: skip
-    _, trained = run(**{**CHANGES, "phases": phases})
-    state = read_state(trained.checkpoint)
-    assert state["ends"] == {"dropped": 6}
-    assert state["layout"]["spectra"][0]["inv_freq"] == []
-    assert state["layout_before_drop"] is None
 
 
 def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):

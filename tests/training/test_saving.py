@@ -174,19 +174,6 @@ def test_every_third_step_the_permanent_ones_and_the_last_are_saved(saved_by, as
     assert saved_by(1)[0] == [("step-000001", 1)]
 
 
-def test_the_last_step_of_a_phase_that_ends_early_is_saved(monkeypatch, tmp_path):
-    """At once, though the run has steps left."""
-    config = RunConfig(run_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9))
-    callback = saving.Saving(config, ALONE, None)
-    steps = []
-    monkeypatch.setattr(callback, "save_now", lambda trainer: steps.append(trainer.global_step))
-    trainer = SimpleNamespace(global_step=3, accumulate_grad_batches=2)
-    ended = SimpleNamespace(phase_ended=True)
-    for index in (4, 5):
-        callback.on_train_batch_end(trainer, ended, None, None, index)
-    assert steps == [3]
-
-
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_only_the_last_checkpoint_must_be_written(saved_by, caplog, asynchronous):
     saved, _ = saved_by(7, failing=(3, 6), asynchronous=asynchronous)

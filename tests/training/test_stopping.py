@@ -69,36 +69,6 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     assert rows_of(resumed) == rows_of(whole)
 
 
-@pytest.mark.parametrize("update", [2, 3, 5], ids=["between rows", "with a row", "before the drop"])
-def test_a_stop_comes_before_the_measures_and_the_resumed_run_takes_them(
-    run, monkeypatch, tmp_path, update
-):
-    """Every row of the resumed run is that of the whole run."""
-    changes = {
-        "trainer": {"checkpoint_every": 100},
-        "monitor": {
-            "lengths_every": 1, "lengths": [1], "trials": 2, "windows": 2,
-            "probe_every": update + 1,
-            "benchmarks": {"every": 1, "tasks": ["perplexity"], "lengths": [1.0], "limit": 2},
-        },
-    }  # fmt: skip
-    whole, _ = run("whole", **changes)
-    with monkeypatch.context() as patch:
-        signal_during(patch, signal.SIGTERM, update)
-        with pytest.raises(PreemptedError, match=f"after step {update + 1}"):
-            run("stopped", **changes)
-    (path,) = regular_checkpoints(tmp_path / "stopped" / "checkpoints")
-    state = read_state(path)
-    assert state["skipped_measures"] == ["lengths", "benchmarks", "probe"]
-    assert len(state["lengths"]) == len(state["benchmarks"]) == update
-    resumed, _ = run("stopped", **changes)
-    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
-    assert rows_of(resumed) == rows_of(whole)
-    states = [read_state(checkpoint_of(config)) for config in (resumed, whole)]
-    for key in ("lengths", "benchmarks", "skipped_measures"):
-        assert states[0][key] == states[1][key]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_stops_after_it(run, monkeypatch, number):
     """While weights are read, under a batch script that has left the signal ignored."""
@@ -162,30 +132,6 @@ def test_a_run_of_long_steps_and_checkpoints_stops_earlier(monkeypatch):
         callback._step_ends.extend(steps)
         assert callback._margin() == margin
         assert deadline(RunConfig(), 0.0, margin)[0] == 5000 - margin
-
-
-def test_the_longest_part_of_a_measurement_is_reserved_and_measurements_are_no_steps(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(stopping.time, "time", lambda: now[0])
-    callback = Stopping(RunConfig(), SimpleNamespace(seconds=10.0), start_time=0.0)
-    for parts in ([100.0, 600.0, 2900.0, 0.5], [200.0], [0.0]):
-        now[0] += 5 + sum(parts)
-        callback.add_measurement(parts)
-        callback.end_step(SimpleNamespace(global_step=1), None)
-    assert callback._margin() == 1.5 * (2 * 5 + 2900 + 10)
-
-
-def test_all_ranks_stop_after_the_step_in_which_any_says_so_where_they_ask(monkeypatch):
-    """A vote of steps alone would be known one step later."""
-    saved = []
-    monkeypatch.setattr(stopping, "all_gather", lambda mine: [mine, True])
-    saving = SimpleNamespace(seconds=0.0, save_now=saved.append)
-    callback = Stopping(RunConfig(), saving, start_time=0.0)
-    callback._vote = SimpleNamespace(agreed=lambda mine: False)
-    assert callback.stops_now()
-    trainer = SimpleNamespace(global_step=1, should_stop=False)
-    callback.end_step(trainer, None)
-    assert (saved, callback.reason, trainer.should_stop) == ([trainer], "another rank", True)
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):

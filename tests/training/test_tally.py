@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from trainer.common.fields import adapter
-from trainer.data.order import as_text
-from trainer.runs.saved_state import SavedCertificate, SavedTally
+from trainer.runs.saved_state import SavedTally
 from trainer.training import tally as tallies
-from trainer.training.tally import Certificate, Spikes, StepTimer, Tally
+from trainer.training.tally import Spikes, StepTimer, Tally
 
 
 def stored(tally):
@@ -150,39 +149,6 @@ def test_a_mean_over_ranks_is_their_sum_over_their_number(monkeypatch):
     assert x.item() == 3
     for ranks[:] in ([True, 1], [False, 4]):
         assert tallies.mean_over_ranks(torch.tensor([3.0])).item() == 3
-
-
-def certified(total, last):
-    return SavedCertificate(as_text(total), as_text(last))
-
-
-def test_hashes_add_up_over_micro_batches_and_steps():
-    certificate = Certificate()
-    assert certificate.state() == certified(0, 0)
-    for begins, hashes in ((True, [1, 2]), (False, [4]), (True, [8]), (False, [16, 32])):
-        certificate.add(torch.tensor(hashes), begins_step=begins)
-    assert certificate.state() == certified(63, 56)
-
-
-def test_sums_wrap_round_at_2_to_the_64():
-    certificate = Certificate()
-    certificate.add(torch.tensor([2**62, 2**62, 2**62, 2**62 + 5]), begins_step=True)
-    assert certificate.state() == certified(5, 5)
-
-
-def test_a_sum_goes_on_and_the_part_before_is_added_once(monkeypatch):
-    """Two ranks read the same samples here."""
-    monkeypatch.setattr(tallies.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(tallies.dist, "all_reduce", lambda x: x.mul_(2))
-    certificate = Certificate()
-    certificate.load(certified(100, 7))
-    assert certificate.state() == certified(100, 7)
-    certificate.add(torch.tensor([3]), begins_step=True)
-    assert certificate.state() == certified(106, 6)
-    assert certificate.state() == certified(106, 6)
-    monkeypatch.setattr(tallies.dist, "get_world_size", lambda: 1)
-    assert certificate.state() == certified(103, 3)
 
 
 def test_every_second_belongs_to_the_part_that_was_entered_last(monkeypatch):

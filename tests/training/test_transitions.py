@@ -17,9 +17,9 @@ from trainer.model.attention import RMSNorm
 from trainer.model.backend_choice import Choice
 from trainer.model.config import QKNormConfig
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.config import ChangeConfig, DropConfig
+from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.drop import NOPE
-from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig, UntilConfig
+from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import Effect
@@ -49,10 +49,6 @@ def made(*phases, **more):
     ("changes", "text"),
     [
         ({"drop": ChangeConfig()}, "dropped the encoding (nope)"),
-        (
-            {"drop": ChangeConfig(anneal_steps=5), "rescale": RescaleConfig("pi")},
-            "dropped the encoding (nope) over 5 steps",
-        ),
         (
             {"drop": ChangeConfig(layers=[0], windows=[None, 16])},
             "dropped the encoding (nope) of layers 0; windows none, 16",
@@ -313,30 +309,6 @@ def test_a_phase_that_changes_nothing_is_not_measured(crossing, length):
     assert {layout.training_length for layout in layouts} == {64}
 
 
-def test_angles_shrink_before_every_step_and_a_resume_goes_on_with_them(crossing):
-    """Over three steps: two thirds, one third, none."""
-    slow = phase(drop=ChangeConfig(anneal_steps=3))
-    callback, _, layouts, _ = crossing(slow)
-    fastest = [max(layout.layers[0].spectra[0].inv_freq, default=0.0) for layout in layouts]
-    assert fastest == pytest.approx([1, 1, 2 / 3, 1 / 3, 0, 0])
-    assert callback.layout_before is None
-    half = SimpleNamespace(
-        effects={"second": Effect(step=2)},
-        held_out_losses=[],
-        layout_before_drop=layouts[0].to_dict(),
-    )
-    _, calls, layouts, _ = crossing(slow, begin=3, resume=half)
-    fastest = [max(layout.layers[0].spectra[0].inv_freq, default=0.0) for layout in layouts]
-    assert fastest == pytest.approx([1 / 3, 0, 0])
-    assert calls == [{"drop/loss_end": 5.0}]  # nothing is changed twice
-
-
-def test_a_drop_that_takes_steps_in_a_longer_phase_keeps_the_length(crossing):
-    slow = phase(drop=ChangeConfig(anneal_steps=3), length=128)
-    _, _, layouts, _ = crossing(slow)
-    assert [layout.training_length for layout in layouts] == [64, 64, 128, 128, 128, 128]
-
-
 def test_cudnns_attention_sees_plain_training_alone(run, monkeypatch):
     """A drop to ALiBi brings a mask, and what is measured between two steps has other shapes."""
 
@@ -355,80 +327,3 @@ def test_cudnns_attention_sees_plain_training_alone(run, monkeypatch):
     run(drop={"at": 6, "to": "alibi"}, monitor={"lengths_every": 4, "lengths": [1, 2]})
     assert set(calls) == {(True, True), (False, False)}
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.fixture
-def ended(monkeypatch):
-    """Go through a phase that begins after step 100 with such losses, measured every two steps of
-    two micro-batches: after how many steps it ended, and the losses that were measured."""
-
-    def go(losses, *, before=3.0, steps=20, drop=None, decides=lambda over: over, **until):
-        options = UntilConfig(**{"every": 2, "patience": 2, "flat": None} | until)
-        of_phase = phase(start=100, end=100 + steps, until=options, drop=drop)
-        logged, remaining = [], iter(losses)
-        callback = made(of_phase, add_metrics=logged.append)
-        callback.effects[of_phase.name] = Effect(step=100, loss_before=before)
-        # The last call, of the effect at the end, finds the last loss again.
-        measured = lambda module, phase: [next(remaining, losses[-1])] * 2  # noqa: E731
-        monkeypatch.setattr(callback, "losses", measured)
-        trainer = SimpleNamespace(
-            global_step=100,
-            accumulate_grad_batches=2,
-            should_stop=False,
-            strategy=SimpleNamespace(broadcast=decides),
-        )
-        module = SimpleNamespace(phase_ended=False)
-        for index in range(2 * steps):
-            trainer.global_step += index % 2
-            callback.on_train_batch_end(trainer, module, None, None, index)
-            if trainer.should_stop:
-                break
-        has_ended = callback.ended_after is not None
-        assert module.phase_ended == trainer.should_stop == has_ended
-        # The effect is measured once, at the end of the phase, early or not.
-        assert len(logged) == 1
-        assert callback.effects[of_phase.name].loss_end is not None
-        return callback.ended_after, callback.held_out_losses
-
-    return go
-
-
-def test_a_phase_ends_where_its_loss_is_flat_over_its_patience(ended):
-    """The loss fell by 1.0, 0.5, 0.25 over two measurements; less than 0.25 is flat."""
-    losses = [4.0, 3.5, 3.0, 3.0, 2.75, 2.8125, 9.0]
-    assert ended(losses, flat=0.25) == (12, losses[:6])
-
-
-def test_a_phase_ends_where_its_loss_is_back(ended):
-    assert ended([4.0, 3.51, 3.5], back_within=0.5)[0] == 6
-    assert ended([4.0, 3.51, 3.5], back_within=0.5, flat=1.0)[0] == 6
-    assert ended([4.0] * 10, back_within=0.5) == (None, [4.0] * 10)
-
-
-def test_a_phase_whose_steps_are_done_ends_by_itself(ended):
-    """The last step is measured too, and is not an early end."""
-    assert ended([4.0, 3.75, 3.0], back_within=0.0, steps=6) == (None, [4.0, 3.75, 3.0])
-
-
-def test_nothing_is_measured_while_angles_shrink(ended):
-    assert ended([3.0], back_within=0.0, drop=DropConfig(anneal_steps=5)) == (6, [3.0])
-    assert ended([3.0], back_within=0.0, drop=DropConfig(anneal_steps=6)) == (6, [3.0])
-
-
-def test_the_first_rank_decides(ended):
-    assert ended([9.0], back_within=0.0, decides=lambda _: True)[0] == 2
-    assert ended([1.0] * 10, back_within=0.0, decides=lambda _: False)[0] is None
-
-
-def test_a_phase_begins_without_the_losses_of_the_one_before():
-    first, second = phase(end=100), phase(name="second", start=100, end=120)
-    callback = made(first, second)
-    callback.held_out_losses = [1.0]
-    trainer = SimpleNamespace(global_step=101, accumulate_grad_batches=1)
-    model = SimpleNamespace(layout=SimpleNamespace(training_length=64))
-    module = SimpleNamespace(model=model)
-    callback.on_train_batch_start(trainer, module, None, 0)  # within it they stay
-    assert callback.held_out_losses == [1.0]
-    trainer.global_step = 100
-    callback.on_train_batch_start(trainer, module, None, 0)
-    assert callback.held_out_losses == []

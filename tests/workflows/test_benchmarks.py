@@ -30,7 +30,7 @@ from trainer.workflows.requests import MultipleChoiceRequest
 from trainer.workflows.subjects import held_out_corpus
 
 C, FACTOR = 32, 4
-WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "until", "it", "ends"]
+WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "it", "ends"]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,56 +37,6 @@ def made(tmp_path, rows, effects=None, state=None, **values):
     write_metrics(tmp_path / "metrics.csv", rows)
     candidate = SimpleNamespace(name="Mine", parameters=123, state=state or {})
     return _arm(config, candidate, TrainedRun(config, Path("x"), effects or {}, 1.0))
-
-
-def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
-    phases = {
-        "short": {"steps": 10},
-        "long": {"steps": 6, "sequence_length": 256, "batch_size": 4},
-        "dropped": {"steps": 4, "sequence_length": 256, "batch_size": 4, "drop": {}},
-    }
-    rows = [
-        {"step": 5, "loss": 3.0, "skipped_steps": 1},
-        {"step": 10},
-        {"step": 20, "loss": 2.0, "skipped_steps": 7, "parameter_norm": 4.0},
-    ]
-    arm = made(
-        tmp_path,
-        rows,
-        {
-            "long": Effect(what="as it was kept", loss_before=2.5, loss_after=2.75),
-            "dropped": Effect(loss_before=2.0, loss_after=5.0),
-        },
-        {"skips": [[3, 8], [5, 8], [10, 8]], "rewinds": 2},
-        phases=phases,
-        data={"sequence_length": 128},
-        positional={"layers": ["rope", "nope", "rope"]},
-        trainer={"batch_size": 8},
-    )
-    longer, change = arm.changes
-    assert longer == Change(10, "as it was kept", 256, 2.5, 2.75, None)
-    assert change == Change(16, change.what, 256, 2.0, 5.0, None)
-    assert "drop" in change.what
-    assert arm == Arm(
-        name="Mine",
-        encoding="rope + nope, dropped at step 16",
-        parameters=123,
-        steps=20,
-        tokens=10 * 8 * 128 + 10 * 4 * 256,
-        curve=((5, 3.0), (20, 2.0)),
-        skipped=7,
-        rewinds=2,
-        finite=True,
-        changes=(longer, change),
-    )
-
-
-def test_a_run_that_kept_nothing_and_one_that_diverged(tmp_path):
-    arm = made(tmp_path, [])
-    assert (arm.encoding, arm.curve, arm.skipped, arm.rewinds) == ("rope", (), 0, 0)
-    assert arm.finite
-    assert not arm.changes
-    assert not made(tmp_path, [{"step": 1, "parameter_norm": math.nan}]).finite
 
 
 REACH = {
@@ -195,3 +144,44 @@ def test_without_an_evaluation_nothing_is_measured(told):
     assert made.name == "demo"
     assert not made.cells
     assert [arm.final_loss for arm in made.arms] == [None] * 3
+
+
+def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
+    phases = {
+        "short": {"steps": 10},
+        "long": {"steps": 6, "sequence_length": 256, "batch_size": 4},
+        "dropped": {"steps": 4, "sequence_length": 256, "batch_size": 4, "drop": {}},
+    }
+    rows = [
+        {"step": 5, "loss": 3.0, "skipped_steps": 1},
+        {"step": 10},
+        {"step": 20, "loss": 2.0, "skipped_steps": 7, "parameter_norm": 4.0},
+    ]
+    arm = made(
+        tmp_path,
+        rows,
+        {
+            "long": Effect(what="as it was kept", loss_before=2.5, loss_after=2.75),
+            "dropped": Effect(loss_before=2.0, loss_after=5.0),
+        },
+        {},
+        phases=phases,
+        data={"sequence_length": 128},
+        positional={"layers": ["rope", "nope", "rope"]},
+        trainer={"batch_size": 8},
+    )
+    longer, change = arm.changes
+    assert longer == Change(10, "as it was kept", 256, 2.5, 2.75, None)
+    assert change == Change(16, change.what, 256, 2.0, 5.0, None)
+    assert "drop" in change.what
+    assert arm == Arm(
+        name="Mine",
+        encoding="rope + nope, dropped at step 16",
+        parameters=123,
+        steps=20,
+        tokens=10 * 8 * 128 + 10 * 4 * 256,
+        curve=((5, 3.0), (20, 2.0)),
+        skipped=7,
+        finite=True,
+        changes=(longer, change),
+    )

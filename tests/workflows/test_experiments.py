@@ -77,22 +77,6 @@ def small(name, base, tmp_path):
     return result | {"phases": phases, "controls": _few(values["controls"])}
 
 
-def _few(controls):
-    """The last control alone, which branches off after two steps where it did after more."""
-    for name, control in list(controls.items())[-1:]:
-        changed = dict(control)
-        if isinstance(changed.get("branch"), int):
-            changed["branch"] = 2
-        if "from_run" in changed.get("model", {}):  # and its steps are of that run
-            changed |= {"model": {"from_run": None}, "trainer": {}}
-        if "at" in changed.get("drop", {}) or changed.get("drop", {}).get("enabled"):
-            changed["drop"] = {**changed["drop"], "at": 2}
-        if "anneal_steps" in changed.get("drop", {}):
-            changed["drop"] = {**changed["drop"], "anneal_steps": 3}
-        return {name: changed}
-    return {}
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "write_renderings", lambda *_: [])  # half of the time
@@ -113,3 +97,17 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
         assert layouts(saved)[-1] == Layout.from_dict(state["layout"])  # as was foreseen
+
+
+def _few(controls):
+    """The last control alone, which branches off after two steps where it did after more."""
+    for name, control in list(controls.items())[-1:]:
+        changed = dict(control)
+        if isinstance(changed.get("branch"), int):
+            changed["branch"] = 2
+        if "from_run" in changed.get("model", {}):  # and its steps are of that run
+            changed |= {"model": {"from_run": None}, "trainer": {}}
+        if "at" in changed.get("drop", {}) or changed.get("drop", {}).get("enabled"):
+            changed["drop"] = {**changed["drop"], "at": 2}
+        return {name: changed}
+    return {}

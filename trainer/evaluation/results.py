@@ -121,7 +121,7 @@ class Arm(Json):
 
     ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
     ``changes``: one for each phase, in order. ``skipped``: updates left out because their loss or
-    gradient was not finite. ``rewinds``: how often the run went back to a checkpoint. ``finite``:
+    gradient was not finite. ``finite``:
     whether all weights are finite.
     """
 
@@ -133,7 +133,6 @@ class Arm(Json):
     final_loss: float | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
     skipped: int = 0
-    rewinds: int = 0
     finite: bool = True
     changes: tuple[Change, ...] = ()
 
@@ -324,11 +323,6 @@ def _arm_troubles(arm: Arm) -> list[str]:
         warnings.append(
             f"{arm.skipped:,} of {arm.steps:,} updates were left out, because their loss or "
             "gradient was not finite."
-        )
-    if arm.rewinds:
-        times = "once" if arm.rewinds == 1 else f"{arm.rewinds} times"
-        warnings.append(
-            f"it diverged and went back to a checkpoint {times}, leaving out the samples since."
         )
     if not arm.finite:
         warnings.append(

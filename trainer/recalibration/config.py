@@ -16,7 +16,6 @@ from trainer.common.fields import (
     Integer,
     Natural,
     Number,
-    Positive,
     Rate,
     Share,
     configuration,
@@ -61,29 +60,14 @@ class ChangeConfig:
     """Indices of the layers to drop; null: all."""
     heads: list[Integer] | None = None
     """Indices of the key-value heads of these layers; null: all."""
-    slower_than: Positive | None = None
-    """Drop only pairs that take more than so many tokens to turn once; null: no such limit."""
-    faster_than: Positive | None = None
-    """Drop only pairs that take fewer tokens to turn once; with slower_than, pairs of either
-    kind."""
     to: str = "nope"
     """Encoding that takes the place, named as in positional."""
     windows: list[Count | None] | None = None
     """Sliding windows of all layers from the drop on, in tokens, repeated over the depth; null:
     those before."""
-    anneal_steps: Natural = 0
-    """Steps over which the encoding shrinks to nothing; 0: at once."""
-    anneal: Literal["angles", "heads"] = "angles"
-    """What shrinks: angles (of all pairs), or heads (the share of each layer that still
-    rotates)."""
     qk_norm_gain: Literal["one", "matched"] = "one"
     """Gain of a QK-norm that comes on at the drop: one, or matched (to the RMS of queries and
     keys on the effect batch)."""
-
-    @property
-    def of_pairs(self) -> bool:
-        """Whether only some channel pairs of a head may be dropped."""
-        return self.slower_than is not None or self.faster_than is not None
 
     @property
     def of_what(self) -> str:
@@ -93,21 +77,15 @@ class ChangeConfig:
             for name in ("layers", "heads")
             if (chosen := getattr(self, name)) is not None
         ]
-        pairs = [
-            f"{than} than {value:g} tokens a turn"
-            for than, value in (("slower", self.slower_than), ("faster", self.faster_than))
-            if value is not None
-        ]
-        parts += [f"pairs {' or '.join(pairs)}"] if pairs else []
         return f" of {', '.join(parts)}" if parts else ""
 
     @listed
     def change_problems(
-        self, key: str, num_layers: int, num_heads: int, steps: int, length: int
+        self, key: str, num_layers: int, num_heads: int, length: int
     ) -> Iterator[Problem]:
         """Check the change, the group at ``key``, for a model of this shape.
 
-        ``steps``: left after the drop. ``length``: tokens of a sequence after the drop.
+        ``length``: tokens of a sequence after the drop.
         """
         windows = f"{key}.windows"
         if self.windows == []:
@@ -138,25 +116,6 @@ class ChangeConfig:
                 if not -count <= index < count:
                     message = f"{noun} {index} does not exist in a model of {count} {plural}."
                     yield Problem(f"{key}.{name}", message)
-        slower, faster = self.slower_than, self.faster_than
-        if slower is not None and faster is not None and slower < faster:
-            yield Problem(
-                f"{key}.slower_than",
-                f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
-                "them, or a slower_than above faster_than.",
-            )
-        if self.to != "nope" and (self.of_pairs or self.anneal_steps):
-            yield Problem(
-                f"{key}.to",
-                f"pairs, and what shrinks over steps, are dropped to nope alone, got {self.to!r}.",
-            )
-        if self.anneal_steps > steps:
-            yield Problem(
-                f"{key}.anneal_steps",
-                f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
-            )
-        if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            yield Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
 
 
 @configuration
@@ -225,6 +184,4 @@ class DropConfig(ChangeConfig):
                     "(trainer.max_steps or trainer.max_tokens), or drop=never."
                 )
             yield Problem(f"drop.{key}", message)
-            step = None
-        remaining = max_steps - (step or 0)
-        yield from self.change_problems("drop", num_layers, num_heads, remaining, length)
+        yield from self.change_problems("drop", num_layers, num_heads, length)

@@ -73,30 +73,6 @@ class RescaleConfig:
 
 
 @configuration
-class UntilConfig:
-    """When a phase ends before its steps are done, by its loss on the held-out effect batch."""
-
-    every: Count = 100
-    """Steps between looks at the loss."""
-    flat: Positive | None = None
-    """End if the loss has fallen by less than so many nats per token over the last looks; null:
-    not for this reason."""
-    patience: Count = 3
-    """Number of looks that flat compares over."""
-    back_within: Number | None = None
-    """End if the loss is at most so many nats above what it was before the phase changed the
-    model; null: not for this reason."""
-
-    @listed
-    def problems(self, key: str, changes: bool) -> Iterator[Problem]:
-        """Check the values; ``changes``: whether the phase changes the model."""
-        if self.flat is None and self.back_within is None:
-            yield Problem(key, f"give {key}.flat or {key}.back_within, in nats per token.")
-        if self.back_within is not None and not changes:
-            yield Problem(f"{key}.back_within", "the phase drops and rescales nothing; give flat.")
-
-
-@configuration
 class PhaseConfig:
     """A part of a run; what is null is as the run has it."""
 
@@ -122,8 +98,6 @@ class PhaseConfig:
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
     """State of the optimizer at the start: keep, reset, or reset_new (only of parameters that
     the drop adds)."""
-    until: UntilConfig | None = None
-    """When the phase ends before its steps are done; null: never."""
     log_every: Count | None = None
     """Steps between logged rows; null: trainer.log_every."""
 
@@ -140,9 +114,6 @@ class PhaseConfig:
             yield from self._weight_problems(f"{key}.weights", self.weights, texts)
         if self.rescale is not None:
             yield from self.rescale.problems(f"{key}.rescale", num_layers)
-        if self.until is not None:
-            changes = self.drop is not None or self.rescale is not None
-            yield from self.until.problems(f"{key}.until", changes)
         if self.rescale is not None and self.drop is not None:
             yield Problem(f"{key}.rescale", f"give it a phase apart from {key}.drop.")
 

@@ -78,8 +78,6 @@ FREE_TO_CHANGE = (
     "trainer.async_checkpoint",
     "trainer.max_time",
     "trainer.step_timeout",
-    "trainer.rewind_after",
-    "trainer.gc_every",
     "trainer.profile_steps",
     "trainer.deterministic",
     "trainer.micro_batch_size",
@@ -358,8 +356,8 @@ _CELL = r"cells/([a-z]+-[0-9a-f]{20}\.json|claims-\w+/(\w{20}|worked-\d+))"
 _EVALUATION = rf"({_TABLE}|{_CELL}|figures/{_PICTURE})"
 _FILES_OF_A_RUN = re.compile(
     rf"""
-    config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
-    | wandb_id | \.lock | \.measuring-[a-z]+-\d+(-changed)?-rank-\d+
+    config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | failures\.txt
+    | wandb_id | \.lock
     | (config\.yaml|metrics\.csv)\.partial
     | (.*/)?\.[^/]+\.\d+\.tmp
     | {_TABLE} | figures/{_PICTURE}

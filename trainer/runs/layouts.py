@@ -11,7 +11,7 @@ from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
-from trainer.recalibration.drop import dropped_layout, shrunk
+from trainer.recalibration.drop import dropped_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import Phase, phases_of
 
@@ -43,9 +43,6 @@ def layouts_of_phases(config: RunConfig, first: Layout) -> Iterator[Layout]:
     for phase in phases_of(config):
         yield layout
         layout = layout_of_phase(layout, phase, config.model)
-        if phase.drop is not None and (steps := phase.drop.anneal_steps):
-            size = config.model.head_size
-            layout = shrunk(layout, phase.config.positional, phase.drop, size, steps)
     yield layout
 
 
@@ -53,7 +50,7 @@ def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
     """Return the layout that a phase begins with: the previous one, dropped or rescaled, and
     extended.
 
-    A drop in several steps has made none. A new encoding is written for the length that it is
+    A new encoding is written for the length that it is
     trained on; a rescaling starts from the length before.
 
     Raises:
@@ -113,13 +110,8 @@ def _idle_drop(key: str, drop: ChangeConfig, layout: Layout, config: RunConfig) 
     Raises:
         UserError: the new encoding is impossible for this model.
     """
-    if drop.anneal_steps and not layout.rotates:
-        return Problem(f"{key}.anneal_steps", "nothing rotates, so that no angle could shrink.")
-    in_one_step = replace(drop, anneal_steps=0)
-    if layout != dropped_layout(layout, config.positional, in_one_step, config.model.head_size):
+    if layout != dropped_layout(layout, config.positional, drop, config.model.head_size):
         return None
-    if drop.of_pairs:
-        return Problem(key, f"nothing{drop.of_what} rotates, so that nothing would be dropped.")
     return Problem(
         f"{key}.to",
         f"{drop.to!r} is what the layers to drop have already, so that nothing would be dropped; "

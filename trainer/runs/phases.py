@@ -7,10 +7,9 @@ the next stretch begins as a resumed run does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from operator import attrgetter
 
 from trainer.common.errors import Problem, did_you_mean, listed
@@ -23,7 +22,6 @@ from trainer.runs.config import (
     PhaseConfig,
     RescaleConfig,
     RunConfig,
-    UntilConfig,
 )
 from trainer.runs.saved_state import RECALIBRATION
 
@@ -41,7 +39,6 @@ class Phase:
     recalibration has a schedule of its own. ``tokens``: tokens read before this phase. ``order``:
     number of its order of samples, which begins at step ``order_start``; ``samples`` of it were
     read before this phase. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
-    ``until``: condition for an early end; such a phase is a stretch by itself.
     """
 
     name: str
@@ -58,7 +55,6 @@ class Phase:
     drop: ChangeConfig | None = None
     rescale: RescaleConfig | None = None
     optimizer_state: str = "keep"
-    until: UntilConfig | None = None
 
     @property
     def change(self) -> tuple[object, ...]:
@@ -76,8 +72,7 @@ class Phase:
     def stretch(self) -> tuple[object, ...]:
         """Key that is equal for phases trained in one stretch."""
         run = self.config.trainer
-        alone = self.name if self.until else ""
-        return self.order, run.batch_size, run.micro_batch_size, run.log_every, alone
+        return self.order, run.batch_size, run.micro_batch_size, run.log_every
 
     def factor(self, step: int) -> float:
         """Return the learning-rate factor at ``step`` of the run."""
@@ -87,13 +82,9 @@ class Phase:
         """Return the tokens read after ``step`` steps of the run, a step of this phase."""
         return self.tokens + (step - self.start) * self.config.tokens_per_step
 
-    def first_sample(self, step: int, skips: Sequence[Sequence[int]] = ()) -> int:
-        """Return the number of the first sample that a step reads.
-
-        ``skips``: pairs (step, samples) of samples that are skipped from that step on.
-        """
-        left_out = sum(n for first, n in skips if self.order_start <= first <= step)
-        return self.samples + (step - self.start) * self.config.trainer.batch_size + left_out
+    def first_sample(self, step: int) -> int:
+        """Return the number of the first sample that a step reads."""
+        return self.samples + (step - self.start) * self.config.trainer.batch_size
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
@@ -137,7 +128,6 @@ def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfi
         drop=settings.drop,
         rescale=settings.rescale,
         optimizer_state=settings.optimizer_state,
-        until=settings.until,
     )
     if last is None:
         return phase
@@ -208,18 +198,6 @@ def with_lengths(config: RunConfig) -> RunConfig:
     return replace(config, phases=phases, trainer=replace(run, max_steps=steps))
 
 
-def with_ends(config: RunConfig, ends: Mapping[str, int]) -> RunConfig:
-    """Return the configuration with the actual ends of phases that ended early; ``ends``: their
-    steps."""
-    if not ends:
-        return config
-    phases = {
-        name: replace(phase, steps=ends[name], tokens=None) if name in ends else phase
-        for name, phase in config.phases.items()
-    }
-    return with_lengths(replace(config, phases=phases))
-
-
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
     """Return the phase of update ``step`` (from 0); after the last update the last phase."""
     return next(phase for phase in reversed(phases) if step >= phase.start)
@@ -237,16 +215,6 @@ def stretch_end(phases: Sequence[Phase], step: int) -> int:
         if phase.end > step and phase.stretch == stretch and phase.start <= max(end, step):
             end = phase.end
     return end
-
-
-def samples_between(phases: Sequence[Phase], first: int, end: int) -> int:
-    """Return how many samples of their order the steps ``first`` to ``end`` (exclusive) read."""
-    order = phase_at(phases, first).order
-    return sum(
-        (min(phase.end, end) - max(phase.start, first)) * phase.config.trainer.batch_size
-        for phase in phases
-        if phase.order == order and phase.start < end and phase.end > first
-    )
 
 
 def training_length_at(config: RunConfig, step: int) -> int:
@@ -285,22 +253,13 @@ def phase_problems(config: RunConfig) -> Iterator[Problem]:
     if alone or any(phase.steps is None for phase in config.phases.values()):
         return  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
     phases = phases_of(config)
-    together = [
-        Problem(
-            f"phases.{after.name}.schedule",
-            f"needed, since {before.name!r} may end early, and the run's is laid out over all "
-            "steps.",
-        )
-        for before, after in pairwise(phases)
-        if before.until is not None and config.phases[after.name].schedule is None
-    ]
-    together += [problem for phase in phases for problem in _problems_of(config, phase)]
+    together = [problem for phase in phases for problem in _problems_of(config, phase)]
     yield from together or _rescale_problems(config, phases)
 
 
 def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:
     """Check a phase with the sizes and texts that it has in this run."""
-    key, model, steps = f"phases.{phase.name}", config.model, phase.end - phase.start
+    key, model = f"phases.{phase.name}", config.model
     for problem in (*phase.config.trainer.problems(), *phase.config.data.problems()):
         if problem.key != "trainer.profile_steps":
             yield problem.renamed({"trainer": key, "data": key})
@@ -309,7 +268,6 @@ def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:
             f"{key}.drop",
             model.num_hidden_layers,
             model.num_key_value_heads,
-            steps,
             phase.config.data.sequence_length,
         )
         if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
@@ -317,12 +275,6 @@ def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:
             yield Problem(f"{key}.drop.to", f"unknown encoding {phase.drop.to!r}.", near)
         if not phase.start and not model.is_trained:
             yield Problem(f"{key}.drop", "nothing is trained yet; drop in a later phase.")
-    if phase.until is not None and phase.until.every > steps:
-        yield Problem(
-            f"{key}.until.every",
-            f"expected at most {steps}, the phase's steps, got {phase.until.every}; it would "
-            "never look.",
-        )
 
 
 def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[Problem]:
@@ -360,10 +312,6 @@ def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Probl
         )
         return [Problem(key, reason) for key in differing]
     main, other = phases_of(run), phases_of(control)
-    early = next((phase for phase in main if phase.until and phase.start < step), None)
-    if early is not None:
-        reason = f"{early.name!r} may end early, so that step {step} may lie behind it."
-        return [Problem("branch", reason)]
     starts = {phase.start for phase in (*main, *other) if phase.start < step}
     for start in sorted(starts):
         a, b = phase_at(main, start), phase_at(other, start)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError, is_transient
@@ -33,20 +33,7 @@ Format 1 named fields after classes; it is read as well.
 RECALIBRATION = "recalibrate"
 """The phase after the drop of a run that names no phases."""
 
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-def _checked_layout(values: dict[str, Any]) -> dict[str, Any]:
-    try:
-        adapter(StoredLayout).validate_json(json.dumps(values), strict=True)
-    except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-    return values
-
-
-LayoutValues = Annotated[dict[str, Any], AfterValidator(_checked_layout)]
-"""A layout as :meth:`Layout.to_dict` writes it."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +61,6 @@ class Description:
     loss: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     data: SavedData | None = None
-    skips: list[tuple[Count, Count]] = field(default_factory=list)
-    rewinds: Count | None = None
-    ends: dict[str, Count] = field(default_factory=dict)
     numerics: str = ""
     lengths: list[dict[str, Any]] = field(default_factory=list)
     benchmarks: list[dict[str, Any]] = field(default_factory=list)
@@ -111,14 +95,6 @@ class SavedTally:
 
 
 @dataclass(frozen=True)
-class SavedCertificate:
-    """Sums of hashes of samples, over all steps and over the last one."""
-
-    samples: Hash
-    last_step: Hash
-
-
-@dataclass(frozen=True)
 class Effect:
     """Effect of a change at the start of a phase on the held-out loss.
 
@@ -145,34 +121,20 @@ class RunState:
     """Fingerprints of the text that was read."""
     tally: SavedTally
     """Running statistics that the next row of metrics will contain."""
-    certificate: SavedCertificate
-    """Certificate of the samples that were read."""
     pending_metrics: dict[str, float]
     """Other values for the next row of metrics."""
     effects: dict[str, Effect]
     """Effects of the changes so far, by phase."""
-    layout_before_drop: LayoutValues | None
-    """Layout before a drop in several steps that is not complete."""
-    held_out_losses: list[float]
-    """Losses measured in the present phase for its ``until``."""
     lengths: list[Reach]
     """Measurements at several lengths so far."""
     benchmarks: list[Milestone]
     """Scores of benchmarks so far."""
-    skipped_measures: list[str] = field(default_factory=list)
-    """Names of the measures that a stop left out after this step; the resumed run takes them."""
     numerics: str = ""
     """What was computed in which dtype, for people."""
     loss: float | None = None
     """Training loss in the last row of metrics."""
     finite_parameters: bool = True
     """Whether all parameters are finite."""
-    skips: list[tuple[Count, Count]] = field(default_factory=list)
-    """Pairs (step, samples left out from it on)."""
-    rewinds: Count | None = None
-    """How often the run went back to a checkpoint; earlier versions did not count."""
-    ends: dict[str, Count] = field(default_factory=dict)
-    """Steps of the phases that ended early."""
     world_size: Count = 1
     """Number of ranks that trained."""
     user_callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -186,12 +148,6 @@ class RunState:
             "lengths": [reach.to_dict() for reach in self.lengths],
             "benchmarks": [milestone.to_dict() for milestone in self.benchmarks],
         }
-
-
-def rewinds_of(state: dict[str, Any]) -> int:
-    """Return how often a run has gone back to a checkpoint; ``state``: plain values."""
-    counted = state.get("rewinds")
-    return len(state.get("skips", ())) if counted is None else counted
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:
@@ -232,17 +188,15 @@ def _from_first_format(state: dict[str, Any]) -> dict[str, Any]:
     state = dict(state)
     if "callbacks" in state:
         callbacks = _dictionary("callbacks", state.pop("callbacks"))
-        metrics, transitions, until, lengths, benchmarks = (
+        metrics, transitions, lengths, benchmarks = (
             _dictionary(f"callbacks.{name}", callbacks.get(name, {}))
-            for name in ("Metrics", "Transitions", "Until", "Lengths", "Benchmarks")
+            for name in ("Metrics", "Transitions", "Lengths", "Benchmarks")
         )
         if "Transitions" not in callbacks:  # the single drop of versions without phases
             drop = callbacks.get("Drop")
             transitions = {"effects": {RECALIBRATION: drop} if drop else {}}
         state |= {
             "effects": transitions.get("effects"),
-            "layout_before_drop": transitions.get("before"),
-            "held_out_losses": until.get("losses", []),
             "lengths": lengths.get("history", []),
             "benchmarks": benchmarks.get("history", []),
         }

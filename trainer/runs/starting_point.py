@@ -18,22 +18,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from trainer.common.errors import UserError, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.data.order import as_text
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import (
-    UNUSED,
     damage_together,
     find_checkpoint,
-    healthy_checkpoints,
     model_config,
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
-    remove,
     remove_leftovers,
     set_aside,
     step_of,
@@ -43,7 +39,7 @@ from trainer.runs.descriptions import is_dropped, label, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.index import read_index
 from trainer.runs.metrics_file import continue_metrics
-from trainer.runs.phases import Phase, phase_at, phase_before, phases_of, samples_between
+from trainer.runs.phases import Phase, phase_at, phase_before, phases_of
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import RunState, read_run_state, saved_eos
 from trainer.runs.state import check_shapes, load, tensors_in
@@ -103,7 +99,7 @@ def _begin(run_dir: Path, newest: Path | None, branch: Path | None) -> Start:
     state = read_state(start) if start is not None else {}
     run_state = None
     if start is not None:
-        if "certificate" in state:  # missing from earlier versions, which are refused with a reason
+        if "tally" in state:  # missing from earlier versions, which are refused with a reason
             run_state = read_run_state(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     source = branch.parent.parent / "metrics.csv" if branch is not None else None
@@ -115,71 +111,6 @@ def _begin(run_dir: Path, newest: Path | None, branch: Path | None) -> Start:
             *(without_home(str(run_dir)), left_out[-1]["step"]),
         )
     return Start(start, state, run_state)
-
-
-def rewind_run(
-    config: RunConfig,
-    first_bad: int,
-    broken_at: int,
-    skips: Sequence[Sequence[int]] = (),
-    branch: Path | None = None,
-) -> list[list[int]]:
-    """Set aside the checkpoints since a run diverged; return the samples to skip after resuming.
-
-    A second rewind to the same step goes one checkpoint further back, since the damage may be older
-    than the first skipped update. All ranks call this together.
-
-    Args:
-        config: the run.
-        first_bad: its last sound step.
-        broken_at: the step at which it stopped.
-        skips: samples skipped so far. The checkpoint does not contain later skips: a second rewind
-            to it would read the samples skipped by the first.
-        branch: checkpoint of another run that this one began with.
-
-    Returns:
-        Pairs (step, number of samples) for the steps from there on.
-    """
-    directory = Path(config.run_dir) / "checkpoints"
-    earlier, most = {step for step, _ in skips}, config.trainer.keep_checkpoints
-    on_rank_zero(lambda: _go_back(directory, first_bad, earlier, most))
-    newest = newest_sound_checkpoint(Path(config.run_dir)) or branch
-    state = on_rank_zero(lambda: read_state(newest)) if newest is not None else {}
-    step = state.get("step", 0)
-    phases = phases_of(config)
-    left_out = [[*skip] for skip in skips if skip[0] < step]
-    later = [skip for skip in skips if skip[0] >= step]
-    for order, start in _orders_between(phases, step, broken_at).items():
-        since = sum(n for first, n in later if phase_at(phases, first).order == order)
-        lost = since + samples_between(phases, start, broken_at)
-        log.warning("Going back to step %d; %d samples are left out", step, lost)
-        left_out.append([start, lost])
-    return left_out
-
-
-def _go_back(directory: Path, first_bad: int, earlier: set[int], most: int) -> None:
-    """Set aside the newest checkpoint after the one to resume from; remove the others, and the one
-    set aside before.
-
-    ``earlier``: steps rewound to. ``most``: number of last checkpoints among which another one is
-    chosen; those kept for good may lie far back.
-    """
-    recent = healthy_checkpoints(directory, first_bad)[:most]
-    target = next((path for path in recent if step_of(path) not in earlier), None)
-    target = target or next(iter(recent), None)
-    paths = regular_checkpoints(directory)
-    unused = [p for p in paths if target is None or step_of(p) > step_of(target)]
-    if unused:
-        for path in [*directory.glob(f"{UNUSED}step-*"), *unused[:-1]]:
-            remove(path)
-        set_aside(unused[-1:])
-
-
-def _orders_between(phases: Sequence[Phase], first: int, end: int) -> dict[int, int]:
-    """Return the sample orders that steps ``first`` to ``end`` (exclusive) read, with their first
-    steps."""
-    read = [phase for phase in phases if phase.start < end and phase.end > first]
-    return {phase.order: max(phase.order_start, first) for phase in read}
 
 
 def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
@@ -224,9 +155,7 @@ def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
     return TrainingSamples(corpus.mixed(data), data, phase.seed)
 
 
-def epochs_read(
-    corpus: Corpus, phases: Sequence[Phase], skips: Sequence[Sequence[int]]
-) -> Callable[[int], dict[str, float]]:
+def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
     """Return a function from step to the number of times each text has been read."""
     orders: dict[int, list[Phase]] = {}
     for phase in phases:
@@ -238,8 +167,7 @@ def epochs_read(
         for order, of_one in orders.items():
             if of_one[0].start < step or not of_one[0].start:
                 last = phase_at(of_one, max(min(step, of_one[-1].end) - 1, 0))
-                earlier = [skip for skip in skips if skip[0] < of_one[-1].end]
-                count = last.first_sample(min(step, last.end), earlier)
+                count = last.first_sample(min(step, last.end))
                 for name, times in samples[order].epochs(count).items():
                     total[name] += times
         return total
@@ -248,13 +176,12 @@ def epochs_read(
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
-    """Check that text and order are unchanged: re-read the checkpoint's last step and compare
-    hashes.
+    """Check that text and order are unchanged.
 
     Raises:
         UserError: the checkpoint was trained on other samples.
     """
-    if "certificate" not in state:
+    if "data" not in state:
         raise UserError.at(
             "checkpoint",
             "an earlier version of this program wrote it, whose order of samples this one does "
@@ -268,20 +195,6 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
             "the checkpoint was trained on other text, or in another order, than this command "
             "reads (changed files, another version of Python, another seed); give the same, or "
             "overwrite=true.",
-        )
-    if not state["step"]:  # a checkpoint from before a drop at step 0
-        return
-    size = phase.config.trainer.batch_size
-    first = phase.first_sample(state["step"] - 1, state.get("skips", []))
-    samples = samples_of(corpus, phase)
-    certificate = as_text(int(samples.hashes(range(first, first + size)).sum()))
-    if certificate != state["certificate"]["last_step"]:
-        raise UserError.at(
-            "data",
-            f"the last step of the checkpoint read samples {first} to {first + size - 1} with the "
-            f"certificate {state['certificate']['last_step']}, here they have {certificate}; "
-            "`python -m trainer prepare verify=true` compares the prepared text with its "
-            "checksums.",
         )
 
 
@@ -334,7 +247,7 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
     dropped = is_dropped(config, step)
     for phase in phases_of(config):
         change = phase.drop
-        if change is None or phase.start >= step or change.heads is not None or change.of_pairs:
+        if change is None or phase.start >= step or change.heads is not None:
             continue  # A partial drop leaves an encoding that has no name.
         chosen = {layer % depth for layer in change.layers or range(depth)}
         before = [positional.layers[i % len(positional.layers)] for i in range(depth)]

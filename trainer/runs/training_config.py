@@ -107,11 +107,6 @@ class TrainerConfig:
     step_timeout: Positive | None = 1800.0
     """Seconds after which a step counts as stuck and the process ends with its stacks; null:
     never."""
-    rewind_after: Count | None = None
-    """Updates in a row without a finite gradient after which the run returns to its last
-    checkpoint before them and skips the samples since; null: after 32 it ends with an error."""
-    gc_every: Count | None = 1000
-    """Steps between collections of Python's garbage, the same on all ranks; null: Python's own."""
     profile_steps: list[Count] = field(default_factory=list)
     """First and last step to profile, such as [10, 13]."""
 

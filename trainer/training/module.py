@@ -34,7 +34,7 @@ from trainer.training.strategy import (
     reshard,
     synchronize_gradients,
 )
-from trainer.training.tally import Certificate, StepTimer, Tally
+from trainer.training.tally import StepTimer, Tally
 
 
 def make_decoder(
@@ -52,8 +52,7 @@ def make_decoder(
 class LanguageModule(L.LightningModule):
     """Trainable :class:`Decoder` with the schedules of its phases; independent of data and drops.
 
-    ``resumes``: the weights will come from a checkpoint, so none are drawn. ``phase_ended``: set
-    when a phase ends before its steps are done.
+    ``resumes``: the weights will come from a checkpoint, so none are drawn.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class LanguageModule(L.LightningModule):
         self.model = model
         self.ranks = ranks
         self.phases = phases_of(config)
-        self.phase_ended = False
         self.tally = Tally()
         self.timer = StepTimer()
-        self.certificate = Certificate()
         self.reduces_once = True
 
     def configure_model(self) -> None:
@@ -108,7 +105,6 @@ class LanguageModule(L.LightningModule):
         """
         parts = self.trainer.accumulate_grad_batches
         last = (index + 1) % parts == 0
-        self.certificate.add(batch["hashes"], begins_step=index % parts == 0)
         synchronize_gradients(self.model, last or not self.reduces_once, last)
         weights = batch["weights"]
         losses = torch.empty_like(weights)

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
-from trainer.common.words import remedy, same_command
+from trainer.common.words import same_command
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
@@ -31,19 +31,17 @@ from trainer.runs.checkpoints import (
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.phases import phase_at, phases_of, stretch_end, with_ends
+from trainer.runs.phases import phase_at, phases_of, stretch_end
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
-from trainer.runs.saved_state import Effect, rewinds_of
+from trainer.runs.saved_state import Effect
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
-    rewind_run,
     samples_of,
     say_other_numerics,
     starting_point,
     starting_weights,
 )
-from trainer.training.callbacks.guards import freeze_modules
 from trainer.training.callbacks.stopping import acknowledging
 from trainer.training.devices import numerics
 from trainer.training.lightning_trainer import TrainingData, make_trainer, releasing
@@ -55,16 +53,12 @@ from trainer.training.user_callbacks import make_callbacks
 log = logging.getLogger(__name__)
 
 
-MAX_REWINDS = 10
-"""In one process; a run that diverges more often needs a person."""
-
-
 @dataclass(frozen=True)
 class TrainedRun:
     """A finished run.
 
-    ``config`` has the actual steps of each phase; ``checkpoint`` is the last one; ``effects`` of
-    changes are by phase. ``seconds``: duration of its training; None if another process began it.
+    ``checkpoint`` is the last one; ``effects`` of changes are by phase. ``seconds``: duration of
+    its training; None if another process began it.
     """
 
     config: RunConfig
@@ -93,7 +87,7 @@ def train(
 
     ``branch``: checkpoint of another run, with its metrics, to continue if this run has none.
     ``user_callbacks``: those that ``config.callbacks`` names; None: made here. They are made again
-    for each further stretch and after a rewind. ``is_control``: whether to go on if updates are
+    for each further stretch. ``is_control``: whether to go on if updates are
     skipped without end, so that the run which this one is compared with is evaluated all the same.
     ``start_time``: when the program began, in seconds since the epoch, from which
     ``trainer.max_time`` counts; None: now.
@@ -101,79 +95,53 @@ def train(
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
             written, or the backend cannot run here.
-        DivergedError: the run diverged, and does not rewind, or has too often.
+        DivergedError: the run diverged.
         PreemptedError: the run was asked to stop, and has.
     """
     start_time = time.time() if start_time is None else start_time
-    clock, rewinds = time.perf_counter(), 0
-    skips: list[list[int]] | None = None  # None: as in the checkpoint
-    all_rewinds = 0  # by earlier processes, too
+    clock = time.perf_counter()
     began_elsewhere: bool | None = None
-    planned = config
     if user_callbacks is None:
         user_callbacks = make_callbacks(config.callbacks)
     if config.trainer.compile:
         torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
-    freeze_modules()  # including the compiler's
     while True:
         # A finished trainer is a reference cycle: collect it now to free its memory.
         gc.collect()
-        start = starting_point(planned, branch)
+        start = starting_point(config, branch)
         if began_elsewhere is None:
             began_elsewhere = start.checkpoint not in (None, branch)
-        config = with_ends(planned, start.state.get("ends", {}))
-        if skips is None:
-            skips = start.state.get("skips", [])
-            all_rewinds = rewinds_of(start.state)
         with numerics(config):
-            stretch = _stretch(config, corpus, start, skips, all_rewinds, is_control)
+            stretch = _stretch(config, corpus, start, is_control)
             trained = _train_stretch(stretch, start, user_callbacks, callbacks, start_time)
         if trained.diverged is not None:
-            if config.trainer.rewind_after is None:
-                raise _divergence(config, *trained.diverged, branch)
-            if rewinds == MAX_REWINDS:
-                raise DivergedError.at(
-                    "trainer.rewind_after",
-                    f"{label(config)} went back {MAX_REWINDS} times and diverges again; lower the "
-                    "learning rate, or look at the text.",
-                )
-            skips = rewind_run(config, *trained.diverged, skips, branch)
-            rewinds, all_rewinds = rewinds + 1, all_rewinds + 1
-        else:
-            config = with_ends(planned, trained.ends)
-            if trained.step == config.trainer.max_steps:
-                path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
-                seconds = None if began_elsewhere else time.perf_counter() - clock
-                return TrainedRun(config, path, trained.effects, seconds)
-            skips = None
-            # The checkpoint exists, and the next stretch would take long to start.
-            if request := next(filter(None, all_gather(trained.stop_request)), None):
-                raise PreemptedError(
-                    f"Stopped after step {trained.step} ({request}), checkpoint saved.",
-                    requeues=request != "SIGTERM",
-                )
-            torch.compiler.reset()  # compile for the next length, not for dynamic ones
+            raise _divergence(config, *trained.diverged, branch)
+        if trained.step == config.trainer.max_steps:
+            path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
+            seconds = None if began_elsewhere else time.perf_counter() - clock
+            return TrainedRun(config, path, trained.effects, seconds)
+        # The checkpoint exists, and the next stretch would take long to start.
+        if request := next(filter(None, all_gather(trained.stop_request)), None):
+            raise PreemptedError(
+                f"Stopped after step {trained.step} ({request}), checkpoint saved.",
+                requeues=request != "SIGTERM",
+            )
+        torch.compiler.reset()  # compile for the next length, not for dynamic ones
         user_callbacks = make_callbacks(config.callbacks)
 
 
 def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | None) -> DivergedError:
-    """Return the error of a run that diverged and does not rewind; all ranks call this together.
+    """Return the error of a run that diverged; all ranks call this together.
 
     ``last_good``: the step before the first of the skipped updates, which end with ``step``.
     """
     directory = Path(config.run_dir) / "checkpoints"
     healthy = on_rank_zero(lambda: healthy_checkpoints(directory, last_good))
     path = next(iter(healthy), branch)
-    before, start = "no checkpoint lies before them", "begins again"
-    if path is not None:
-        before, start = f"the last checkpoint before them is {str(path)!r}", "goes back to it"
     return DivergedError.at(
-        "trainer.rewind_after",
-        f"{label(config)} stopped, because the loss or the gradient was not finite in steps "
-        f"{last_good + 1} to {step}; {before}. {same_command(config.overwrite).capitalize()} with "
-        f"trainer.rewind_after=8 {start} and leaves out the samples since; if that diverges too, "
-        f"begin another run with a learning rate (optimizer.lr) below {config.optimizer.lr:g}.",
-        remedy("nan"),
+        "trainer.max_steps",
+        f"{label(config)} stopped: the loss or the gradient was not finite in steps "
+        f"{last_good + 1} to {step}; the last healthy checkpoint is {str(path) if path else None}.",
     )
 
 
@@ -181,13 +149,11 @@ def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | Non
 class TrainedStretch:
     """Result of a stretch up to its last ``step``.
 
-    ``ends``: steps of phases that ended early. ``effects``: of changes so far. ``diverged``: steps
-    between which the run diverged. ``stop_request``: signal or limit that asked the run to stop in
-    its last step.
+    ``effects``: of changes so far. ``diverged``: steps between which the run diverged.
+    ``stop_request``: signal or limit that asked the run to stop in its last step.
     """
 
     step: int
-    ends: dict[str, int]
     effects: dict[str, Effect]
     diverged: tuple[int, int] | None
     stop_request: str | None
@@ -235,28 +201,17 @@ def _train_stretch(
                 acknowledging(step.stopping.notice, ranks.is_rank_zero),
             ):
                 trainer.fit(module, datamodule=data)
-            certificate = module.certificate.state().samples
-            log.info("%s: what was read has the certificate %s", title, certificate)
             _raise_if_stopped(trainer, step, loggers)
-            last_step = end if step.transitions.ended_after is None else trainer.global_step
         else:  # the checkpoint is the last one of the run
             assert start.run_state is not None
             step.transitions.restore(start.run_state)
-            step.rewind.judge(start.step, int(start.run_state.tally.skipped_in_a_row))
+            step.divergence.judge(start.step, int(start.run_state.tally.skipped_in_a_row))
             on_rank_zero(partial(close, loggers))
-            last_step = end
-    diverged, request = step.rewind.diverged, step.stopping.request
-    return TrainedStretch(last_step, step.ends, step.transitions.effects, diverged, request)
+    diverged, request = step.divergence.diverged, step.stopping.request
+    return TrainedStretch(end, step.transitions.effects, diverged, request)
 
 
-def _stretch(
-    config: RunConfig,
-    corpus: Corpus,
-    start: Start,
-    skips: list[list[int]],
-    rewinds: int,
-    is_control: bool,
-) -> PhaseStretch:
+def _stretch(config: RunConfig, corpus: Corpus, start: Start, is_control: bool) -> PhaseStretch:
     """Return the stretch that a run's next step belongs to."""
     phases = phases_of(config)
     phase, end = phase_at(phases, start.step), stretch_end(phases, start.step)
@@ -266,9 +221,6 @@ def _stretch(
         corpus=corpus,
         phases=phases,
         phase=phase,
-        skips=[(step, samples) for step, samples in skips],
-        rewinds=rewinds,
-        ends=dict(start.state.get("ends", {})),
         is_control=is_control,
     )
 
@@ -330,9 +282,9 @@ def _raise_if_stopped(trainer: L.Trainer, step: Step, loggers: list[Logger]) -> 
             f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved.",
             requeues=reason != "SIGTERM",
         )
-    run, has_ended = step.stretch.run, step.transitions.ended_after is not None
+    run = step.stretch.run
     is_complete = trainer.global_step >= step.stretch.config.trainer.max_steps
-    if not has_ended and not is_complete and not step.rewind.diverged:
+    if not is_complete and not step.divergence.diverged:
         raise UserError.at(
             "callbacks",
             f"one of them stopped the run after step {trainer.global_step} of "

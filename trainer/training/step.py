@@ -7,23 +7,21 @@ save, stop. Before the first step :class:`Resume` restores the checkpoint.
 moment           what happens                                                        where
 ===============  ==================================================================  ===============
 step begins      a phase changes the model: save ``before-drop``; measure the loss;  Transitions
-                 set QK-norm's gains, the layout (of a drop in several steps: its
-                 first part) and the attention kernel; measure the loss again;
+                 set QK-norm's gains, the layout and the attention kernel; measure the loss again;
                  store both losses; reset the optimizer
-                 later steps of such a drop: its next part                           Transitions
                  hooks of the user's callbacks                                       callbacks
                  take all measures if the model was changed                          Monitors
                  arm the watchdog; start the profiler                                guards
                  set the learning rates                                              module.py
 micro-batches    forward, loss, backward; gradients are reduced at the last one      module.py
 update           clip, or skip if loss or gradient is not finite; optimizer step     module.py
-step ends        measure the held-out loss for ``until``; end the phase              Transitions
+step ends        measure the held-out loss at the end of a phase                     Transitions
                  hooks of the user's callbacks                                       callbacks
-                 take the measures that are due, unless the run stops now            Monitors
+                 take the measures that are due                                      Monitors
                  write a row to all loggers                                          Metrics
                  save a checkpoint, by steps or by time; wait for the last one       Saving
                  save and stop on a signal or a time limit, all ranks together       Stopping
-                 stop if it diverged; heartbeat; timeouts; collect garbage; profile  guards
+                 stop if it diverged; timeouts; profile                              guards
 ===============  ==================================================================  ===============
 """
 
@@ -42,12 +40,12 @@ from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
 from trainer.runs.checkpoints import description
 from trainer.runs.config import RunConfig
-from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before, with_ends
+from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import RunState, SavedData
 from trainer.runs.starting_point import NUMERICS, data_fingerprints, epochs_read
 from trainer.runs.state import restore
-from trainer.training.callbacks.guards import Rewind, make_guards
+from trainer.training.callbacks.guards import Divergence, make_guards
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.monitors import Monitors
 from trainer.training.callbacks.saving import Saving
@@ -66,8 +64,7 @@ class PhaseStretch:
     """Phases that read batches of one size and length, trained by one Lightning trainer.
 
     ``run`` is the whole run with its ``phases``; ``config`` the run with this stretch's lengths,
-    sizes and end. ``phase`` is the one of the next step. ``skips`` are pairs (step, samples left
-    out), of ``rewinds`` so far; ``ends`` the steps of earlier phases that ended early.
+    sizes and end. ``phase`` is the one of the next step.
     ``is_control``: see :func:`~trainer.training.run.train`. ``token_files``: of the published model
     in which training began.
     """
@@ -77,15 +74,12 @@ class PhaseStretch:
     corpus: Corpus
     phases: tuple[Phase, ...]
     phase: Phase
-    skips: list[tuple[int, int]]
-    rewinds: int
-    ends: dict[str, int]
     is_control: bool = False
     token_files: Mapping[str, str] = field(default_factory=dict)
 
     def first_sample(self, step: int) -> int:
         """Return the number of the first sample that ``step`` reads."""
-        return phase_at(self.phases, step).first_sample(step, self.skips)
+        return phase_at(self.phases, step).first_sample(step)
 
 
 class Step:
@@ -103,16 +97,14 @@ class Step:
         config, corpus, phases = stretch.config, stretch.corpus, stretch.phases
         self.stretch, self.module, self.ranks = stretch, module, ranks
         self.user_callbacks = user_callbacks
-        self.metrics = Metrics(config, progress, epochs_read(corpus, phases, stretch.skips))
+        self.metrics = Metrics(config, progress, epochs_read(corpus, phases))
         self.saving = Saving(config, ranks, self.collect_state, kept_steps(stretch.run))
         self.transitions = Transitions(
             phases, partial(effect_batch, corpus), self.saving.before_drop, self.metrics.add
         )
         self.stopping = Stopping(stretch.run, self.saving, start_time)
-        self.monitors = Monitors(
-            stretch.run, corpus, ranks, self.transitions, self.stopping, self.metrics.add
-        )
-        self.rewind = Rewind(config, stretch.is_control)
+        self.monitors = Monitors(stretch.run, corpus, ranks, self.transitions, self.metrics.add)
+        self.divergence = Divergence(config, stretch.is_control)
         self.guards = make_guards(config, ranks)
 
     def callbacks(self) -> list[L.Callback]:
@@ -124,52 +116,36 @@ class Step:
             self.metrics,
             self.saving,
             self.stopping,
-            self.rewind,
+            self.divergence,
             *self.guards,
         ]
-
-    @property
-    def ends(self) -> dict[str, int]:
-        """Steps of the phases that ended early, by name."""
-        ended_after = self.transitions.ended_after
-        now = {} if ended_after is None else {self.stretch.phase.name: ended_after}
-        return self.stretch.ends | now
 
     def collect_state(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the contents of ``state.json``; all ranks call this together."""
         stretch, step, transitions = self.stretch, trainer.global_step, self.transitions
-        layout = transitions.layout_before
         phase = phase_before(stretch.phases, step)
         norm = global_norm(p.detach() for p in self.module.model.parameters())
         state = RunState(
             data=SavedData(**data_fingerprints(stretch.corpus, phase)),
             tally=self.module.tally.state(),
-            certificate=self.module.certificate.state(),
             pending_metrics=self.metrics.pending,
             effects=transitions.effects,
-            layout_before_drop=None if layout is None else layout.to_dict(),
-            held_out_losses=transitions.held_out_losses,
             lengths=self.monitors.reaches,
             benchmarks=self.monitors.milestones,
-            skipped_measures=self.monitors.skipped,
             numerics=NUMERICS[stretch.run.trainer.precision],
             loss=self.metrics.last_loss,
             finite_parameters=bool(norm.isfinite()),
-            skips=stretch.skips,
-            rewinds=stretch.rewinds,
-            ends=self.ends,
             world_size=self.ranks.world_size,
             user_callbacks=states_of(self.user_callbacks),
             wandb_id=next((str(x.version) for x in trainer.loggers if x.version), None),
         )
-        config, tokenizer = with_ends(stretch.run, self.ends), stretch.corpus.tokenizer.to_str()
+        tokenizer = stretch.corpus.tokenizer.to_str()
         tokens = tokenizer, stretch.corpus.end_of_text, stretch.token_files
-        return description(config, self.module.model, *tokens, step) | state.to_dict()
+        return description(stretch.run, self.module.model, *tokens, step) | state.to_dict()
 
     def restore(self, state: RunState) -> None:
         """Restore what :meth:`collect_state` collected."""
         self.module.tally.load(state.tally, self.module.device)
-        self.module.certificate.load(state.certificate)
         self.metrics.restore(state)
         self.transitions.restore(state)
         self.monitors.restore(state)

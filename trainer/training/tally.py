@@ -1,7 +1,6 @@
 """Sums over training steps that stay on the device until they are logged or saved: no host sync.
 
-:class:`Tally` sums losses, :class:`StepTimer` times the parts of a step, and :class:`Certificate`
-sums the hashes of the samples that were read.
+:class:`Tally` sums losses, :class:`StepTimer` times the parts of a step.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data.order import as_text
 from trainer.runs.metrics_file import BUCKETS, PARTS
-from trainer.runs.saved_state import SavedCertificate, SavedSpikes, SavedTally
+from trainer.runs.saved_state import SavedSpikes, SavedTally
 
 WINDOW = 128
 """Previous steps whose mean and standard deviation define a spike."""
@@ -215,37 +213,3 @@ class StepTimer:
         self._add()
         totals, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
         return totals
-
-
-class Certificate:
-    """Sums of sample hashes on the device, modulo 2^64: over all steps, and over the last one.
-
-    Only :meth:`state` causes a host sync.
-    """
-
-    def __init__(self) -> None:
-        self._before, self._last = 0, 0
-        self._sums: Tensor | None = None
-
-    def add(self, hashes: Tensor, begins_step: bool) -> None:
-        """Add a micro-batch's sample hashes ``[B]``, int64."""
-        mine = hashes.sum()
-        if self._sums is None:
-            self._sums = mine.new_zeros(2)
-        last = mine if begins_step else self._sums[1] + mine
-        self._sums = torch.stack([self._sums[0] + mine, last])
-
-    def state(self) -> SavedCertificate:
-        """Return both sums over all ranks, for a checkpoint; all ranks call this together."""
-        total, last = 0, self._last
-        if self._sums is not None:
-            sums = self._sums.clone()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(sums)
-            total, last = sums.tolist()
-        return SavedCertificate(as_text(self._before + total), as_text(last))
-
-    def load(self, state: SavedCertificate) -> None:
-        """Resume from :meth:`state`; the stored sum is known to every rank and added once."""
-        self._before, self._last = int(state.samples, 16), int(state.last_step, 16)
-        self._sums = None

@@ -20,7 +20,6 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
-from trainer.runs.saved_state import rewinds_of
 from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun
 from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
@@ -134,7 +133,6 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
         tokens=tokens_at(config, config.trainer.max_steps),
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
-        rewinds=rewinds_of(candidate.state),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
         changes=changes,
     )

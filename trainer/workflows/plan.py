@@ -163,7 +163,7 @@ def _training(
         remaining = tokens_at(config, steps) - tokens_at(config, drop)
         yield "drop", f"after step {drop:,}, then {remaining:,} tokens"
     if isinstance(corpus, Corpus):
-        times = epochs_read(corpus, phases, [])(steps)
+        times = epochs_read(corpus, phases)(steps)
         for part in corpus.parts:
             held = f"{len(part.text.train):,} tokens"
             label = f"text {part.name}" if config.data.mixture else "text"
@@ -192,7 +192,7 @@ def _new_order(phase: Phase, corpus: Corpus | UserError, phases: Sequence[Phase]
     clause = ", in a new order"
     if isinstance(corpus, UserError):
         return clause
-    times = epochs_read(corpus, phases, [])(phase.start)
+    times = epochs_read(corpus, phases)(phase.start)
     read = [f"{times[name]:.3g}" for name in phase.config.data.texts]
     return f"{clause} of text that was read {' and '.join(read)} times before"
 
@@ -396,7 +396,6 @@ def _checkpoints(config: RunConfig) -> int:
     """Return the largest number of checkpoints that a finished run keeps."""
     run = config.trainer
     number = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
-    number += run.rewind_after is not None  # set aside by the last rewind
     number += len(kept_steps(config))
     return number + (run.max_steps // run.keep_every if run.keep_every else 0)
 

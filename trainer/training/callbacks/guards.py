@@ -1,19 +1,15 @@
 """Guards of the process during training; a run that needs none trains the same without them.
 
-They rewind a run that diverges, end a process that hangs, collect
-garbage at fixed steps and profile chosen steps.
+They stop a run that diverges, end a process that hangs and profile
+chosen steps.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
-import json
 import logging
 import math
-import os
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -22,7 +18,6 @@ from typing import Any
 import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainer.common.errors import os_reason
 from trainer.common.files import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
@@ -32,11 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def make_guards(config: RunConfig, ranks: Ranks) -> list[StepCallback]:
-    """Return the guards but :class:`Rewind`, in the order in which Lightning calls them."""
-    guards: list[StepCallback] = [
-        Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
-        GarbageCollection(config.trainer.gc_every),
-    ]
+    """Return the guards but :class:`Divergence`, in the order in which Lightning calls them."""
+    guards: list[StepCallback] = [Watchdog(config.trainer.step_timeout)]
     if config.trainer.profile_steps:
         first, last = config.trainer.profile_steps
         guards.append(Profiling(first, last, Path(config.run_dir) / "profile", ranks.rank))
@@ -44,33 +36,29 @@ def make_guards(config: RunConfig, ranks: Ranks) -> list[StepCallback]:
 
 
 MOST_SKIPPED = 32
-"""Updates skipped in a row after which a run without ``trainer.rewind_after`` ends with an error.
+"""Updates skipped in a row after which a run ends with an error.
 
 Loss spikes skip one update or a few. Skipped updates leave the weights as they are, so 32 batches
 have failed with the same weights.
 """
 
 
-class Rewind(StepCallback):
-    """Stops the run if ``trainer.rewind_after`` updates in a row were skipped.
+class Divergence(StepCallback):
+    """Stops the run after :data:`MOST_SKIPPED` skipped updates in a row; a control goes on.
 
-    The run then resumes from its last checkpoint before them and skips the samples since. Without
-    this key it stops after :data:`MOST_SKIPPED` and ends with an error, but a control goes on, and
-    the report warns of it. ``diverged`` holds the last sound step and the step of the stop. The
-    count is read with each row of metrics, so that it causes no further host sync.
+    ``diverged`` holds the last sound step and the step of the stop. The count is read with each row
+    of metrics, so that it causes no further host sync.
     """
 
     def __init__(self, config: RunConfig, is_control: bool = False) -> None:
-        self.rewinds = config.trainer.rewind_after is not None
-        self.limit = config.trainer.rewind_after or (math.inf if is_control else MOST_SKIPPED)
+        self.limit = math.inf if is_control else MOST_SKIPPED
         self.log_every = config.trainer.log_every
         self.diverged: tuple[int, int] | None = None
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Stop if the limit is reached."""
         step = trainer.global_step
-        is_last = step == trainer.max_steps or module.phase_ended
-        if step % self.log_every == 0 or is_last:
+        if step % self.log_every == 0 or step == trainer.max_steps:
             self.judge(step, module.tally.skipped_in_a_row())
             trainer.should_stop |= self.diverged is not None
 
@@ -79,10 +67,6 @@ class Rewind(StepCallback):
         limit."""
         if in_a_row >= self.limit:
             self.diverged = step - in_a_row, step
-            log.warning(
-                "Step %d: %d updates in a row had no finite loss and gradient; %s",
-                *(step, in_a_row, "going back" if self.rewinds else "stopping"),
-            )
 
 
 def watch(timeout: float | None, times: int = 1) -> None:
@@ -98,19 +82,16 @@ def watch(timeout: float | None, times: int = 1) -> None:
 
 
 class Watchdog(StepCallback):
-    """Ends a process that hangs, with the stacks of all its threads, and writes a heartbeat.
+    """Ends a process that hangs, with the stacks of all its threads.
 
     A step that takes longer than ``trainer.step_timeout`` seconds has lost a rank, a file system or
     a device, and would wait until the end of the job. The first step, which may compile, has ten
-    times as long. ``heartbeat.json`` contains the last step and the time of its end.
+    times as long.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, is_rank_zero: bool) -> None:
-        self.timeout = config.trainer.step_timeout
-        self.log_every = config.trainer.log_every
-        self.heartbeat = directory / "heartbeat.json" if is_rank_zero else None
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
         self._is_first_step = True
-        self._write_failed = False
 
     def on_train_start(self, *_: Any) -> None:
         """Watch the first step."""
@@ -121,63 +102,9 @@ class Watchdog(StepCallback):
         watch(self.timeout, 10 if self._is_first_step else 1)
         self._is_first_step = False
 
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Write the heartbeat every ``log_every`` steps and after the last step."""
-        step = trainer.global_step
-        due = step % self.log_every == 0 or step == trainer.max_steps
-        if self.heartbeat and due:
-            beat = {"step": step, "time": time.time(), "pid": os.getpid()}
-            try:
-                write_atomically(self.heartbeat, json.dumps(beat))
-            except OSError as error:  # a full disk stops no run
-                if not self._write_failed:
-                    log.warning("%s: %s; the run goes on", self.heartbeat.name, os_reason(error))
-                self._write_failed = True
-            else:
-                self._write_failed = False
-
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
-
-    on_exception = on_train_end
-
-
-def freeze_modules() -> None:
-    """Collect garbage, then exempt all present objects from future collections.
-
-    Imported modules have half a million objects, which cost every collection 0.3 s (AMD EPYC,
-    idle).
-    """
-    gc.collect()
-    gc.freeze()
-
-
-class GarbageCollection(StepCallback):
-    """Collection every ``every`` steps and at no other time (None: Python's default).
-
-    A collection delays its rank, and all others wait for it in the next collective. By default,
-    some rank collects in nearly every step.
-    """
-
-    def __init__(self, every: int | None) -> None:
-        self.every = every
-
-    def on_train_start(self, *_: Any) -> None:
-        """Collect, and disable automatic collection."""
-        if self.every is not None:
-            gc.collect()
-            gc.disable()
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Collect if it is due."""
-        if self.every and trainer.global_step % self.every == 0:
-            gc.collect()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Enable automatic collection again."""
-        if self.every is not None:
-            gc.enable()
 
     on_exception = on_train_end
 

@@ -71,7 +71,7 @@ class Metrics(L.Callback):
         """Log every ``log_every``-th step, after its last micro-batch."""
         module.timer.enter("data")
         step = trainer.global_step
-        last = step == self.config.trainer.max_steps or module.phase_ended
+        last = step == self.config.trainer.max_steps
         due = step % self.config.trainer.log_every == 0 or last
         if not ends_step(trainer, index):
             return

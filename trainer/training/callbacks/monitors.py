@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import lightning as L
@@ -45,7 +44,6 @@ from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
 from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
-from trainer.training.callbacks.stopping import Stopping
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule, StepCallback, evaluating
 from trainer.training.strategy import gathered
@@ -79,11 +77,6 @@ class Monitors(StepCallback):
     These moments are: before the first step, for benchmarks of trained weights; directly after a
     change; after the last step of every phase. ``reaches`` and ``milestones`` are the results of
     lengths and benchmarks so far. They are saved, also by a run that measures no more.
-
-    A run that was asked to stop takes no measure after its step, and breaks off benchmarks between
-    two tasks. The resumed run takes these ``skipped`` ones before its first step, from the same
-    weights. Nothing is skipped before a step or after the run's last one, whose weights no resumed
-    run has.
     """
 
     def __init__(
@@ -92,23 +85,18 @@ class Monitors(StepCallback):
         corpus: Corpus,
         ranks: Ranks,
         transitions: Transitions,
-        stopping: Stopping,
         add_metrics: Callable[[dict[str, float]], None],
     ) -> None:
-        self.transitions, self.stopping, self.add_metrics = transitions, stopping, add_metrics
+        self.transitions, self.add_metrics = transitions, add_metrics
         self.phase_ends = {phase.end for phase in transitions.phases}
         self.reaches: list[Reach] = []
         self.milestones: list[Milestone] = []
-        self.skipped: list[str] = []
-        self._may_skip = False
-        self._part_starts: list[float] = []  # of the present measurement
-        self.directory, self.rank = Path(config.run_dir), ranks.rank
         self.measures: list[Measure] = []
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
             self.measures.append(Lengths(config, corpus, ranks, self.reaches.append))
         if config.monitor.benchmarks.enabled:
-            benchmarks = Benchmarks(config, corpus, ranks, self.milestones.append, self._begin_part)
+            benchmarks = Benchmarks(config, corpus, ranks, self.milestones.append)
             self.measures.append(benchmarks)
             self.first_measure = benchmarks if config.model.is_trained else None
         if config.monitor.probe_every is not None:
@@ -117,102 +105,30 @@ class Monitors(StepCallback):
     def restore(self, state: RunState) -> None:
         """Restore the measurements so far."""
         self.reaches[:], self.milestones[:] = state.lengths, state.benchmarks
-        self.skipped = state.skipped_measures
 
     def on_train_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Measure a model with trained weights before its first step, and take skipped measures."""
-        measures = [measure for measure in self.measures if _name(measure) in self.skipped]
-        self.skipped = []
+        """Measure a model with trained weights before its first step."""
         if trainer.global_step == 0 and self.first_measure is not None and not self.milestones:
-            measures.append(self.first_measure)
-        self.stopping.on_train_start()  # Lightning calls it after these measures
-        for measure in measures:
-            self._take(measure, trainer, module)
+            self._take(self.first_measure, trainer, module)
             module.timer.read()  # exclude this time from the first row
 
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure directly after the model was changed."""
         if self.transitions.changed_at(trainer.global_step):
             for measure in self.measures:
-                self._take(measure, trainer, module, "-changed")
+                self._take(measure, trainer, module)
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Take the measures that are due after a step, unless the run stops now."""
+        """Take the measures that are due after a step."""
         step = trainer.global_step
-        ends_phase = step in self.phase_ends or module.phase_ended
-        phases = self.transitions.phases
-        self._may_skip = not ends_phase or phase_before(phases, step) is not phases[-1]
         for measure in self.measures:
-            if not ends_phase and not measure.is_due(module, step):
-                continue
-            if self._is_stopping():
-                self.skipped.append(_name(measure))
-            else:
+            if step in self.phase_ends or measure.is_due(module, step):
                 self._take(measure, trainer, module)
-        self._may_skip = False
 
-    def _is_stopping(self) -> bool:
-        return self._may_skip and self.stopping.stops_now()
-
-    def _begin_part(self) -> None:
-        if self._is_stopping():
-            raise _StoppingError
-        self._part_starts.append(time.perf_counter())
-
-    def _take(
-        self, measure: Measure, trainer: L.Trainer, module: LanguageModule, moment: str = ""
-    ) -> None:
-        """Take a measure, unless it has ended the process of a rank :data:`ATTEMPTS` times.
-
-        An end on request does not count.
-
-        ``moment``: distinguishes measures after the same number of steps.
-        """
-        name, step = _name(measure), trainer.global_step
-        # Each rank has a mark: where one runs out of memory, the launcher asks the others to end.
-        mark = self.directory / f".measuring-{name}-{step}{moment}-rank-{self.rank}"
-        self._part_starts = [time.perf_counter()]
-        if max(all_gather(_attempt(mark))) > ATTEMPTS:
-            log.warning(
-                "Step %d: left out %s, in which the run ended %d times", step, name, ATTEMPTS
-            )
-            return
-        notice = self.stopping.notice
-        notice.mark = mark
-        if self.stopping.request is not None:
-            notice.remove_mark()
-        try:
-            self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
-        except _StoppingError:
-            self.skipped.append(name)
-        notice.remove_mark()
-        notice.mark = None
-        bounds = [*self._part_starts, time.perf_counter()]
-        self.stopping.add_measurement([b - a for a, b in pairwise(bounds)])
-
-
-class _StoppingError(Exception):
-    """The run stops; a measurement is broken off."""
-
-
-ATTEMPTS = 2
-"""Processes that may end in the same measurement before it is left out, as by lack of memory."""
-
-
-def _attempt(mark: Path) -> int:
-    """Count an attempt in the size of a file, which stays if the process ends; return the count."""
-    try:
-        with mark.open("a") as file:
-            file.write(".")
-        return mark.stat().st_size
-    except OSError:  # a full disk stops no run
-        return 1
-
-
-def _name(measure: Measure) -> str:
-    return type(measure).__name__.lower()
+    def _take(self, measure: Measure, trainer: L.Trainer, module: LanguageModule) -> None:
+        self.add_metrics(measure.measure(trainer, module, self.transitions.has_dropped))
 
 
 class Lengths:
@@ -417,10 +333,8 @@ class Benchmarks:
         corpus: Corpus,
         ranks: Ranks,
         remember: Callable[[Milestone], None],
-        before_task: Callable[[], None],
     ) -> None:
         self.config, self.ranks, self.remember = config, ranks, remember
-        self.before_task = before_task
         self.settings = config.monitor.benchmarks
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
         self.encoder = Encoder(
@@ -495,9 +409,7 @@ class Benchmarks:
         return results
 
     def _begin_task(self) -> None:
-        """Break off if the run stops; extend the watchdog: a task may take as long as a first
-        step."""
-        self.before_task()
+        """Extend the watchdog: a task may take as long as a first step."""
         watch(self.config.trainer.step_timeout, 10)
 
 

@@ -79,7 +79,7 @@ class Saving(StepCallback):
         if self._in_flight and self._in_flight[1].done():
             self.finish()
         step = trainer.global_step
-        if step == self.config.max_steps or module.phase_ended:
+        if step == self.config.max_steps:
             self.save_now(trainer)
             return
         if step % self.config.checkpoint_every == 0 or step in self.permanent_steps:

@@ -13,10 +13,9 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
-from pathlib import Path
 from threading import Thread
 from types import FrameType
 from typing import Any
@@ -25,7 +24,7 @@ import lightning as L
 
 from trainer.common.processes import stopping_at_once
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Vote, all_gather
+from trainer.runs.ranks import Vote
 from trainer.runs.training_config import seconds_of
 from trainer.training.callbacks.saving import Saving
 from trainer.training.module import LanguageModule, StepCallback
@@ -41,14 +40,10 @@ ECHO = 10.0
 
 
 class Notice:
-    """Signal handler; ``signal_name`` is the first signal. A second one ends the process.
-
-    ``mark``: file of the present measurement, which would count the end of this process in it.
-    """
+    """Signal handler; ``signal_name`` is the first signal. A second one ends the process."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self.mark: Path | None = None
         self._at = 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -60,19 +55,11 @@ class Notice:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal_name, self._at = signal.Signals(number).name, now
-        self.remove_mark()
-
-    def remove_mark(self) -> None:
-        """Remove the mark: the measurement is complete, or the process was asked to end."""
-        if (mark := self.mark) is not None:
-            with suppress(OSError):
-                mark.unlink(missing_ok=True)
 
 
 @contextmanager
 def acknowledging(notice: Notice, speaks: bool = True) -> Iterator[None]:
-    """Print at once that a signal came and remove the mark of a measurement; let a second Ctrl-C
-    end the process at once.
+    """Print at once that a signal came; let a second Ctrl-C end the process at once.
 
     Handlers in Python wait until the main thread leaves C++, such as a backward pass of many
     seconds. A thread does not: the C handler writes the signal's number to its pipe.
@@ -107,7 +94,6 @@ def _acknowledge(reader: int, notice: Notice, speaks: bool) -> None:
         now = time.monotonic()
         if first is None:
             first = now
-            notice.remove_mark()
             name = signal.Signals(number).name
             more = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
             text = f"\n{name}: stopping after the current step, with a checkpoint{more}\n"
@@ -149,14 +135,11 @@ class Stopping(StepCallback):
 
     def __init__(self, config: RunConfig, saving: Saving, start_time: float) -> None:
         self.config, self.saving, self.start_time = config, saving, start_time
-        self._step_ends: deque[float] = deque(maxlen=20)  # without the time of measurements
-        # Seconds of all measurements, and of the longest part that is not broken off.
-        self._measuring, self._longest = 0.0, 0.0
+        self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
         self.notice = _process_notice or Notice()
         self._limit: str | None = None  # limit that was reached
         self._vote = Vote()
-        self._is_agreed = False
 
     @property
     def request(self) -> str | None:
@@ -175,29 +158,13 @@ class Stopping(StepCallback):
         """Save and stop after the step at which all ranks know of the request."""
         if trainer.global_step == self.config.trainer.max_steps:
             return
-        self._step_ends.append(time.time() - self._measuring)
-        if not self._vote.agreed(self._is_asked()) and not self._is_agreed:
+        self._step_ends.append(time.time())
+        if not self._vote.agreed(self._is_asked()):
             return
         self.reason = self.request or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.saving.save_now(trainer)
         trainer.should_stop = True
-
-    def stops_now(self) -> bool:
-        """Whether any rank was asked to stop; then all stop after the present step.
-
-        All ranks call this together, and wait for each other.
-        """
-        self._is_agreed = self._is_agreed or any(all_gather(self._is_asked()))
-        return self._is_agreed
-
-    def add_measurement(self, parts: Sequence[float]) -> None:
-        """Note the seconds of a measurement's parts, between which it may be broken off.
-
-        A later part may take as long.
-        """
-        self._measuring += sum(parts)
-        self._longest = max(self._longest, *parts)
 
     def _is_asked(self) -> bool:
         limit, name = deadline(self.config, self.start_time, self._margin())
@@ -206,13 +173,12 @@ class Stopping(StepCallback):
         return self.request is not None
 
     def _margin(self) -> float:
-        """Return the seconds to reserve: two steps, the longest part of a measurement and a
-        checkpoint, plus half as much again.
+        """Return the seconds to reserve: two steps and a checkpoint, plus half as much again.
 
         Disks are slow when all jobs of a cluster end.
         """
         step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
-        return max(MARGIN, 1.5 * (2 * step + self._longest + self.saving.seconds))
+        return max(MARGIN, 1.5 * (2 * step + self.saving.seconds))
 
 
 def deadline(config: RunConfig, start_time: float, margin: float = MARGIN) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Begin and end of phases: drops, rescalings, QK-norm, a fresh optimizer, early ends."""
+"""Begin and end of phases: drops, rescalings, QK-norm, a fresh optimizer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.recalibration.drop import shrunk
-from trainer.runs.config import UntilConfig
 from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import Phase, phase_at
 from trainer.runs.ranks import all_gather
@@ -32,16 +30,12 @@ log = logging.getLogger(__name__)
 
 
 class Transitions(StepCallback):
-    """Changes the model at the first step of a phase, and ends phases.
+    """Changes the model at the first step of a phase.
 
     A change concerns layout, QK-norm and optimizer state. Its effect is measured on one fixed
-    held-out batch of the phase's length: just before, just after, and at the end of the phase. A
-    drop in several steps is measured after its first part, with which the first update trains. A
-    phase with ``until`` is measured every ``until.every`` steps, and ends early once its loss is
-    flat, or back at its value before the change; ``ended_after`` is then its number of steps.
+    held-out batch of the phase's length: just before, just after, and at the end of the phase.
 
-    ``effects`` by phase, ``layout_before`` of a drop in several steps and ``held_out_losses`` of
-    the present phase are saved. A resumed run repeats no change: the layout is in the checkpoint.
+    ``effects`` by phase are saved. A resumed run repeats no change: the layout is saved.
     """
 
     def __init__(
@@ -54,16 +48,11 @@ class Transitions(StepCallback):
         self.phases, self.effect_batch = phases, effect_batch
         self.before_drop, self.add_metrics = before_drop, add_metrics
         self.effects: dict[str, Effect] = {}
-        self.layout_before: Layout | None = None
-        self.held_out_losses: list[float] = []
-        self.ended_after: int | None = None
         self._batch: tuple[str, Batch] | None = None
 
     def restore(self, state: RunState) -> None:
-        """Restore the measurements, and the layout of a drop in progress."""
-        self.effects, self.held_out_losses = dict(state.effects), list(state.held_out_losses)
-        before = state.layout_before_drop
-        self.layout_before = None if before is None else Layout.from_dict(before)
+        """Restore the measurements."""
+        self.effects = dict(state.effects)
 
     @property
     def has_dropped(self) -> bool:
@@ -75,59 +64,16 @@ class Transitions(StepCallback):
         return any(effect.step == step for effect in self.effects.values())
 
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Change the model before the first batch of a phase; a gradual drop, before every step."""
+        """Change the model before the first batch of a phase."""
         phase = phase_at(self.phases, trainer.global_step)
-        if phase.start == trainer.global_step:
-            self.held_out_losses = []
-            if phase.name not in self.effects:
-                self._enter(trainer, module, phase)
-        elif self.layout_before is not None and phase.drop is not None:
-            self._shrink(module, phase, trainer.global_step + 1 - phase.start)
+        if phase.start == trainer.global_step and phase.name not in self.effects:
+            self._enter(trainer, module, phase)
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Measure the effect at the last step of a phase, which may come early."""
+        """Measure the effect at the last step of a phase."""
         phase = phase_at(self.phases, trainer.global_step - 1)
-        ends_early = self._ends_early(trainer, module, phase)
-        if ends_early:
-            self.ended_after = trainer.global_step - phase.start
-            module.phase_ended = trainer.should_stop = True
-        if ends_early or trainer.global_step == phase.end:
-            self._measure_end(trainer, module, phase)
-
-    def _ends_early(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> bool:
-        """Measure the held-out loss if ``until`` is due; return whether the phase is over.
-
-        Rank 0 decides for all.
-        """
-        until, done = phase.until, trainer.global_step - phase.start
-        if until is None or done % until.every:
-            return False
-        if phase.drop is not None and done < phase.drop.anneal_steps:
-            return False  # before the drop is complete the loss does not reflect it
-        self.held_out_losses.append(fmean(self.losses(module, phase)))
         if trainer.global_step == phase.end:
-            return False
-        if not trainer.strategy.broadcast(self._is_over(phase, until)):
-            return False
-        log.info(
-            "Step %d: phase %r ends after %d of %d steps, with a held-out loss of %.3f",
-            trainer.global_step,
-            phase.name,
-            done,
-            phase.end - phase.start,
-            self.held_out_losses[-1],
-        )
-        return True
-
-    def _is_over(self, phase: Phase, until: UntilConfig) -> bool:
-        losses = self.held_out_losses
-        if until.back_within is not None:
-            before = self.effects[phase.name].loss_before
-            if before is not None and losses[-1] <= before + until.back_within:
-                return True
-        if until.flat is None or len(losses) <= until.patience:
-            return False
-        return losses[-1 - until.patience] - losses[-1] < until.flat
+            self._measure_end(trainer, module, phase)
 
     def _measure_end(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         """Measure the loss at the end of a phase that began with a change."""
@@ -154,9 +100,6 @@ class Transitions(StepCallback):
         if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
             self._match_gains(module, phase, new_layout)
         model.layout = new_layout
-        if phase.drop is not None and phase.drop.anneal_steps:
-            self.layout_before = model.layout
-            self._shrink(module, phase, 1)
         # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
         choice = module.choose_attention(phase.config, trainer.strategy.root_device.type)
         torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
@@ -194,15 +137,6 @@ class Transitions(StepCallback):
         with torch.no_grad():
             for norm, size in sizes.items():
                 norm.weight.fill_(size * factors[norm])
-
-    def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
-        assert self.layout_before is not None
-        assert phase.drop is not None
-        positional, model = phase.config.positional, module.model
-        size = model.config.head_size
-        model.layout = shrunk(self.layout_before, positional, phase.drop, size, done)
-        if done >= phase.drop.anneal_steps:
-            self.layout_before = None
 
     def _reset_optimizer(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
         policy, (optimizer,) = phase.optimizer_state, trainer.optimizers
@@ -307,9 +241,7 @@ def _logit_scale(layer: LayerEncoding, head_dim: int) -> float:
 def describe(phase: Phase, layout: Layout | None = None) -> str:
     """Describe the changes at the start of a phase; ``layout``: the one before it, if known."""
     if phase.drop is not None:
-        steps = phase.drop.anneal_steps
-        over = f" over {steps} steps" if steps else ""
-        text = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
+        text = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}"
         windows = ", ".join(str(window or "none") for window in phase.drop.windows or ())
         return f"{text}; windows {windows}" if windows else text
     if (rescale := phase.rescale) is not None:
