@@ -19,7 +19,6 @@ from trainer.analysis.attention import (
     stable_rank,
 )
 from trainer.analysis.capture import capture
-from trainer.model.config import SoftmaxConfig
 from trainer.model.softmax import capped
 from trainer.positional.encodings import alibi_slopes
 
@@ -139,10 +138,6 @@ LAYOUTS = {
     "windows": {"windows": [5, None]},
     "alibi": {"layers": ["alibi"]},
     "alibi in a window": {"layers": ["alibi"], "windows": [7]},
-    "sinks and soft-cap": {
-        "windows": [5, None],
-        "model": {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=1.0)},
-    },
 }
 
 
@@ -172,7 +167,7 @@ def test_a_short_window_keeps_the_blocks_of_scores_small(tiny_decoder, monkeypat
 
 def test_scores_are_float32_whatever_the_model_computes_in(tiny_decoder):
     model = tiny_decoder()
-    model.choose_products("cpu", torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
     heads = []
     capture(model, PROBED, lambda layer: heads.append(by_hand(layer, alibi=False)))
     measured = probe(model, PROBED)

@@ -1,6 +1,5 @@
 """The section about attention sinks, against attention written as plain loops."""
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +11,6 @@ from tests.analysis.attention_examples import attention_of, layer_of_heads, pict
 from trainer.analysis.capture import capture
 from trainer.analysis.sinks import SinksStudy, attention_map, mean_at, over_largest
 from trainer.analysis.studies.study import Target, run
-from trainer.model.config import SoftmaxConfig
 
 T = 40
 
@@ -179,23 +177,6 @@ def test_a_model_without_rotation_shows_what_is_there_instead(tiny_decoder):
     rotating = section_of(target_of(tiny_decoder()))
     assert "sinks_without_rotation" not in {p.name for p in rotating.pictures}
     assert rotating.numbers["glance"][1]["name"] == "Largest dot product"
-
-
-@pytest.mark.parametrize("encoding", ["rope", "nope"])
-def test_what_learned_sinks_take_is_said(tiny_decoder, encoding):
-    """A logit of ln 9 beside scores of 0 takes 9 / (9 + n) from a query that sees n keys."""
-    model = tiny_decoder(layers=[encoding], model={"softmax": SoftmaxConfig(sinks=True)})
-    with torch.no_grad():
-        for block in model.layers:
-            block.self_attn.q_proj.weight.zero_()
-            block.self_attn.sinks.fill_(math.log(9))
-    section = section_of(target_of(model))
-    expected = [9 / (9 + n) for n in range(1, 17)]
-    assert section.numbers["learned_sink"][1][3][:16] == pytest.approx(expected, abs=1e-5)
-    taken = 100 * np.mean([9 / (9 + n) for n in range(31, T + 1)])
-    by_layer = f"by layer {taken:.0f}%, {taken:.0f}%"
-    findings = " ".join(section.findings)
-    assert f"the learned sinks take {taken:.1f}% of the attention, {by_layer}." in findings
 
 
 def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):

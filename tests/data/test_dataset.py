@@ -24,7 +24,7 @@ from trainer.data.dataset import (
     as_batch,
     sample_hashes,
 )
-from trainer.model.masks import bounds_of
+from trainer.model.backends import bounds_of
 
 
 @pytest.fixture(scope="module")

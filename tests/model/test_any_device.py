@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer.model.cache import KVCache
-from trainer.model.config import QKNormConfig, SoftmaxConfig
+from trainer.model.config import QKNormConfig
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS
@@ -24,14 +24,13 @@ LAYOUTS = {
     "windows": {"layers": ["rope", "nope"], "windows": [6, None]},
     "rope_id": {"layers": ["rope_id"], "training_length": 128},
     "half of the heads": {"heads": {"nope": 0.5}},
-    "softmax": {"windows": [6, None], "model": {"softmax": SoftmaxConfig(True, True, 5.0, 9.0)}},
     "qk_norm": {"model": {"qk_norm": QKNormConfig("always", "full")}},
 }
 
 
 def on_meta(tiny_decoder, **changes):
     model = tiny_decoder(**{"training_length": LENGTH, **changes}).to("meta")
-    model.choose_products("meta", torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
     return model
 
 

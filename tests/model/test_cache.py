@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache, LayerCache
-from trainer.model.config import QKNormConfig, SoftmaxConfig
+from trainer.model.config import QKNormConfig
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
-SOFTMAX = SoftmaxConfig(learned_scale=True, sinks=True, softcap=0.8, final_softcap=2.0)
 MODELS = {
     "rope": {},
     "nope": {"layers": ["nope"]},
@@ -22,8 +21,6 @@ MODELS = {
     "windows": {"layers": ["rope", "nope"], "windows": [6, None]},
     "half of the heads": {"heads": {"nope": 0.5}},
     "rope_id": {"layers": ["rope_id"], "training_length": 128},
-    "sinks and soft-caps": {"windows": [6, None], "model": {"softmax": SOFTMAX}},
-    "sinks and ALiBi": {"layers": ["alibi"], "model": {"softmax": SoftmaxConfig(sinks=True)}},
     "qk_norm": {"model": {"qk_norm": QKNormConfig("always", "full")}},
 }
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from trainer.data.config import DataConfig
 from trainer.data.dataset import as_batch
-from trainer.model import forward_pass, linear
+from trainer.model import forward_pass
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional import rotation
@@ -148,7 +148,6 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "positional",
     [
@@ -158,11 +157,9 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
     ],
     ids=["rope", "rope and nope", "alibi and a window"],
 )
-def test_packed_documents_whose_positions_restart_are_documents_alone(
-    tiny_decoder, positional, backend
-):
+def test_packed_documents_whose_positions_restart_are_documents_alone(tiny_decoder, positional):
     model = tiny_decoder(**positional)
-    model.use_backend(backend, "cpu", documents=True, half=False)
+    model.use_backend("sdpa", "cpu", documents=True, half=False)
     config, end = DataConfig(document_mask=True, restart_positions=True), 0
     texts = [np.r_[IDS[0, :n].clamp(min=1).numpy(), end][None] for n in (5, 9, 1, 10)]
     whole = np.concatenate(texts, axis=1)
@@ -192,7 +189,7 @@ def test_cosines_and_sines_are_rounded_once_a_pass_to_the_same_numbers(
     tiny_decoder, monkeypatch, weights
 ):
     model = tiny_decoder(heads={"rope": 0.5, "nope": 0.5}).to(weights)
-    model.choose_products("cpu", torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
     dtypes, original = [], rotation.rotate
 
     def recorded(x, cos, sin):
@@ -263,18 +260,6 @@ def test_gradients_are_those_of_the_plain_cross_entropy(tiny_decoder, tied):
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     for a, b in zip(ours, torch.autograd.grad(plain, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@torch.no_grad()
-def test_weights_may_change_after_they_were_packed(tiny_decoder, monkeypatch):
-    monkeypatch.setattr(linear, "SMALL", 0)  # so that these products take the packed weights
-    model, other = (tiny_decoder(model={"tie_word_embeddings": False}) for _ in range(2))
-    with model.packed():
-        model(IDS)
-    for decoder in (model, other):
-        for parameter in decoder.parameters():
-            parameter.mul_(1.5)
-    assert torch.equal(model(IDS), other(IDS))
 
 
 def test_layout_of_another_shape_is_refused(tiny_decoder):

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.model import linear
-from trainer.model.backends import eager
+from tests.reference import eager
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops, visible_pairs
@@ -62,7 +61,6 @@ SHAPES = {
 @pytest.mark.parametrize("documents", [None, [24], [10, 1, 13]])
 def test_torch_counts_the_same(monkeypatch, shape, window, documents):
     """Eager attention computes every pair of a query and a key, hidden or not."""
-    monkeypatch.setattr(linear, "HAS_ONEDNN", False)  # torch does not count oneDNN's operator
     config = ModelConfig(32, 48, 2, 4, **{"num_key_value_heads": 2, "vocab_size": 50} | shape)
     model = Decoder(config, layout_for(config, [None, window]))
     for block in model.layers:

@@ -11,10 +11,10 @@ import torch
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
-from trainer.model.backends import BACKENDS
+from tests.reference import eager
+from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import KVCache
 from trainer.model.forward_pass import Encoding, LayerPass
-from trainer.model.masks import Mask
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -86,14 +86,14 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     whole = model(IDS)
     assert (whole - plain(IDS)).abs().max() > 1e-3
     for block in model.layers:
-        block.self_attn.attend = BACKENDS["eager"]
+        block.self_attn.attend = eager
     torch.testing.assert_close(model(IDS), whole, rtol=0, atol=1e-5)
     documents = torch.zeros_like(IDS)
     documents[:, 20:] = 1
-    eager = model(IDS, documents=documents)
+    expected = model(IDS, documents=documents)
     for block in model.layers:
         block.self_attn.attend = BACKENDS["sdpa"]
-    torch.testing.assert_close(model(IDS, documents=documents), eager, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(IDS, documents=documents), expected, rtol=0, atol=1e-5)
     cache = KVCache.empty(model.config, 2, 50)
     parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)

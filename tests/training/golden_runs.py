@@ -55,8 +55,6 @@ def strategy(name, **more):
 ALONE = {
     "sdpa": {"model": {"attention_backend": "sdpa"}},
     "sdpa bf16": merged({"model": {"attention_backend": "sdpa"}}, BF16),
-    "eager": {"model": {"attention_backend": "eager"}},
-    "eager bf16": merged({"model": {"attention_backend": "eager"}}, BF16),
     "muon": {"optimizer": {"name": "muon"}},
     "compiled": {"trainer": {"compile": True}},
 }

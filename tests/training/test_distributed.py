@@ -27,14 +27,11 @@ def variant(name, precision="fp32", **more):
     return merged(changes, more)
 
 
-SOFTMAX = {"learned_scale": True, "sinks": True, "softcap": 20.0, "final_softcap": 30.0}
 VARIANTS = {
     "ddp": variant("ddp"),
     "ddp bf16 muon": variant("ddp", "bf16", optimizer={"name": "muon"}),
     "fsdp2": variant("fsdp2"),
-    "fsdp2 bf16 accumulation": variant(
-        "fsdp2", "bf16", trainer={"micro_batch_size": 1}, model={"softmax": SOFTMAX}
-    ),
+    "fsdp2 bf16 accumulation": variant("fsdp2", "bf16", trainer={"micro_batch_size": 1}),
     "fsdp2 muon": variant(
         "fsdp2", model={"tie_word_embeddings": False}, optimizer={"name": "muon"}
     ),
@@ -53,7 +50,6 @@ VARIANTS = {
             "reduce_gradients": "micro_batch",
         },
         trainer={"micro_batch_size": 1},
-        model={"softmax": SOFTMAX},
     ),
 }
 
@@ -120,7 +116,6 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     changes = {
         "callbacks": {"own": {"_target_": "tests.training.counting.Counting"}},
         "drop": {"qk_norm_gain": "matched"},  # which a sharded model must not lose
-        "model": {"softmax": SOFTMAX},
     }
     alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1}, **changes)
     strategies = {name: variant(name, **changes) for name in ("ddp", "fsdp2")}

@@ -17,8 +17,8 @@ from tests.training.test_distributed import launch, variant
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from tests.training.test_strategy import alone  # noqa: F401 - a fixture
 from trainer.common.errors import UserError
+from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
-from trainer.model.linear import Linear
 from trainer.runs.arms import spread_problems
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import parse

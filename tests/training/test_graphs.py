@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer.model import backends
-from trainer.model.config import QKNormConfig, SoftmaxConfig
+from trainer.model.config import QKNormConfig
 from trainer.recalibration.drop import drop
 from trainer.training.strategy import checkpoint_activations
 
@@ -76,12 +76,11 @@ def test_documents_as_bounds_are_one_graph(tiny_decoder):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("softmax", [SoftmaxConfig(), SoftmaxConfig(True, True, 5.0)], ids=str)
-def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch, softmax):
+def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch):
     """FlexAttention has no backward on a CPU; its forward pass breaks no graph."""
     monkeypatch.setattr(backends, "_compiled_once", lambda function, _: function)  # the mask's own
     positional = {"windows": [8, None], "layers": ["alibi"]}
-    model, counter = compiled(tiny_decoder, positional, softmax=softmax)
+    model, counter = compiled(tiny_decoder, positional)
     for block in model.layers:
         block.self_attn.attend = backends.flex
     ids = torch.randint(50, (2, 128))

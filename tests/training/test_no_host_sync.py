@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from trainer.data.corpus import prepare_corpus
-from trainer.model.backend_choice import Choice
+from trainer.model.backends import Choice
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import lightning_trainer

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.program import run_ranks
-from trainer.model.config import SoftmaxConfig
 from trainer.runs.config import OptimizerConfig
 from trainer.training import optimizers
 from trainer.training.optimizers import (
@@ -100,8 +99,7 @@ def decayed(model, config):
 
 
 def test_decay_is_on_matrices_and_by_option_on_embeddings(tiny_decoder):
-    softmax = SoftmaxConfig(learned_scale=True, sinks=True)
-    shape = {"tie_word_embeddings": False, "qkv_bias": True, "softmax": softmax}
+    shape = {"tie_word_embeddings": False, "qkv_bias": True}
     model = tiny_decoder(model=shape)
     for name in ("adamw", "muon"):
         blocks = {n for n, p in model.named_parameters() if "layers" in n and p.ndim == 2}

@@ -95,12 +95,6 @@ VARIANTS = {
         "optimizer": {"name": "muon"},
         "positional": {"temperature": {"coefficient": 0.3, "reference": 8, "steps": True}},
     },
-    "sinks, caps and a learned scale": {
-        "optimizer": {"name": "muon"},
-        "model": {
-            "softmax": {"learned_scale": True, "sinks": True, "softcap": 5.0, "final_softcap": 9.0}
-        },
-    },
     "accumulation": {"trainer": {"micro_batch_size": 2}},
     "kept optimizer": {"drop": {"optimizer_state": "keep"}},
     "workers": {"data": {"num_workers": 2}},

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
-from trainer.model.backend_choice import Choice
+from trainer.model.backends import Choice
 from trainer.model.config import QKNormConfig
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.recalibration.config import ChangeConfig

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, observing
+from trainer.model.backends import Mask
 from trainer.model.language_model import LanguageModel
-from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -39,8 +38,6 @@ class Sampler:
 
 
 GREEDY = Sampling()
-# Repacking the weights costs about as much time as this many decoding steps save.
-WORTH_PACKING = 16
 
 
 @torch.no_grad()
@@ -57,8 +54,7 @@ def generate(
     """Continue every prompt independently of the others.
 
     Prompts of equal length are read together, without padding. Then all sequences grow by one token
-    per step, and finished ones leave the batch. On a CPU this keeps a second copy of the weights
-    meanwhile, see :meth:`Decoder.packed`.
+    per step, and finished ones leave the batch.
 
     Args:
         end_tokens: tokens that end a sequence.
@@ -116,22 +112,21 @@ def continue_from_cache(
     rows = list(range(len(logits)) if rows is None else rows)
     new: list[list[int]] = [[] for _ in rows]
     sampler = Sampler(sampling, len(rows))
-    with model.packed() if max_new_tokens > WORTH_PACKING else nullcontext():
-        for step in range(1, max_new_tokens + 1):
-            tokens = sampler(logits, rows).tolist()
-            # In reverse order: a finished sequence is replaced by the last one.
-            for place, token in reversed(list(enumerate(tokens))):
-                row = rows[place]
-                new[row].append(token)
-                ended = on_token is not None and on_token(row, token)
-                if ended or token in end_tokens:
-                    cache.remove(place)
-                    rows[place] = rows[-1]
-                    rows.pop()
-            if step == max_new_tokens or not rows:
-                break
-            ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
-            logits = model(ids, cache=cache)[:, 0]
+    for step in range(1, max_new_tokens + 1):
+        tokens = sampler(logits, rows).tolist()
+        # In reverse order: a finished sequence is replaced by the last one.
+        for place, token in reversed(list(enumerate(tokens))):
+            row = rows[place]
+            new[row].append(token)
+            ended = on_token is not None and on_token(row, token)
+            if ended or token in end_tokens:
+                cache.remove(place)
+                rows[place] = rows[-1]
+                rows.pop()
+        if step == max_new_tokens or not rows:
+            break
+        ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
+        logits = model(ids, cache=cache)[:, 0]
     return new
 
 

@@ -354,7 +354,6 @@ def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         values,
         default_eps=1e-5,
         qkv_bias=values["qkv_bias"],
-        softmax=values.get("softmax") or {},
         qk_norm={"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]},
     )
     sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_size

@@ -11,13 +11,22 @@ from torch import Tensor, nn
 from trainer.model.backends import Attend, sdpa
 from trainer.model.config import ModelConfig
 from trainer.model.forward_pass import LayerPass
-from trainer.model.linear import Linear
-from trainer.model.softmax import Softmax
 from trainer.positional.rotation import encode_keys, encode_queries
 
 Observer = Callable[..., None]
-"""Receives the queries and keys before and after their encoding, ``[B, H, T, D]`` each, and by name
-the ``softcap`` of their scores and the ``sinks`` beside them, ``[Hq]``."""
+"""Receives the queries and keys before and after their encoding, ``[B, H, T, D]`` each."""
+
+
+class Linear(nn.Linear):
+    """Linear layer that computes in the dtype of its input; gradients have the weights' dtype."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: :meth:`trainer.model.decoder.Decoder.reset_parameters` draws the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``[..., in_features]`` to ``[..., out_features]``."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class RMSNorm(nn.Module):
@@ -40,9 +49,6 @@ class Attention(nn.Module):
     If the configuration uses query and key norms at any time, they exist from the start, so that a
     drop adds no parameters to a run. While disabled they take part with weight zero. Every
     parameter then has a gradient, which sharded and replicated training need.
-
-    A learned softmax scale multiplies the queries of its head before their encoding, so that every
-    backend and every analysis includes it. A sink is a logit beside the head's scores.
 
     After their encoding, the layout's intervention may replace queries and keys, and ``observe``,
     if set, receives them.
@@ -67,13 +73,6 @@ class Attention(nn.Module):
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
 
-        def of_heads(wanted: bool, value: float) -> nn.Parameter | None:
-            heads = config.num_attention_heads
-            return nn.Parameter(torch.full((heads,), value)) if wanted else None
-
-        self.softmax_scale = of_heads(config.softmax.learned_scale, 1.0)
-        self.sinks = of_heads(config.softmax.sinks, 0.0)
-        self.softcap = config.softmax.softcap
         self.attend: Attend = sdpa
         self.observe: Observer | None = None
 
@@ -82,8 +81,6 @@ class Attention(nn.Module):
         queries, keys, cache = layer_pass.queries, layer_pass.keys, layer_pass.cache
         qk_norm = layer_pass.qk_norm
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
-        if self.softmax_scale is not None:
-            plain_q = plain_q * self.softmax_scale.to(plain_q.dtype)[:, None, None]
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
         if cache is not None and layer_pass.caches_plain_keys:
@@ -94,15 +91,13 @@ class Attention(nn.Module):
         q, k = encode_queries(plain_q, queries.groups), encode_keys(plain_k, keys.groups)
         if layer_pass.intervention is not None:
             q, k = layer_pass.intervention(q, k, queries.positions, keys.positions)
-        # Norm weights keep their dtype under every strategy: match the queries' dtype.
-        softmax = Softmax(None if self.sinks is None else self.sinks.to(q.dtype), self.softcap)
         if self.observe is not None:
-            self.observe(plain_q, plain_k, q, k, **softmax._asdict())
+            self.observe(plain_q, plain_k, q, k)
         if cache is not None and not layer_pass.caches_plain_keys:
             k, v = cache.append(k, v)
         if layer_pass.last is not None:
             q = q[:, :, -layer_pass.last :]
-        out = self.o_proj(self.attend(q, k, v, layer_pass.mask, softmax).transpose(1, 2).flatten(2))
+        out = self.o_proj(self.attend(q, k, v, layer_pass.mask).transpose(1, 2).flatten(2))
         if not qk_norm:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:

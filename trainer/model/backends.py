@@ -1,40 +1,36 @@
-"""Backends of causal attention: ``sdpa``, ``flash``, ``varlen``, ``flex``, ``eager``.
+"""Causal attention: masks, the backends ``sdpa``, ``flash`` and ``flex``, and the choice of one.
 
-``auto`` may also choose ``flex_flash``.
-
-All take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq, a
-:class:`Mask` from :func:`prepared` and a :class:`Softmax`, and return ``[B, Hq, Tq, D]``. The last
-query sees the last key. Only ``eager`` allocates a [Tq, Tk] tensor. If a kernel needs a mask, or
-the softmax is one that no kernel computes, ``sdpa`` processes the queries in blocks. Single
-queries, as in generation, use ``sdpa`` in all backends.
+All backends take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq and
+a :class:`Mask` from :func:`prepared`, and return ``[B, Hq, Tq, D]``. The last query sees the last
+key. None allocates a [Tq, Tk] tensor: where a kernel needs a mask, ``sdpa`` processes the queries
+in blocks. Single queries, as in generation, use ``sdpa`` in all backends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.model.masks import Mask, bias, bounds_of
-from trainer.model.softmax import PLAIN, Softmax, capped, eager, recomputed
-
-Attend = Callable[[Tensor, Tensor, Tensor, Mask, Softmax], Tensor]
 
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 """Queries per block of ``sdpa`` with a mask: small blocks compute fewer scores that the mask hides,
 large ones keep a GPU busy."""
 SCORES = 2**28
-"""Limit on the scores of a block of queries, if they or ALiBi's biases are computed explicitly (in
-float32)."""
+"""Limit on the biases of a block of queries with ALiBi."""
 VARIANTS = 64
 """Limit on the variants of FlexAttention that one process compiles."""
+CUDNN_GPUS, CUDNN = ((9, 0), (10, 0)), 91500
+"""GPUs on which torch's SDPA prefers cuDNN's kernel, and the version above which it does
+(``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
 
 # torch prefers cuDNN's kernel on Hopper, which is wrong with some masks and makes a plan for every
 # new length. It is off in this process, except within cudnn_attention(True).
@@ -52,27 +48,97 @@ def cudnn_attention(allowed: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
+@dataclass(frozen=True)
+class Mask:
+    """Restrictions beyond causality.
+
+    ``window``: number of keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers; a
+    query sees keys of its own document. ``slopes``: ``[Hq]`` float32, of ALiBi. ``begins``: ``[B]``
+    integers, the first key of each row. ``bounds``, ``longest``, ``blocks``: the same documents and
+    windows in the form of the kernels, see :func:`prepared`; no document has more than ``longest``
+    tokens (None: the length of a row).
+    """
+
+    window: int | None = None
+    documents: Tensor | None = None
+    slopes: Tensor | None = None
+    begins: Tensor | None = None
+    bounds: Tensor | None = None
+    longest: int | None = None
+    blocks: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is only causality."""
+        return all(x is None for x in (self.window, self.documents, self.slopes, self.begins))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+
+
+def allowed(mask: Mask, queries: range, keys: range, device: torch.device) -> Tensor:
+    """Return visibility, ``[Tq, Tk]`` or ``[B, 1, Tq, Tk]`` booleans, for absolute positions."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)
+    seen = j <= i
+    if mask.window is not None:
+        seen &= j > i - mask.window
+    if mask.documents is not None:
+        of_queries = mask.documents[:, None, queries.start : queries.stop, None]
+        seen = seen & (of_queries == mask.documents[:, None, None, keys.start : keys.stop])
+    if mask.begins is not None:
+        seen = seen & (j >= mask.begins[:, None, None, None])
+    return seen
+
+
+def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
+    """Return SDPA's ``attn_mask``: booleans, or with ALiBi a bias ``[.., Hq, Tq, Tk]``.
+
+    The bias is at least float32 on the CPU, and in the queries' dtype elsewhere.
+    """
+    seen = allowed(mask, queries, keys, q.device)
+    if mask.slopes is None:
+        return seen
+    i = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=q.device)
+    slope = mask.slopes[:, None, None] * (j - i)
+    # CUDA kernels take only a bias of the queries' dtype. In 16 bits it is off by up to 0.4%, which
+    # matters little: where the bias is large, the key is far and has almost no weight.
+    precise = torch.promote_types(q.dtype, torch.float32)
+    return slope.masked_fill(~seen, -math.inf).to(precise if q.device.type == "cpu" else q.dtype)
+
+
+def bounds_of(documents: Tensor) -> Tensor:
+    """Return the starts of the documents ``[B, T]`` within the batch's B T tokens, then B T; int32.
+
+    A document starts where its number changes and at every row. Causes a host sync; during training
+    the data loader computes the starts instead.
+    """
+    begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    return F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Compute torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
 
     With a window, each block reads only its window of the keys, so that time and memory are linear
-    in the length. Sinks and soft-caps are computed explicitly, block by block.
+    in the length.
     """
     Tq, Tk = q.shape[2], k.shape[2]
-    if softmax.is_plain:
-        if Tq == 1:
-            return _single_query(q, k, v, mask)
-        if mask.is_plain and Tq == Tk:
-            return _fused(q, k, v, is_causal=True)
-        if mask.is_plain and q.device.type != "cpu":
-            from torch.nn.attention.bias import causal_lower_right  # slow import: the compiler
+    if Tq == 1:
+        return _single_query(q, k, v, mask)
+    if mask.is_plain and Tq == Tk:
+        return _fused(q, k, v, is_causal=True)
+    if mask.is_plain and q.device.type != "cpu":
+        from torch.nn.attention.bias import causal_lower_right  # slow import: the compiler
 
-            return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # CUDA kernels know it
+        return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # CUDA kernels know it
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)
-    if mask.slopes is not None or not softmax.is_plain:
+    if mask.slopes is not None:
         # Rows of a batch share biases, unless each has its own mask.
-        share = softmax.is_plain and mask.documents is None and mask.begins is None
+        share = mask.documents is None and mask.begins is None
         rows = 1 if share else q.shape[0]
         block = max(16, min(block, SCORES // (rows * q.shape[1] * Tk)))
     for start in range(0, Tq, block):
@@ -84,11 +150,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
             k[:, :, first : keys.stop],
             v[:, :, first : keys.stop],
         )
-        outputs.append(
-            _fused(*part, attn_mask=bias(mask, queries, keys, q))
-            if softmax.is_plain
-            else recomputed(*part, mask, softmax, first)
-        )
+        outputs.append(_fused(*part, attn_mask=bias(mask, queries, keys, q)))
     return torch.cat(outputs, dim=2)
 
 
@@ -132,59 +194,45 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.reshape(q.shape)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call the flash-attn package (CUDA); documents use its variable-length kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
-        return sdpa(q, k, v, mask, softmax)
+        return sdpa(q, k, v, mask)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
     options = {
         "causal": True,
-        "window_size": window,
+        "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
         "alibi_slopes": mask.slopes,
         "deterministic": torch.are_deterministic_algorithms_enabled(),  # affects its backward
     }
-    if softmax.softcap is not None:  # unsupported before version 2.6
-        options["softcap"] = softmax.softcap
     if mask.documents is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_func(q, k, v, **options).transpose(1, 2)
-    return _packed(flash_attn_varlen_func, q, k, v, mask, options)
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """Call torch's variable-length kernel (CUDA, 16 bits) for documents; otherwise ``sdpa``."""
-    if q.shape[2] == 1 or mask.documents is None or mask.begins is not None:
-        return sdpa(q, k, v, mask, softmax)
-    from torch.nn.attention.varlen import varlen_attn
-
-    window = (-1, 0) if mask.window is None else (mask.window - 1, 0)
-    options = {"window_size": window, "enable_gqa": _share_keys(q, k)}
-    return _packed(varlen_attn, q, k, v, mask, options)
-
-
-def _packed(
-    kernel: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    options: dict[str, Any],
-) -> Tensor:
-    """Call a kernel with all rows packed into one row of documents."""
-    if q.shape[2] != k.shape[2]:
-        raise UserError.at(
-            "model.attention_backend",
-            "document masks do not work with a KV cache in kernels of variable length; choose "
-            "'sdpa'.",
-        )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    # Kernels allocate this length per document; reading the exact one would cause a host sync.
+    # The kernel allocates this length per document; reading the exact one would cause a host sync.
     longest = min(mask.longest or T, T)
-    out = kernel(*flat, mask.bounds, mask.bounds, longest, longest, **options)
+    out = flash_attn_varlen_func(*flat, mask.bounds, mask.bounds, longest, longest, **options)
     return out.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Call torch's FlexAttention (GPU): any mask and ALiBi in one kernel."""
+    if q.shape[2] == 1 or mask.begins is not None:
+        return sdpa(q, k, v, mask)
+    past, slopes = k.shape[2] - q.shape[2], mask.slopes
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert slopes is not None
+        return score + slopes[h] * (j - i - past)
+
+    return _compiled("flex_attention")(
+        *(q, k, v),
+        score_mod=None if slopes is None else biased,
+        block_mask=mask.blocks,
+        enable_gqa=_share_keys(q, k),
+    )
 
 
 def _compiled(name: str) -> Callable[..., Any]:
@@ -210,47 +258,6 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     return call
 
 
-def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    softmax: Softmax = PLAIN,
-    kernel: dict[str, Any] | None = None,
-) -> Tensor:
-    """Call torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one kernel.
-
-    ``kernel``: FlexAttention's ``kernel_options``.
-    """
-    if q.shape[2] == 1 or mask.begins is not None:
-        return sdpa(q, k, v, mask, softmax)
-    past, slopes = k.shape[2] - q.shape[2], mask.slopes
-
-    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = capped(score, softmax.softcap)
-        return score if slopes is None else score + slopes[h] * (j - i - past)
-
-    options = {
-        "score_mod": None if slopes is None and softmax.softcap is None else changed,
-        "block_mask": mask.blocks,
-        "enable_gqa": _share_keys(q, k),
-        "kernel_options": kernel,
-    }
-    if softmax.sinks is None:
-        return _compiled("flex_attention")(q, k, v, **options)
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    out, aux = _compiled("flex_attention")(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of each head's weights.
-    share = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
-    return out * share[..., None].to(out.dtype)
-
-
-def flex_flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """FlexAttention by the kernels of FlashAttention-4 (Hopper and later); no sinks."""
-    return flex(q, k, v, mask, softmax, {"BACKEND": "FLASH"})
-
-
 def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.device) -> Any:
     """Build FlexAttention's block mask: which blocks contain visible scores, and which ones."""
     past, documents, window = keys - queries, mask.documents, mask.window or keys
@@ -273,18 +280,85 @@ def prepared(
     rows, queries = shape
     if queries == 1 or mask.begins is not None:
         return mask
-    if attend in (flex, flex_flash):
+    if attend is flex:
         return replace(mask, blocks=_block_mask(mask, rows, queries, keys, device))
-    if attend in (flash, varlen) and mask.documents is not None and mask.bounds is None:
+    if attend is flash and mask.documents is not None and mask.bounds is None:
         return replace(mask, bounds=bounds_of(mask.documents))
     return mask
 
 
-BACKENDS: dict[str, Attend] = {
-    "sdpa": sdpa,
-    "flash": flash,
-    "varlen": varlen,
-    "flex": flex,
-    "flex_flash": flex_flash,
-    "eager": eager,
-}
+BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "flash": flash, "flex": flex}
+
+
+class Choice(NamedTuple):
+    """The ``name`` of a backend, why it was chosen, and whether SDPA may take cuDNN's kernel."""
+
+    name: str
+    why: str
+    cudnn: bool = False
+
+
+def choose_backend(
+    name: str, device: str, *, masked: bool, half: bool, length: int | None, head_size: int
+) -> Choice:
+    """Return the configured backend, or the fastest that suits for ``auto``.
+
+    Args:
+        name: ``auto`` or a key of :data:`BACKENDS`.
+        device: "cpu" or "cuda".
+        masked: whether there are document masks, windows or ALiBi.
+        half: whether queries and keys have 16 bits.
+        length: tokens of every sequence in training; None: sequences have many lengths, as in an
+            evaluation.
+        head_size: channels of a head.
+
+    Raises:
+        UserError: the configured backend cannot run here.
+    """
+    if device != "cuda":
+        if name in ("flash", "flex"):
+            raise UserError(f"model.attention_backend: {name!r} needs a GPU; expected auto or sdpa")
+        return Choice("sdpa", "on the CPU")
+    if name in ("auto", "sdpa") and not masked and half and _suits_cudnn(length, head_size):
+        return Choice("sdpa", f"cuDNN's kernel: no masks, {length:,} tokens", cudnn=True)
+    can_flash = half and head_size <= 256 and _capability() >= (8, 0) and _has_flash_attn()
+    if name != "auto":
+        if name == "flash" and not can_flash:
+            raise UserError(
+                "model.attention_backend: 'flash' needs the package flash-attn, 16 bits, an Ampere "
+                "GPU or later, and heads of at most 256 channels; expected auto, sdpa or flex"
+            )
+        return Choice(name, "as configured")
+    if not masked and (not can_flash or _capability() >= (9, 0)):
+        return Choice("sdpa", "no masks; torch's own kernels")
+    if can_flash:
+        return Choice("flash", "flash-attn is installed, in 16 bits")
+    # FlexAttention would be compiled for each of an evaluation's many lengths.
+    return Choice("sdpa" if length is None else "flex", "masks, without flash-attn")
+
+
+def _suits_cudnn(length: int | None, head_size: int) -> bool:
+    """Whether SDPA takes cuDNN's attention here and it is right and fast.
+
+    cuDNN makes a plan for every new shape, which costs half a second, and has had wrong results and
+    gradients with masks and at lengths that are no multiple of 128.
+    """
+    if length is None or length % 128 or head_size > 128 or head_size % 8:
+        return False
+    if torch.are_deterministic_algorithms_enabled():  # SDPA then passes it over
+        return False
+    return _capability() in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+@cache
+def _has_flash_attn() -> bool:
+    """Whether flash-attn loads: a wheel built for another torch fails with an undefined symbol."""
+    try:
+        import flash_attn  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True

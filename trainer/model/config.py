@@ -9,10 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.common.errors import Problem, listed
-from trainer.common.fields import Count, Number, OptionalText, Positive, configuration
-
-Cap = Annotated[Number, Field(ge=0.001, le=1_000_000)]
-"""Bound of a soft cap; smaller ones leave no gradient."""
+from trainer.common.fields import Count, OptionalText, Positive, configuration
 
 
 @configuration
@@ -26,26 +23,6 @@ class QKNormConfig:
     in OLMo 2 and DroPE's released recipe)."""
     targets: Literal["both", "q", "k"] = "both"
     """Which are normalised: both, q, k."""
-
-
-@configuration
-class SoftmaxConfig:
-    """Extensions of attention's softmax, and a cap on the head's logits."""
-
-    learned_scale: bool = False
-    """Learn a factor on the scores for each query head, initially 1 (Scalable-Softmax)."""
-    sinks: bool = False
-    """Learn a logit for each query head that takes weight from the keys, initially 0 (gpt-oss)."""
-    softcap: Cap | None = None
-    """Keep scores within +-softcap by softcap tanh(score / softcap), before masks and ALiBi
-    (Gemma 2: 50); null: no cap."""
-    final_softcap: Cap | None = None
-    """The same for the logits of the vocabulary (Gemma 2: 30); null: no cap."""
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether every kernel computes this softmax."""
-        return not self.sinks and self.softcap is None
 
 
 @configuration
@@ -75,8 +52,6 @@ class ModelConfig:
     """Add a bias to queries, keys and values, as in Qwen2."""
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
     """RMS norm of queries and keys before the rotation."""
-    softmax: SoftmaxConfig = field(default_factory=SoftmaxConfig)
-    """What attention's softmax has beside scores."""
     initializer: Literal["normal", "fan_in"] = "normal"
     """Standard deviation of initial weights: normal (initializer_range everywhere), or fan_in (1
     / sqrt(fan-in); untied embeddings 1 and their head a tenth of its fan-in value)."""
@@ -85,8 +60,8 @@ class ModelConfig:
     initializer_by_depth: bool = True
     """Divide o_proj and down_proj by sqrt(2 num_hidden_layers) at the start; false: as
     transformers does, and DroPE's Table 5."""
-    attention_backend: Literal["auto", "sdpa", "flash", "varlen", "flex", "eager"] = "auto"
-    """Kernel of attention: auto, sdpa, flash, varlen, flex, eager."""
+    attention_backend: Literal["auto", "sdpa", "flash", "flex"] = "auto"
+    """Kernel of attention: auto, sdpa, flash, flex."""
     from_pretrained: OptionalText = None
     """Directory, hub id or .gguf file with weights to start from, with their shape, positions
     and tokenizer; null: random weights."""
@@ -127,13 +102,3 @@ class ModelConfig:
         if heads % self.num_key_value_heads:
             message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
             yield Problem("model.num_key_value_heads", message)
-
-
-def problem_on_cpu(backend: str) -> Problem | None:
-    """Return the problem of an attention backend that needs a GPU, on a CPU."""
-    if backend not in ("flash", "varlen", "flex"):
-        return None
-    return Problem(
-        "model.attention_backend",
-        f"{backend!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
-    )

@@ -19,16 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, RMSNorm
-from trainer.model.backend_choice import Choice, Needs, choose_backend
-from trainer.model.backends import BACKENDS
+from trainer.model.attention import Attention, Linear, RMSNorm
+from trainer.model.backends import BACKENDS, Choice, choose_backend
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.forward_pass import ForwardPass, LayerPass
 from trainer.model.language_model import LanguageModel, OnLayer
-from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
-from trainer.model.softmax import capped
 from trainer.positional.layout import Layout
 
 
@@ -88,7 +85,8 @@ class Decoder(LanguageModel):
     """
 
     compute_dtype: torch.dtype | None = None
-    computes_on: str = "cpu"
+    """Dtype of activations and products, including the residual stream; None: the weights' dtype.
+    """
 
     def __init__(self, config: ModelConfig, layout: Layout, seed: int = 0) -> None:
         super().__init__()
@@ -103,44 +101,8 @@ class Decoder(LanguageModel):
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.choose_products(self.norm.weight.device.type)
         if not self.norm.weight.is_meta:
             self.reset_parameters(seed)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        """Apply ``function`` to all tensors, as torch does to change device or dtype."""
-        super()._apply(*args, **kwargs)
-        self.choose_products(self.norm.weight.device.type, self.compute_dtype)
-        return self
-
-    def choose_products(self, device: str, compute: torch.dtype | None = None) -> None:
-        """Choose how matrices are multiplied.
-
-        ``device``: "cpu" or "cuda"; the weights' device unless they are offloaded. ``compute``:
-        dtype of activations and products, including the residual stream; None: the weights' dtype.
-        """
-        self.computes_on, self.compute_dtype = device, compute
-        weights = self.norm.weight.dtype
-        self._product = product_for(device, weights, compute or weights)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.product = self._product
-
-    @contextmanager
-    def packed(self) -> Iterator[None]:
-        """Use copies of the weights in the memory order of a CPU's kernels within the block.
-
-        Products with few rows are then faster. Weights must not change meanwhile.
-        """
-        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        compute = self.compute_dtype or self.norm.weight.dtype
-        try:
-            for linear in linears:
-                linear.product = packed_product(linear.weight, compute)
-            self._product = packed_product(self.head, compute)
-            yield
-        finally:
-            self.choose_products(self.computes_on, self.compute_dtype)
 
     @property
     def layout(self) -> Layout:
@@ -191,17 +153,21 @@ class Decoder(LanguageModel):
         half: bool = True,
         length: int | None = None,
     ) -> Choice:
-        """Choose the attention backend for a device ("cpu", "cuda"); see :class:`Needs`.
+        """Choose the attention backend for a device ("cpu", "cuda"); see :func:`choose_backend`.
 
         Raises:
             UserError: the backend cannot run here.
         """
-        layers = self.layout.layers
-        windows = any(layer.window for layer in layers)
-        biased = any(spectrum.alibi for layer in layers for spectrum in layer.spectra)
-        size = self.config.head_size
-        needs = Needs(documents, windows, biased, half, length, size, self.config.softmax)
-        choice = choose_backend(name, device, needs)
+        windows = any(layer.window for layer in self.layout.layers)
+        biased = any(spectrum.alibi for spectrum in self.layout.spectra)
+        choice = choose_backend(
+            name,
+            device,
+            masked=documents or windows or biased,
+            half=half,
+            length=length,
+            head_size=self.config.head_size,
+        )
         for block in self.layers:
             block.self_attn.attend = BACKENDS[choice.name]
         return choice
@@ -222,7 +188,7 @@ class Decoder(LanguageModel):
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
-        return capped(self._product(states, self.head, None), self.config.softmax.final_softcap)
+        return F.linear(states, self.head.to(states.dtype))
 
     def loss(
         self,
@@ -238,17 +204,13 @@ class Decoder(LanguageModel):
 
         See :func:`linear_cross_entropy`, and :meth:`ForwardPass.over` for ``options``.
         """
-        x, softcap = self.hidden_states(ids, **options), self.config.softmax.final_softcap
-        more: dict[str, Any] = {"softcap": softcap, "product": self._product}
-        return linear_cross_entropy(
-            x, self.head, targets, weights, z_loss=z_loss, losses=losses, **more
-        )
+        x = self.hidden_states(ids, **options)
+        return linear_cross_entropy(x, self.head, targets, weights, z_loss=z_loss, losses=losses)
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
         """See :class:`LanguageModel`."""
-        softcap = self.config.softmax.final_softcap
-        return token_losses(states, self.head, targets, self._product, softcap)
+        return token_losses(states, self.head, targets)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""
@@ -293,7 +255,7 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
     seed: not on other parameters, nor on the distribution over devices.
     """
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape)
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return torch.empty(shape).normal_(std=_initial_std(config, name, shape), generator=generator)

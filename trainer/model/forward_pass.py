@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.model.backends import Attend, prepared
+from trainer.model.backends import Attend, Mask, prepared
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
-from trainer.model.masks import Mask
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.rotation import Groups, head_groups
@@ -90,7 +89,7 @@ class ForwardPass:
         Args:
             ids: ``[B, T]`` token ids.
             documents: ``[B, T]`` integers; attention stays within equal numbers.
-            bounds: starts of the documents, see :func:`trainer.model.masks.bounds_of`. If needed
+            bounds: starts of the documents, see :func:`trainer.model.backends.bounds_of`. If needed
                 and not given, computing them causes a host sync.
             longest: upper bound of the documents' lengths; None: T.
             positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.

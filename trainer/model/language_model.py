@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.model.backend_choice import Choice
+from trainer.model.backends import Choice
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
 
 OnLayer = Callable[..., None]
 """Receives the index of a layer and its queries and keys before and after their encoding,
-``[B, H, T, D]`` each; by name ``scaling``, ``softcap`` and ``sinks``, if its softmax has any."""
+``[B, H, T, D]`` each; models of transformers also give ``scaling``, ``softcap`` and ``sinks``."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -106,10 +106,6 @@ class LanguageModel(nn.Module, ABC):
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call ``on_input`` with each layer's index and its attention's input ``[B, T,
         hidden_size]``."""
-
-    def packed(self) -> AbstractContextManager[None]:
-        """Prepare for many small forward passes with constant weights within the block."""
-        return nullcontext()
 
     @contextmanager
     def using(self, layout: Layout) -> Iterator[None]:

@@ -20,8 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.common.errors import first_line
-from trainer.model.linear import Product
-from trainer.model.softmax import capped
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +78,9 @@ def equal_chunk_size(tokens: int, most: int) -> int:
 
 
 def _replace_by_gradient(
-    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float, softcap: float | None
+    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    x = capped(logits.float(), softcap)
+    x = logits.float()
     picked = x.gather(-1, targets[:, None])[:, 0]
     top = x.amax(dim=-1, keepdim=True)
     log_z = top + (x - top).exp().sum(dim=-1, keepdim=True).log()
@@ -91,8 +89,6 @@ def _replace_by_gradient(
     if z_loss:
         grad = grad * (1 + 2 * z_loss * log_z)
     grad = grad - (torch.arange(x.shape[-1], device=x.device) == targets[:, None]).float()
-    if softcap is not None:
-        grad = grad * (1 - (x / softcap).square())
     logits.copy_(grad * weights[:, None])
     return log_z[:, 0], picked
 
@@ -104,35 +100,33 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 @torch.library.custom_op("unrope::replace_by_gradient", mutates_args=("logits",))
 def replace_by_gradient(
-    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float, softcap: float | None
+    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Write the loss's gradient over ``logits`` ``[N, vocab]``, computed in float32.
 
     A GPU does so in one compiled kernel, which reads the logits twice and writes them once.
 
-    ``logits``: products of a chunk, before the soft-cap. ``targets``, ``weights``: ``[N]``.
+    ``logits``: products of a chunk. ``targets``, ``weights``: ``[N]``.
 
     Returns:
         log-partition and logit of the target, both ``[N]`` float32.
     """
     if logits.device.type in COMPILED_ON:
         try:
-            return _compiled()(logits, targets, weights, z_loss, softcap)
+            return _compiled()(logits, targets, weights, z_loss)
         except torch._dynamo.exc.TorchDynamoException as error:
             why = " ".join(str(error).splitlines()[:2])  # the cause is in the second line
             log.warning("The loss is not compiled, and slower: %s", why)
             COMPILED_ON.discard(logits.device.type)
     rows = 2 * TILE  # temporaries in float32 stay small
     parts = zip(logits.split(rows), targets.split(rows), weights.split(rows), strict=True)
-    results = [_replace_by_gradient(x, y, w, z_loss, softcap) for x, y, w in parts]
+    results = [_replace_by_gradient(x, y, w, z_loss) for x, y, w in parts]
     log_z, picked = (torch.cat(x) for x in zip(*results, strict=True))
     return log_z, picked
 
 
 @replace_by_gradient.register_fake
-def _(
-    logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(weights), torch.empty_like(weights)
 
 
@@ -176,17 +170,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor,
         z_loss: float,
-        softcap: float | None,
         losses: Tensor | None,
-        product: Product,
     ) -> Tensor:
         dtype = hidden.dtype
         head = weight.to(dtype)
         chunks, size = chunks_on(hidden.device), chunk_size(len(weight), hidden.device)
         if chunks.fused:
             size = equal_chunk_size(len(hidden), size)
-        elif softcap is not None:  # its slope is kept beside the logits
-            size = max(size // 2, 1)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         made = torch.empty_like if chunks.fused and len(hidden) else torch.zeros_like
@@ -196,17 +186,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             x, y, w = hidden[part], targets[part], weights[part]
             if chunks.fused:
-                logits = product(x, head, None)
-                log_z[part], picked[part] = replace_by_gradient(logits, y, w, z_loss, softcap)
+                logits = F.linear(x, head)
+                log_z[part], picked[part] = replace_by_gradient(logits, y, w, z_loss)
                 if grad_hidden is not None and grad_weight is not None:
                     torch.mm(logits, head, out=grad_hidden[part])
                     add_product(grad_weight, logits.T, x, min(start, 1))
                 del logits
                 continue
-            logits = capped(product(x, head, None).float(), softcap)
-            slope = None
-            if softcap is not None and grad_hidden is not None:
-                slope = (logits / softcap).square_().neg_().add_(1)
+            logits = F.linear(x, head).float()
             top = logits.amax(dim=-1)
             picked[part] = logits.gather(-1, y[:, None])[:, 0]
             # One pass in the logits' memory; the largest probability gives log_z back.
@@ -218,12 +205,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot)
             grad *= (w * (1 + 2 * z_loss * log_z[part]) if z_loss else w)[:, None]
             grad.scatter_add_(-1, y[:, None], -w[:, None])
-            grad = (grad if slope is None else grad.mul_(slope)).to(dtype)
-            grad_hidden[part] = product(grad, head.T, None)
+            grad = grad.to(dtype)
+            grad_hidden[part] = grad @ head
             for first in range(0, len(weight), chunks.rows):
                 rows = slice(first, first + chunks.rows)
-                grad_weight[rows] += product(grad.T[rows], x.T, None)
-            del logits, slope, grad  # free them before the next chunk
+                grad_weight[rows] += grad.T[rows] @ x
+            del logits, grad  # free them before the next chunk
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         each = log_z - picked
@@ -242,7 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         same = ctx.weight_dtype == grad_weight.dtype
         scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, scale, out=scaled)
-        return grad_hidden.mul_(scale), scaled, *(None,) * 6
+        return grad_hidden.mul_(scale), scaled, *(None,) * 4
 
 
 def linear_cross_entropy(
@@ -252,9 +239,7 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     *,
     z_loss: float = 0.0,
-    softcap: float | None = None,
     losses: Tensor | None = None,
-    product: Product = F.linear,
 ) -> Tensor:
     """Return the weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
@@ -264,9 +249,7 @@ def linear_cross_entropy(
         targets: ``[...]`` token ids.
         weights: ``[...]`` non-negative weights of the tokens, default 1; 0 excludes a token.
         z_loss: coefficient of the mean squared log-partition (PaLM, Sec. 5).
-        softcap: cap of the logits, see :func:`trainer.model.softmax.capped`.
         losses: ``[...]`` float32, filled with every token's cross-entropy, without gradient.
-        product: how matrices are multiplied on this device.
 
     Returns:
         A float32 scalar: sum(w * loss) / sum(w), or 0 if all weights are 0.
@@ -275,7 +258,7 @@ def linear_cross_entropy(
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     flat = None if losses is None else losses.view(-1)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, softcap, flat, product)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, flat)
 
 
 @torch.no_grad()
@@ -283,15 +266,13 @@ def token_losses(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    product: Product = F.linear,
-    softcap: float | None = None,
 ) -> Tensor:
     """Return each token's cross-entropy, ``[...]`` float32, for evaluation; logits in chunks."""
     size = chunk_size(len(weight), hidden.device)
     states, of_states = hidden.flatten(0, -2).split(size), targets.flatten().split(size)
     head = weight.to(hidden.dtype)
     losses = [
-        F.cross_entropy(capped(product(x, head, None).float(), softcap), y, reduction="none")
+        F.cross_entropy(F.linear(x, head).float(), y, reduction="none")
         for x, y in zip(states, of_states, strict=True)
     ]
     return torch.cat(losses).view(targets.shape)

@@ -1,7 +1,7 @@
-"""Softmax of attention with soft-caps and sinks, computed explicitly.
+"""Attention probabilities, computed explicitly for analyses.
 
 A soft-cap bounds the scores (Gemma 2, Riviere et al. 2024, Sec. 2). A learned sink is a logit
-beside them (gpt-oss, OpenAI 2025). Only FlexAttention fuses both, with their gradients.
+beside them (gpt-oss, OpenAI 2025). Models with either are computed by transformers (``hf:``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from trainer.model.masks import Mask, bias
+from trainer.model.backends import Mask, bias
 
 
 class Softmax(NamedTuple):
@@ -25,11 +24,6 @@ class Softmax(NamedTuple):
 
     sinks: Tensor | None = None
     softcap: float | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a plain softmax."""
-        return self.sinks is None and self.softcap is None
 
 
 PLAIN = Softmax()
@@ -49,7 +43,7 @@ def probabilities(
     scaling: float | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return attention probabilities ``[B, Hq, Tq, Tk]``, at least float32, computed explicitly.
+    """Return attention probabilities ``[B, Hq, Tq, Tk]``, at least float32.
 
     Dot products are scaled, capped, biased and masked, in this order; sinks are added afterwards.
     ``scaling``: factor on the dot products (None: 1 / sqrt(D)). ``first``: position of the first
@@ -69,20 +63,3 @@ def probabilities(
         return scores.softmax(dim=-1)
     sinks = softmax.sinks.to(precise)[:, None, None].expand(B, -1, Tq, 1)
     return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-
-
-def eager(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN, first: int = 0
-) -> Tensor:
-    """Compute attention by its definition, as the reference in tests; see :func:`probabilities`."""
-    weights = probabilities(q, k, mask, softmax, first=first)
-    B, Hkv, Tk, _ = v.shape
-    return (weights.reshape(B, Hkv, -1, Tk) @ v.to(weights.dtype)).view(q.shape).to(q.dtype)
-
-
-def recomputed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax, first: int) -> Tensor:
-    """Compute :func:`eager`, with probabilities recomputed in backward instead of stored."""
-    if not torch.is_grad_enabled():
-        return eager(q, k, v, mask, softmax, first)
-    arguments = (q, k, v, mask, softmax, first)
-    return checkpoint(eager, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -25,7 +25,7 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import LAYERS_KEY, units
 from trainer.evaluation.results import STATEMENTS
-from trainer.model.config import ModelConfig, problem_on_cpu
+from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import LayerChoice, layer_problems
@@ -296,9 +296,6 @@ class RunConfig:
                 "'flash' computes in 16 bits only; set trainer.precision=bf16, or choose 'auto' or "
                 "'sdpa'.",
             )
-        on_cpu = problem_on_cpu(self.model.attention_backend)
-        if self.trainer.accelerator == "cpu" and on_cpu is not None:
-            yield on_cpu
         no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             yield Problem(

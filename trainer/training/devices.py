@@ -16,7 +16,6 @@ import torch
 from trainer.common.errors import Problem
 from trainer.common.processes import usual_threads
 from trainer.common.words import duration
-from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
@@ -60,8 +59,6 @@ def device_problems(config: RunConfig) -> list[Problem]:
         refuse("precision", f"'bf16' is not supported by this GPU ({name}); use 'fp32'.")
     if run.fp8 and (reason := _why_not_float8(device)):
         refuse("fp8", reason)
-    if problem := backend_problem(config.model.attention_backend, device):
-        problems.append(problem)
     return problems
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.interchange.pretrained import Pretrained
-from trainer.model.backend_choice import Choice
-from trainer.model.backends import cudnn_attention, flex, flex_flash, sdpa
+from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout
@@ -195,7 +194,7 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
         model.eval()
         for block in model.layers:
             # Uncompiled FlexAttention materializes all scores.
-            if block.self_attn.attend in (flex, flex_flash):
+            if block.self_attn.attend is flex:
                 block.self_attn.attend = sdpa
         with (
             torch.no_grad(),

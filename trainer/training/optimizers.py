@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.model.linear import HAS_FAST_BF16
 from trainer.runs.training_config import OptimizerConfig
 
+HAS_FAST_BF16 = (
+    torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
 CPU_DTYPE = torch.bfloat16 if HAS_FAST_BF16 else torch.float32
 """Dtype of :func:`newton_schulz`'s products on a CPU; other devices use bfloat16."""
 

@@ -48,7 +48,7 @@ def measure_step(
         model = Decoder(config, layout)
     model.to_empty(device=device)
     half = precision == "bf16"
-    model.choose_products(device, torch.bfloat16 if half else None)
+    model.compute_dtype = torch.bfloat16 if half else None
     model.use_backend(config.attention_backend, device, half=half, length=shape[1])
     with torch.no_grad(), torch.random.fork_rng():
         for parameter in model.parameters():

@@ -68,7 +68,7 @@ def parallelize(
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
     half = config.trainer.precision == "bf16"
-    model.choose_products(device.type, torch.bfloat16 if half else None)
+    model.compute_dtype = torch.bfloat16 if half else None
     if draw:
         draw_weights(model, config.seed, pretrained)
 

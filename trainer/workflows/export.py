@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -139,23 +139,12 @@ def _tempered(model: Decoder, path: Path, factor: float, stored_length: int) -> 
             for s in new.spectra
         ]
         scales.append([f for f in factors for _ in range(heads // len(factors))])
-    is_alike = all(len({*row}) == 1 for row in scales)
     layers = (
-        old if new is old else _scaled(old, row[0] if is_alike else 1.0)
+        old if new is old else _scaled(old, row[0])
         for old, new, row in zip(before.layers, layout.layers, scales, strict=True)
     )
-    constant = replace(before, layers=tuple(layers))
-    if is_alike:
-        model.layout = constant
-        return model
-    softmax = replace(model.config.softmax, learned_scale=True)
-    scaled = Decoder(replace(model.config, softmax=softmax), constant)
-    scaled.load_state_dict(model.state_dict(), strict=False)
-    with torch.no_grad():
-        for block, row in zip(scaled.layers, scales, strict=True):
-            assert block.self_attn.softmax_scale is not None
-            block.self_attn.softmax_scale.mul_(torch.tensor(row))
-    return scaled.eval()
+    model.layout = replace(before, layers=tuple(layers))
+    return model
 
 
 def _scaled(layer: LayerEncoding, factor: float) -> LayerEncoding:
@@ -283,8 +272,6 @@ def _facts(
         "training length": f"{model.layout.training_length:,} tokens",
         "program": ", ".join(f"{name} {versions.get(name, '?')}" for name in ("unrope", "torch")),
     }
-    if more := [f"{key}={value}" for key, value in asdict(model.config.softmax).items() if value]:
-        facts["softmax"] = ", ".join(more)
     if (began := config.model.from_pretrained or config.model.from_run) is not None:
         facts["began with"] = Path(began).name
     if report is not None and "corpus" in report.environment:

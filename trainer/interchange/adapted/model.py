@@ -31,12 +31,11 @@ from trainer.interchange.adapted.seam import (
     cache_name,
     ordered,
 )
-from trainer.model.backend_choice import Choice
+from trainer.model.backends import Choice, Mask, allowed
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
-from trainer.model.masks import Mask, allowed
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import Groups, head_groups, rotary_table

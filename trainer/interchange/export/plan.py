@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,6 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
         "layers that rotate differently": len(_rotations(layout)) > 1,
         "frequencies that no rope_type has": rope is None,
         "QK-norm over the full projection or on one side": any(norms) and not per_head,
-        "attention sinks": config.softmax.sinks,
-        "soft-caps": (config.softmax.softcap, config.softmax.final_softcap) != (None, None),
-        "a learned scale of the softmax beside QK-norm": config.softmax.learned_scale
-        and any(norms),
         "QK-norm in some layers only": any(norms) and not all(norms),
         "QK-norm": all(norms) and not architecture.qk_norm,
         "no QK-norm": not any(norms) and architecture.qk_norm,
@@ -207,7 +203,6 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "qk_norm_kind": config.qk_norm.kind,
         "qk_norm_targets": config.qk_norm.targets,
-        "softmax": asdict(config.softmax),
         "layout": layout.to_dict(),
         "alibi_slopes": list(alibi_slopes(config.num_attention_heads)) if biased else None,
         **_window_values(windows if len(sizes) == 1 else [None] * len(windows)),
@@ -226,11 +221,7 @@ def exported_names(model: Decoder, plan: Plan) -> list[str]:
     Disabled query and key norms are omitted, and so is a learned scale that the query projection
     absorbs.
     """
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if not waits(name, model.layout) and not (plan.is_native and name.endswith("softmax_scale"))
-    ]
+    return [name for name, _ in model.named_parameters() if not waits(name, model.layout)]
 
 
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
@@ -265,19 +256,13 @@ def _head_change(model: Decoder, name: str, plan: Plan) -> tuple[list[int], Tens
     if the parameter is exported unchanged.
     """
     kind, size = name.split(".")[-2], model.config.head_size
-    absorbs_scale = plan.is_native and model.config.softmax.learned_scale
-    is_changed = plan.changes or absorbs_scale
-    if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or not is_changed:
+    if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or not plan.changes:
         return None
     index = int(name.split(".")[1])
-    change = plan.changes[index] if plan.changes else _unchanged(size)
+    change = plan.changes[index]
     if kind != ("q_norm" if model.layout.layers[index].qk_norm else "q_proj"):
         return list(change.order), torch.ones(1, size)
-    factors = torch.tensor([change.factors])
-    if absorbs_scale:
-        scale = model.get_parameter(f"layers.{index}.self_attn.softmax_scale").detach()
-        factors = factors * scale[:, None]
-    return list(change.order), factors
+    return list(change.order), torch.tensor([change.factors])
 
 
 def _align(factors: Tensor, value: Tensor) -> Tensor:

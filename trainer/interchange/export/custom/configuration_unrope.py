@@ -52,7 +52,6 @@ class UnropeConfig(PreTrainedConfig):
     qkv_bias: bool = False
     qk_norm_kind: str = "per_head"
     qk_norm_targets: str = "both"
-    softmax: dict[str, Any] | None = None
     layout: dict[str, Any] | None = None
     alibi_slopes: list[float] | None = None
     layer_types: list[str] | None = None

@@ -86,11 +86,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * pairs :]], dim=-1)
 
 
-def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Keep values within +-``cap``, softly; None leaves them as they are."""
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
 @dataclass(frozen=True)
 class Seen:
     """What restricts attention beyond causality, once for all layers.
@@ -163,10 +158,6 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
             return nn.RMSNorm(D if self.per_head_norm else heads * D, eps=config.rms_norm_eps)
 
         self.q_norm, self.k_norm = norm("q", H), norm("k", Hkv)
-        softmax = config.softmax or {}
-        self.softcap = softmax.get("softcap")
-        self.softmax_scale = nn.Parameter(torch.ones(H)) if softmax.get("learned_scale") else None
-        self.sinks = nn.Parameter(torch.zeros(H)) if softmax.get("sinks") else None
 
     def forward(
         self,
@@ -194,8 +185,7 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
             )[0]
         else:
             mask = self.mask(q, past, k.shape[2], seen)
-            # No fused kernel has soft-caps and sinks.
-            if name == "eager" or self.sinks is not None or self.softcap is not None:
+            if name == "eager":
                 out = self.written_out(q, k, v, mask).transpose(1, 2)
             else:
                 out = ALL_ATTENTION_FUNCTIONS[name](self, q, k, v, mask, scaling=self.scaling)[0]
@@ -204,16 +194,13 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
     def written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention ``[B, H, T, D]`` with float32 scores."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float() for x in (k, v))
-        scores = capped(q.float() @ k.mT * self.scaling, self.softcap)
+        scores = q.float() @ k.mT * self.scaling
         T, keys = scores.shape[2:]
         if mask is None:
             mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
         scores = scores + mask
-        if self.sinks is not None:
-            sinks = self.sinks.float()[:, None, None].expand(len(q), -1, T, 1)
-            scores = torch.cat([scores, sinks], dim=-1)
         return (scores.softmax(dim=-1)[..., :keys] @ v).to(q.dtype)
 
     def heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -232,13 +219,11 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
             ValueError: tensor parallelism left a part of heads that differ.
         """
         counts = [count for _, count in self.groups]
-        if k.shape[1] != sum(counts) and (len(counts) > 1 or self.softmax_scale is not None):
+        if k.shape[1] != sum(counts) and len(counts) > 1:
             raise ValueError(
                 f"layer {self.layer_idx} has heads with encodings or scales of their own, which "
                 "tensor parallelism would cut; load the model on one device."
             )
-        if self.softmax_scale is not None:
-            q = q * self.softmax_scale.to(q.dtype)[:, None, None]
         if len(counts) == 1:  # also where tensor parallelism left a part of the heads
             cos, sin, factor = tables[self.groups[0][0], self.window]
             return rotate(q, cos, sin) * factor.to(q.dtype), rotate(k, cos, sin)
@@ -516,7 +501,6 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
         )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states.last_hidden_state[:, last])
-        logits = capped(logits, (self.config.softmax or {}).get("final_softcap"))
         loss = None
         if labels is not None:
             loss = self.loss_function(
