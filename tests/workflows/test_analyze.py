@@ -12,95 +12,10 @@ from tokenizers import Tokenizer, models
 from trainer.analysis.settings import AttenuationSettings
 from trainer.analysis.studies import study as interface
 from trainer.common.errors import UserError
-from trainer.runs.memory import needed_memory
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse
 from trainer.workflows import analyze
 from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
-
-
-def test_texts_that_do_not_fit_into_memory_are_named(tiny_decoder, monkeypatch):
-    config, ids = tiny_decoder().config, torch.zeros(3, 1000, dtype=torch.long)
-    needed = needed_memory(config, 3000, 2)
-    monkeypatch.setattr(analyze, "free_memory", lambda device: needed)
-    analyze._check_memory(config, ids, models=2, device="cpu")
-    monkeypatch.setattr(analyze, "free_memory", lambda device: needed - 1)
-    size = f"{needed / 2**20:.1f} MiB"
-    with pytest.raises(UserError) as error:
-        analyze._check_memory(config, ids, models=2, device="cpu")
-    assert tuple(map(str, error.value.problems)) == (
-        f"analysis.length: 3 x 1,000 tokens need about {size}, and {size} are free; take fewer or "
-        "shorter texts.",
-    )
-
-
-class FoundError(Exception):
-    """A target was made."""
-
-
-@pytest.mark.parametrize(
-    ("words", "asked"),
-    [
-        ({"kind": "sinks"}, [(0.1, 4, 32)]),
-        ({"kind": "sinks", "needle": {"kind": "question"}}, [(0.1, 4, 32)]),
-        (
-            {"kind": "matrix_entropy", "needle": {"kind": "question", "depth": 0.5}},
-            [(0.5, 4, 32), (0.5, 1, 64)],
-        ),
-        (
-            {"kind": "all", "needle": {"kind": "question", "depth": 1.0}},
-            [(1.0, 4, 32), (1.0, 1, 64)],
-        ),
-        ({"kind": "matrix_entropy", "needle": {"depth": 0.2}}, [(0.2, 4, 32)]),
-    ],
-)
-def test_studies_get_what_was_asked_for(tiny_decoder, tmp_path, monkeypatch, words, asked):
-    """Copies of needles are as long as the training length, and questions as a text."""
-    model, ids = tiny_decoder(), torch.arange(4 * 64).view(4, 64)
-    choice, prompts, made, checked = ids + 1, [], [], []
-
-    def prompt(tokenizer, ids, length, seed, depth):
-        assert (tokenizer, seed) == ("words", 3)
-        prompts.append((depth, len(ids), length))
-        return prompts[-1]
-
-    def target(*given, **more):
-        made.append((given, more))
-        raise FoundError
-
-    found = SimpleNamespace(
-        name="model", path=tmp_path, home=tmp_path, config=model.config, layout=model.layout,
-        tokenizer="words", load=lambda device: model,
-    )  # fmt: skip
-    monkeypatch.setattr(analyze, "find_candidate", lambda given: found)
-    monkeypatch.setattr(analyze, "_other", lambda *_: None)
-    monkeypatch.setattr(analyze, "_check_memory", lambda *_, **needs: checked.append(needs))
-    monkeypatch.setattr(analyze, "held_out_corpus", lambda text, of: "corpus")
-    monkeypatch.setattr(analyze, "page_texts", lambda corpus, *_: ids)
-    monkeypatch.setattr(analyze, "choice_texts", lambda corpus, config, of, page: choice)
-    monkeypatch.setattr(analyze, "needle_prompt", prompt)
-    monkeypatch.setattr(analyze, "Target", target)
-    words |= {"chosen": [[1, 0]], "seed": 3, "pairs": [2, 0], "prefixes": [8, 16]}
-    words |= {"frequency_entropy": {"frame": 4}, "attenuation": {"alphas": [0.5]}}
-    request = parse(AnalysisRequest, {"checkpoint": "x", "threads": 1, "analysis": words})
-    with pytest.raises(FoundError):
-        analyze.analyze(request)
-    (((name, of, read, chosen, seed, copy), more),) = made
-    assert (name, of, chosen, seed, copy) == ("model", model, ((1, 0),), 3, asked[0])
-    torch.testing.assert_close(read, ids)
-    config = request.analysis
-    assert more == {
-        "pairs": (2, 0), "frames": config.frequency_entropy, "prefixes": (8, 16),
-        "attenuation": config.attenuation, "choice": choice, "needle": config.needle,
-        "question": asked[1] if len(asked) > 1 else None,
-    }  # fmt: skip
-    assert prompts == asked
-    assert checked == [{"models": 1, "device": "cpu"}]
-    monkeypatch.setattr(analyze, "_other", lambda *_: found)
-    monkeypatch.setattr(analyze, "distinct", lambda both: both)
-    with pytest.raises(FoundError):
-        analyze.analyze(request)
-    assert checked[1] == {"models": 2, "device": "cpu"}
 
 
 @pytest.fixture

@@ -7,44 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.runs.memory import cache_memory
 from trainer.workflows import generate
-from trainer.workflows.generate import Continuations, continue_prompts
+from trainer.workflows.generate import Continuations
 from trainer.workflows.requests import GenerationRequest
-
-
-@pytest.mark.parametrize(("device", "size"), [("cpu", 4), ("cuda", 2)])
-def test_keys_and_values_have_to_fit_before_weights_are_read(
-    tiny_decoder, monkeypatch, device, size
-):
-    """Of as many tokens as the longest prompt has characters, and what follows, for all prompts, on
-    the device that computes."""
-    config = tiny_decoder().config
-    needed = cache_memory(config, 2, 1_000_005, size)
-    monkeypatch.setattr(generate.torch.cuda, "is_available", lambda: device == "cuda")
-    monkeypatch.setattr(generate.torch.cuda, "is_bf16_supported", lambda emulated: True)
-
-    def subject_of(found, dtype, on):
-        assert (dtype, on) == (None, device)
-        raise InterruptedError
-
-    monkeypatch.setattr(generate, "find_candidate", lambda given: SimpleNamespace(config=config))
-    monkeypatch.setattr(generate, "subject_of", subject_of)
-    request = GenerationRequest("x", prompts=["the", "a two"], max_new_tokens=10**6, threads=1)
-    free = {device: needed}
-    monkeypatch.setattr(generate, "free_memory", lambda device: free[device])
-    with pytest.raises(InterruptedError):
-        continue_prompts(request, print, print)
-    free[device] -= 1
-    said = f"{needed / 2**30:,.1f} GiB"
-    with pytest.raises(UserError) as error:
-        continue_prompts(request, print, print)
-    assert tuple(map(str, error.value.problems)) == (
-        f"max_new_tokens: keys and values of 1,000,005 tokens need {said}, and {said} are free; "
-        "choose fewer.",
-    )
 
 
 def test_the_end_of_text_token_and_a_single_token_are_said():

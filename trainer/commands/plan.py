@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from trainer.commands.hydra.command import Command
 from trainer.commands.train import read_run
-from trainer.common.errors import Problem, UserError, raise_all
-from trainer.common.fields import Positive, configuration
+from trainer.common.errors import UserError
+from trainer.common.fields import Count, Positive, configuration
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
@@ -21,65 +21,35 @@ if TYPE_CHECKING:
 class PlanKeys:
     """Keys of this command; the others are a run's."""
 
-    gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
-    """GPU whose memory the run has to fit: a100_40gb, a100 (80 GB), h100, h200."""
+    gpus: Count = 8
+    """Number of GPUs, among which the batch is divided."""
     mfu: Annotated[Positive, Field(le=1)] = 0.4
-    """Share of the GPU's dense peak that training reaches."""
-    gpus: Annotated[int, Field(ge=1)] = 1
-    """GPUs that train together."""
-    exact: bool = False
-    """Go through all layers for the memory, which takes longer."""
+    """Share of a GPU's dense peak that training reaches."""
 
 
 def read(composed: Composed) -> PlanRequest:
-    """Return the checked request. Published weights may be missing if the model's shape is
-    given."""
-    from trainer.interchange.hub import MissingWeights
-    from trainer.runs.arms import arms_of
-    from trainer.runs.starting_point import FROM_RUN
-
+    """Return the checked request; without published weights it is for the configured shape."""
     keys, problems, composed = composed.split(PlanKeys)
-    missing: tuple[Problem, ...] = ()
     try:
         config = read_run(composed, problems)
-    except UserError as error:
-        weights = tuple(
-            problem
-            for problem in error.problems
-            if isinstance(problem, MissingWeights) or problem.key == FROM_RUN
-        )
-        if not weights or len(weights) < len(error.problems):
-            raise
-        config, missing = read_run(composed, problems, weights=False), weights
-    # After the run's values are checked: these import torch.
-    from trainer.workflows.experiment import experiment_problems
+    except UserError:
+        config = read_run(composed, problems, weights=False)
     from trainer.workflows.plan import PlanRequest
 
-    ranks = 1 if config.strategy.name == "single" else keys.gpus
-    on_a_node = min(ranks, 8)
-    problems += experiment_problems(arms_of(config, weights=not missing), ranks, on_a_node)
-    raise_all(problems)
-    return PlanRequest(config, ranks, on_a_node, keys.gpu, keys.mfu, keys.exact, missing)
+    return PlanRequest(config, 1 if config.strategy.name == "single" else keys.gpus, keys.mfu)
 
 
 def execute(request: PlanRequest) -> None:
-    """Print the sections of the plan as they are known.
-
-    Raises:
-        UserError: the vocabulary cannot be known yet.
-    """
-    from trainer.commands.console import set_up_console
+    """Print the sections of the plan."""
     from trainer.workflows.plan import plan
 
-    set_up_console(quiet=True)
     print_sections(plan(request))
 
 
 def print_sections(sections: Iterable[Section]) -> None:
-    """Print each section as a table, and below it its commands, each on a line of its own."""
+    """Print each section as a table."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from trainer.commands.console import WIDTH
 
@@ -89,20 +59,15 @@ def print_sections(sections: Iterable[Section]) -> None:
         table.columns[0].min_width = 32
         table.columns[1].ratio = 1
         for row in section.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         out.print(table, highlight=False)
         out.print()
-        for command in section.commands:
-            out.print(Text(command), soft_wrap=True)  # cut by no newline that a shell would read
-            out.print()
 
 
 HELP = """
-python -m trainer plan +experiment=NAME [gpus=32] [strategy=fsdp2] [gpu=a100] [mfu=0.35]
+python -m trainer plan +experiment=NAME [gpus=8] [mfu=0.4]
 
-Checks the configuration of a run and says what it will need, without GPU or network: parameters,
-tokens, epochs of its text, operations, memory of a GPU by part for its strategy, hours on several
-GPUs, disk, and what is missing on this machine. Where a step does not fit, it names the smallest
-change with which it does. Memory is that of the program's own step on pretended ranks, uncompiled.
+Says what a run will need, without GPU, network or weights: parameters, tokens, operations, about
+how much memory each GPU, and hours at a share of the peak of A100, H100 and H200.
 """
 COMMAND = Command("plan", HELP, read, execute, single="a plan is of one run.")

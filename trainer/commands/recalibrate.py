@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
-from dataclasses import fields, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.hydra.command import Command
-from trainer.commands.train import read as read_train
-from trainer.common.errors import Problem, raise_all
+from trainer.commands.train import read_run
+from trainer.common.errors import UserError, raise_all
 from trainer.common.fields import OptionalText, Positive, configuration
 from trainer.common.words import override_value
 
 if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
-    from trainer.workflows.recalibrate import Asked, Recalibration
-    from trainer.workflows.recipe import Recipe
+    from trainer.runs.config import RunConfig
 
 
 @configuration
@@ -36,103 +33,56 @@ class RecalibrateKeys:
 
 
 ROOT = "recalibrate"
-MODEL_KEYS = ("model.from_pretrained", "model.from_run")
 
 
-def read(composed: Composed) -> Recalibration:
-    """Return the checked recalibration, with everything chosen that the words leave open.
+@dataclass(frozen=True)
+class Request:
+    """A recalibration of ``model``: the run and its evaluation, the chosen keys, and the export."""
 
-    Raises:
-        UserError: with every problem found before the model is measured, or all those after.
-    """
-    asked, recipe, words = completed(composed)
-    from trainer.commands.hydra.composing import compose_words
-    from trainer.workflows.recalibrate import Recalibration
-
-    keys, _, run = compose_words(words, ROOT, composed.files).split(RecalibrateKeys)
-    evaluation = run.values["evaluation"]
-    evaluates = evaluation["enabled"]
-    values = {**run.values, "evaluation": {**evaluation, "enabled": False}}
-    config = read_train(replace(run, values=values)).request
-    if evaluates:
-        raise_all(config.evaluation.problems())
-    to = Path(keys.to or Path(config.run_dir, "export"))
-    # The command line of the run alone: without this command's keys, with its defaults.
-    own_keys = [field.name for field in fields(RecalibrateKeys)]
-    defaults = ["data=files", "drop=pretrained", "evaluation.enabled=false"]
-    alone = [word for word in defaults if word.partition("=")[0] not in composed.named_keys]
-    alone += [word for word in words if word.partition("=")[0] not in own_keys]
-    return Recalibration(asked, config, recipe, evaluates, to, tuple(alone))
+    config: RunConfig
+    values: dict[str, Any]
+    model: str
+    to: Path
 
 
-def completed(composed: Composed) -> tuple[Asked, Recipe, list[str]]:
-    """Return the request, its recipe, and the words of the run: the chosen ones, then the user's.
+def completed(composed: Composed) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the model, the keys that are chosen for it, and all words of the run.
 
     Raises:
-        UserError: with every problem of the words, of packages, of the model or of the minutes.
+        UserError: the model or the text is missing, or the minutes do not suffice.
     """
     keys, problems, _ = composed.split(RecalibrateKeys)
-    raise_all([*composed.problems, *problems, *_word_problems(composed, keys)])
-    from trainer.commands.console import set_up_console
-    from trainer.workflows.recalibrate import Asked, asked_problems, recipe_for, source_of
-
+    raise_all([*composed.problems, *problems])
+    if len(composed.verbatim) != 1:
+        raise UserError(f"MODEL: expected one model, got {len(composed.verbatim)}")
     (model,) = composed.verbatim
-    listed = [keys.text] if isinstance(keys.text, str) else keys.text or []
-    asked = Asked(model, keys.minutes, tuple(listed))
-    raise_all(asked_problems(asked))
+    if keys.text is None and composed.choices["data"] == "files":
+        raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
+    from trainer.workflows.recalibrate import chosen, source_of
+
     stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name.removesuffix(".gguf")).lstrip("-.+")
     words: dict[str, Any] = {"name": f"{stem}-drope", f"model.{source_of(model)}": model}
-    if asked.text:
-        words["data.files"] = list(asked.text)
-    user_keys, values = composed.named_keys, composed.values
-    words = {key: value for key, value in words.items() if key not in user_keys}
-    run_dir = values["run_dir"]
-    if not {"name", "run_dir"} & {*user_keys}:
+    if keys.text:
+        words["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
+    given = {key: composed.value(key) for key in composed.named_keys}
+    run_dir = composed.values["run_dir"]
+    if not {"name", "run_dir"} & given.keys():
         run_dir = f"runs/{words['name']}"
-    user_values = {key: composed.value(key) for key in user_keys}
-    user_values = {key: value for key, value in user_values.items() if value is not None}
-    set_up_console()
-    to = None if keys.to is None else Path(keys.to)
-    overwrite = values["overwrite"] is True
-    recipe = recipe_for(asked, Path(run_dir), user_values, overwrite=overwrite, to=to)
-    words |= {choice.key: choice.value for choice in recipe.choices if choice.key not in user_keys}
-    chosen = [f"{key}={override_value(value)}" for key, value in words.items()]
-    return asked, recipe, [*chosen, *composed.words]
+    overwrite = composed.values["overwrite"] is True
+    values = chosen(model, keys.minutes, given, Path(run_dir), overwrite)
+    words |= values
+    own = [f"{key}={override_value(value)}" for key, value in words.items() if key not in given]
+    return model, values, [*own, *composed.words]
 
 
-def _word_problems(composed: Composed, keys: RecalibrateKeys) -> list[Problem]:
-    """Check the words before the model is read."""
-    problems = []
-    if len(composed.verbatim) != 1:
-        models = " and ".join(map(repr, composed.verbatim)) or "none"
-        problems.append(
-            Problem(
-                "MODEL",
-                f"expected one directory, .gguf file, run or hub id, got {models}: python -m "
-                "trainer recalibrate MODEL text=FILES minutes=20.",
-            )
-        )
-    elif not (path := Path(composed.verbatim[0])).exists() and path.parent.name == "runs":
-        from trainer.runs.directory import nothing_at
+def read(composed: Composed) -> Request:
+    """Return the checked recalibration, with everything chosen that the words leave open."""
+    model, values, words = completed(composed)
+    from trainer.commands.hydra.composing import compose_words
 
-        problems.append(nothing_at(str(path), "MODEL"))
-    problems += [
-        Problem(key, "MODEL names the weights; leave it out.")
-        for key in MODEL_KEYS
-        if key in composed.named_keys
-    ]
-    needs_text = composed.choices.get("data") == "files" and not composed.value("data.files")
-    if keys.text and not needs_text:
-        problems.append(Problem("text", "the text is given by data already; leave one out."))
-    if needs_text and not keys.text and "text" not in [p.key for p in composed.problems]:
-        problems.append(
-            Problem(
-                "text",
-                "give the text to recalibrate on, text=FILE or 'text=[texts/*.jsonl]'; "
-                "data=stdlib_docs takes the text that comes with Python.",
-            )
-        )
-    return problems
+    keys, _, run = compose_words(words, ROOT, composed.files).split(RecalibrateKeys)
+    config = read_run(run)
+    return Request(config, values, model, Path(keys.to or Path(config.run_dir, "export")))
 
 
 def words_of(composed: Composed) -> list[str]:
@@ -140,25 +90,16 @@ def words_of(composed: Composed) -> list[str]:
     return completed(composed)[2]
 
 
-def execute(request: Recalibration) -> None:
-    """Show the plan, then recalibrate, evaluate and export."""
+def execute(request: Request) -> None:
+    """Show the chosen keys, then recalibrate, evaluate and export."""
     from trainer.commands.console import print_report
-    from trainer.commands.plan import print_sections
-    from trainer.workflows import recalibrate
-    from trainer.workflows.plan import PlanRequest, plan
+    from trainer.workflows.recalibrate import recalibrate
 
-    print_sections([recalibrate.section(request)])
-    print(f"The run alone: python -m trainer {shlex.join(request.words)}\n")
-    corpus = recalibrate.prepare(request)
-    print_sections(islice(plan(PlanRequest(request.config, 1, 1, "h100", 0.4)), 2))
-    if (outcome := recalibrate.train(request)) is not None:
-        print_report(outcome[0], request.config.run_dir, outcome[1])
-    if request.evaluates and (measured := recalibrate.evaluate(request, corpus)) is not None:
-        print_report(measured[0], str(measured[1]), existing=False)
-    recalibrate.export(request)
-    print(f"For transformers: {request.to}. Try next:")
-    words = ["python", "-m", "trainer", "generate", str(request.to), "prompt=Once upon a time"]
-    print(f"  {shlex.join(words)}")
+    for key, value in request.values.items():
+        print(f"{key}={override_value(value)}")
+    report, place = recalibrate(request.config, request.values, request.model, request.to)
+    print_report(report, str(place), existing=False)
+    print(f"For transformers: {request.to}")
 
 
 HELP = """
@@ -167,10 +108,8 @@ python -m trainer recalibrate MODEL text=FILES [minutes=20] [name=NAME] [KEY=VAL
 Drops the positional encoding of a trained model and recalibrates it on the text, in the minutes
 given. MODEL is a directory or hub id of published weights, a .gguf file, or a run of this program.
 Length, batch, steps, learning rate, warm-up and QK-norm follow from the model, the measured speed
-and the time (docs/pretrained.md); a word for any key of a run overrides one. The plan is shown
-first. Then the model is trained, measured beside what it was (loss and a needle task; with a fitted
-temperature, and the other with YaRN and dynamic NTK), and exported for transformers. Interrupted,
-the same command resumes.
+and the time (docs/pretrained.md); a word for any key of a run overrides one. Then the model is
+measured beside what it was, and exported for transformers. Interrupted, the same command resumes.
 """
 COMMAND = Command(
     ROOT,

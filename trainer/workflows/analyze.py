@@ -39,14 +39,12 @@ from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.store import Store
-from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.report.pages import GeometryReport, write_geometry_report
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import check_writable
-from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
 from trainer.workflows.requests import LAYERS_KEY, AnalysisConfig, AnalysisRequest
@@ -81,7 +79,6 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     raise_all(_length_problems(config, ids.shape[1]))
     choice = choice_texts(corpus, config, candidate, ids)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
 
     notes: list[str] = []
 
@@ -252,17 +249,6 @@ def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
             )
         )
     return problems
-
-
-def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:
-    """Raise a ``UserError`` if the analysis needs more memory than is free."""
-    needed, free = needed_memory(config, ids.numel(), models), free_memory(device)
-    if needed > free:
-        raise UserError.at(
-            "analysis.length",
-            f"{ids.shape[0]} x {ids.shape[1]:,} tokens need about {gib(needed)}, and {gib(free)} "
-            "are free; take fewer or shorter texts.",
-        )
 
 
 def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:

@@ -51,7 +51,7 @@ def make_report(
         )
         for name, arm in configs.items()
     }
-    trained = {name: _arm(arm, arms[name], runs[name]) for name, arm in configs.items()}
+    trained = {name: arm_of(arm, arms[name], runs[name]) for name, arm in configs.items()}
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
     began = time.perf_counter()
@@ -95,7 +95,7 @@ def make_report(
         notes=(*report.notes, *recoveries(milestones)),
         timing={
             "tokens_per_second": {
-                label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
+                label(arm): median_rate(Path(arm.run_dir)) for arm in configs.values()
             },
             "evaluation_seconds": seconds,
             "training_seconds": {
@@ -108,7 +108,7 @@ def make_report(
     return with_observations(report, ordered, drop, {arm.name: arm for arm in report.arms})
 
 
-def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
+def arm_of(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     """Return what its training shows of a run, without an evaluation."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     last = rows[-1] if rows else {}
@@ -116,7 +116,7 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     changes = tuple(
         Change(
             phase.start,
-            effect.what or describe(phase),  # earlier versions stored no description
+            effect.what or describe(phase),
             phase.config.data.sequence_length,
             *(effect.loss_before, effect.loss_after, effect.loss_end),
         )
@@ -138,7 +138,7 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     )
 
 
-def _median_rate(run_dir: Path) -> float | None:
+def median_rate(run_dir: Path) -> float | None:
     rows = read_metrics(run_dir / "metrics.csv")
     rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     return round(median_high(rates), 0) if rates else None

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.passes import precision_of
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.memory import cache_memory, free_memory, gib
-from trainer.runs.models import DTYPES, Candidate, find_candidate
+from trainer.runs.models import find_candidate
 from trainer.workflows.requests import GenerationRequest
 from trainer.workflows.subjects import multiplying, subject_of
 
@@ -68,7 +65,6 @@ def continue_prompts(
     torch.set_num_threads(request.threads or usual_threads())
     candidate = find_candidate(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_memory(candidate, request, device)
     model = subject_of(candidate, request.dtype, device).load()
     model.layout, temperature = with_fitted_temperature(
         model.layout, candidate.path, candidate.stored_length
@@ -77,21 +73,6 @@ def continue_prompts(
     say(f"{', '.join(names)}{temperature}")
     with multiplying(device):
         return write(model, candidate.tokenizer, candidate.bos_token, request, show)
-
-
-def _check_memory(candidate: Candidate, request: GenerationRequest, device: str) -> None:
-    """Raise a ``UserError`` if keys and values of all tokens do not fit into memory."""
-    characters = max(map(len, request.prompts))  # nearly always at least the number of tokens
-    tokens = request.max_new_tokens + characters
-    size = DTYPES[precision_of(request.dtype, device)].itemsize
-    needed = cache_memory(candidate.config, len(request.prompts), tokens, size)
-    free = free_memory(device)
-    if needed > free:
-        raise UserError.at(
-            "max_new_tokens",
-            f"keys and values of {tokens:,} tokens need {gib(needed)}, and {gib(free)} are free; "
-            "choose fewer.",
-        )
 
 
 def write(

@@ -1,0 +1,201 @@
+"""``recalibrate``: the rules for a model, a device and a time, and a whole recalibration."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.program import ROOT
+from trainer.__main__ import main
+from trainer.common.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.model.flops import training_flops
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.training.speed import Times
+from trainer.workflows import recalibrate
+from trainer.workflows.recalibrate import Speed, choose, shape_of
+
+SHAPES = {
+    "135M": (576, 1536, 30, 9, 3, None, 49152),
+    "1.7B": (2048, 8192, 24, 32, 32, None, 49152),
+    "7B": (4096, 11008, 32, 32, 32, None, 32000),
+}
+
+
+def shape(size, context, qk_norm=False):
+    config = ModelConfig(*SHAPES[size], tie_word_embeddings=size == "135M")
+    return config, build_layout(
+        PositionalConfig(layers=["rope"]),
+        num_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_size,
+        training_length=context,
+        qk_norm=qk_norm,
+    )
+
+
+def cpu(model, rate):
+    """A CPU that trains so many tokens a second in sequences of 512."""
+    return Speed(rate * training_flops(*model, 512) / 512, 0.0, 2048, "fp32")
+
+
+GPU = Speed(0.4 * 989e12, 0.01, 16384, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "minutes", "rate", "length", "batch", "micro", "lr"),
+    [
+        ("135M", 8192, 10, 250, 512, 1, 1, 3e-4),  # of 112 tokens a step, not below a sequence
+        ("135M", 8192, 240, 250, 512, 4, 4, 3e-4),
+        ("135M", 8192, 720, 250, 1024, 4, 2, 3e-4),
+        ("135M", 8192, 20, None, 8192, 16, 2, 3e-4),
+        ("1.7B", 2048, 20, None, 2048, 8, 8, 3e-4),
+        ("7B", 4096, 60, None, 4096, 4, 4, 1e-4),
+        ("7B", 4096, 60 * 24 * 30, None, 4096, 256, 4, 1e-4),
+    ],
+)
+def test_size_minutes_and_device_decide(size, context, minutes, rate, length, batch, micro, lr):
+    model = shape(size, context)
+    speed = GPU if rate is None else cpu(model, rate)
+    values = choose(*model, speed, minutes, {})
+    assert values["data.sequence_length"] == length
+    assert values["trainer.batch_size"] == batch
+    assert values["trainer.micro_batch_size"] == micro
+    assert values["optimizer.lr"] == lr
+    assert values["model.qk_norm.when"] == "never"
+    seconds = batch * training_flops(*model, length) / speed.operations
+    steps = values["trainer.max_steps"]
+    assert steps == int(45 * minutes / (seconds + speed.update))
+    assert values["drop.schedule.warmup_steps"] == min(max(steps // 10, 10), 500)
+    assert values["evaluation.tokens"] == [length, 2 * length, 4 * length, 8 * length]
+
+
+def test_the_guide_states_the_same_rates_norm_and_warmup():
+    lines = (ROOT / "docs/guide.md").read_text().splitlines()
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
+    rows = {row[0].strip(" `"): " ".join(row[1:]) for row in cells}
+    small, large = re.search(r"(\S+) up to 2B, (\S+) at 7B", rows["optimizer.lr"]).groups()
+    for size, rate in (("1.7B", small), ("7B", large)):
+        assert choose(*shape(size, 2048), GPU, 600, {})["optimizer.lr"] == float(rate)
+    never, after, rate = re.search(
+        r"`(\w+)`; `(\w+)` for rates of (\S+)", rows["model.qk_norm.when"]
+    ).groups()
+    assert choose(*shape("135M", 2048), GPU, 20, {})["model.qk_norm.when"] == never
+    values = choose(*shape("135M", 2048), GPU, 20, {"optimizer.lr": float(rate)})
+    assert values["model.qk_norm.when"] == after
+    assert f"`{values['drop.qk_norm_gain']}`" in rows["drop.qk_norm_gain"]
+    low, high = re.search(r"(\d+) to (\d+)", rows["drop.schedule.warmup_steps"]).groups()
+    for minutes in (20, 2000):
+        values = choose(*shape("135M", 2048), GPU, minutes, {})
+        assert int(low) <= values["drop.schedule.warmup_steps"] <= int(high)
+
+
+def test_a_model_with_qk_norm_keeps_its_own():
+    values = choose(*shape("135M", 2048, qk_norm=True), GPU, 20, {"optimizer.lr": 1e-3})
+    assert not {"model.qk_norm.when", "drop.qk_norm_gain"} & values.keys()
+
+
+def test_other_choices_follow_the_keys_of_the_user():
+    model = shape("135M", 8192)
+    values = choose(*model, cpu(model, 250), 20, {"data.sequence_length": 1024})
+    assert values["evaluation.tokens"] == [1024, 2048, 4096, 8192]
+    values = choose(*model, GPU, 20, {"trainer.max_tokens": 8192 * 16 * 100})
+    assert values["drop.schedule.warmup_steps"] == 10
+    assert "trainer.max_steps" not in values
+
+
+def test_too_few_minutes_are_refused_with_those_that_suffice():
+    model = shape("7B", 4096)
+    with pytest.raises(UserError, match=r"minutes: expected at least \d+") as error:
+        choose(*model, cpu(model, 1), 20, {})
+    needed = float(re.search(r"at least (\S+)", str(error.value))[1])
+    choose(*model, cpu(model, 1), 1.05 * needed, {})
+
+
+@pytest.fixture
+def llama(tmp_path, monkeypatch):
+    """A directory as transformers writes it, whose tokens are bytes, beside a text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: index for index, word in enumerate(["<|endoftext|>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        initializer_range=0.3, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokenizer.save(str(tmp_path / "llama/tokenizer.json"))
+    text = "".join(f"Sentence {i} of a text that is {i * i} long.\n\n" for i in range(1500))
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recalibrate, "product_peak", lambda *_: 1.0)
+    monkeypatch.setattr(recalibrate, "measure_step", lambda *_, **__: Times(0.02, 0.0))
+    return tmp_path / "llama"
+
+
+WORDS = ("minutes=0.05", "text=a.txt", "data.cache_dir=cache", "trainer.threads=1")
+
+
+@pytest.mark.slow
+def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(
+    llama, monkeypatch, capsys
+):
+    from transformers import AutoModelForCausalLM
+
+    from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
+
+    words = ["recalibrate", "llama", *WORDS, "data.num_workers=0", "evaluation.windows=2"]
+    with pytest.raises(SystemExit):
+        main([*words, "trainer.max_time=0:00:00"])
+    monkeypatch.setattr(recalibrate, "measure_step", None)  # a resumed run measures nothing
+    main(words)
+    run = llama.parent / "runs/llama-drope"
+    path = find_checkpoint(str(run))
+    ours = load_decoder(path, read_state(path)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(run / "export").eval()
+    ids = torch.randint(257, (1, 96), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not ours.layout.rotates
+    page = (run / "evaluation/report.html").read_text()
+    assert "DroPE" in page
+    assert "llama" in page
+    with pytest.raises(UserError, match="has none"):
+        shape_of(str(run / "export"))
+
+
+def test_cfg_job_shows_the_run_with_what_was_chosen_and_overridden(llama, capsys):
+    main(["recalibrate", "llama", *WORDS, "optimizer.lr=1e-3", "name=mine", "--cfg", "job"])
+    values = yaml.safe_load(capsys.readouterr().out)
+    assert values["model"]["from_pretrained"] == "llama"
+    assert values["model"]["qk_norm"]["when"] == "after_drop"  # as the rate wants it
+    assert (values["name"], values["drop"]["at"]) == ("mine", 0)
+    assert values["trainer"]["max_steps"] > 20
+    assert not (llama.parent / "runs").exists()
+
+
+def test_a_step_that_does_not_fit_a_gpu_is_halved(monkeypatch):
+    tried = []
+
+    def fits_512(config, layout, shape, **options):
+        tried.append(shape)
+        if shape[0] * shape[1] > 512:
+            raise torch.OutOfMemoryError
+        return Times(1.0, 0.0)
+
+    monkeypatch.setattr(recalibrate, "measure_step", fits_512)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
+    speed = recalibrate.measure(*shape("135M", 32), "auto", 1)
+    assert tried == [(n, 32) for n in (512, 256, 128, 64, 32, 16)]
+    assert (speed.precision, speed.pass_tokens) == ("bf16", 512)
