@@ -22,7 +22,6 @@ from trainer.data.dataset import (
     CountingSampler,
     TrainingSamples,
     as_batch,
-    sample_hashes,
 )
 from trainer.model.backends import bounds_of
 
@@ -65,7 +64,7 @@ def test_restart_reads_on_and_workers_change_nothing(corpus_and_config):
 def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
     """Of blocks and of statements."""
     first, second = (TrainingSamples(*corpus_and_config, seed=seed) for seed in (3, 4))
-    size = len(first.blocks[0])
+    size = first.blocks[0]
     orders = [
         samples.where(np.arange(epoch * size, (epoch + 1) * size))[1]
         for samples in (first, second)
@@ -106,18 +105,6 @@ def test_inputs_are_targets_moved_by_one_behind_an_end_token(corpus_and_config):
     assert (batch["input_ids"][:, 0] == corpus.end_of_text).all()
 
 
-def test_hashes_are_those_of_the_batches_and_change_with_any_token(corpus_and_config):
-    samples = TrainingSamples(*corpus_and_config, seed=3)
-    hashes = samples.hashes(range(70))
-    parts = [samples.__getitems__(list(range(i, i + 10)))["hashes"] for i in range(0, 70, 10)]
-    np.testing.assert_array_equal(hashes.view(np.int64), torch.cat(parts))
-    assert len(set(hashes.tolist())) == 70
-    tokens = np.arange(1, 9)[None]
-    other = tokens.copy()
-    other[0, 2:4] = other[0, 3:1:-1]
-    assert sample_hashes(tokens) != sample_hashes(other)
-
-
 def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_config, tmp_path):
     _, config = corpus_and_config
     path = tmp_path / "b.jsonl"
@@ -128,7 +115,7 @@ def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_confi
     parts, blocks = samples.where(np.arange(40_000))
     for part in range(2):
         read = blocks[parts == part]
-        size = len(samples.blocks[part])
+        size = samples.blocks[part]
         assert abs(len(read) / 40_000 - (0.75, 0.25)[part]) < 1e-3
         counts = np.bincount(read, minlength=size)
         assert counts.max() - counts.min() <= 1
@@ -154,8 +141,8 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     assert batch["longest"].bit_count() == 1
 
 
-@pytest.fixture(scope="module", params=["stream", "best_fit"])
-def llama_corpus(corpus_and_config, tmp_path_factory, request):
+@pytest.fixture(scope="module")
+def llama_corpus(corpus_and_config, tmp_path_factory):
     """The text with a tokenizer that puts ``<s>`` before every text, as Llama's do."""
     corpus, config = corpus_and_config
     tokenizer = Tokenizer.from_str(corpus.tokenizer.to_str())
@@ -167,14 +154,7 @@ def llama_corpus(corpus_and_config, tmp_path_factory, request):
     path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
     tokenizer.save(str(path))
     needles = replace(config.needles, share=0.0)
-    config = replace(
-        config,
-        needles=needles,
-        packing=request.param,
-        document_mask=True,
-        restart_positions=True,
-        first_token_loss=False,
-    )
+    config = replace(config, needles=needles, document_mask=True, restart_positions=True)
     return prepare_corpus(config, TokenizerConfig(path=str(path))), config, first
 
 
@@ -190,4 +170,3 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_texts(lla
         assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
         assert (batch["positions"][:, 0] == 0).all()
         assert (batch["positions"][ends] == 0).all()
-        assert (batch["weights"][:, 0] == 0).all()

@@ -121,15 +121,3 @@ def test_held_out_text_of_a_corpus_has_its_weights(config, tmp_path):
         np.testing.assert_array_equal(windows[mine], held_out_windows(alone, 30, 16))
     numbers = [int(text.split()[1]) for text in corpus.documents("test", 600)]
     assert {number >= 1000 for number in numbers} == {True, False}  # for haystacks of both
-
-
-def test_results_on_a_mixture_are_stored_under_other_keys_than_before(config, tmp_path):
-    write_texts(tmp_path / "more", files=1, documents=60, start=1000)
-    mixture = {"a": {"weight": 3.0}, "b": {"files": [str(tmp_path / "more")]}}
-    corpus = prepare_corpus(replace(config, mixture=mixture), BPE)
-    alone = prepare_corpus(config, BPE)
-    assert alone.held_out_fingerprint == alone.fingerprint
-    other = prepare_corpus(replace(config, mixture=mixture | {"a": {"weight": 2.0}}), BPE)
-    keys = {corpus.held_out_fingerprint, corpus.fingerprint, other.held_out_fingerprint}
-    assert len(keys) == 3
-    assert len(corpus.held_out_fingerprint) == 16

@@ -17,45 +17,30 @@ def test_every_item_comes_once_in_an_epoch(size, seed, epoch):
     assert sorted(indices) == list(range(size))
 
 
-@given(size=st.integers(1, 2000), group=st.integers(1, 500), seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, group, seed):
-    indices = sample_indices(seed, np.arange(size), size, group)
-    assert sorted(indices) == list(range(size))
-    whole = indices[: size // group * group].reshape(-1, group)
-    assert (whole // group == whole[:, :1] // group).all()
-
-
 @given(
     size=st.integers(1, 10**10) | st.integers(1, 50),
-    group=st.none() | st.integers(1, 20),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_sample_is_the_same_alone_and_among_others(size, group, seed, data):
+def test_a_sample_is_the_same_alone_and_among_others(size, seed, data):
     numbers = np.array(data.draw(st.lists(st.integers(0, 3 * size), min_size=1, max_size=8)))
-    alone = [sample_indices(seed, numbers[i : i + 1], size, group)[0] for i in range(len(numbers))]
-    np.testing.assert_array_equal(sample_indices(seed, numbers, size, group), alone)
+    alone = [sample_indices(seed, numbers[i : i + 1], size)[0] for i in range(len(numbers))]
+    np.testing.assert_array_equal(sample_indices(seed, numbers, size), alone)
     assert 0 <= min(alone) <= max(alone) < size
 
 
-@pytest.mark.parametrize("group", [None, 10])
-def test_epochs_and_seeds_are_shuffled_anew(group):
+def test_epochs_and_seeds_are_shuffled_anew():
     """Thirty epochs of five seeds have nothing in common but chance, and are in no order."""
     orders = [
-        sample_indices(seed, np.arange(100 * epoch, 100 * epoch + 100), 100, group)
+        sample_indices(seed, np.arange(100 * epoch, 100 * epoch + 100), 100)
         for seed in range(5)
         for epoch in range(30)
     ]
-    if group is not None:  # where in a group, whatever the order of groups
-        orders += [order % group for order in orders] + [order // group for order in orders]
-    whole = np.array([np.arange(100), *orders[:150]])
+    whole = np.array([np.arange(100), *orders])
     same = (whole[:, None] == whole[None]).mean(axis=2)[np.triu_indices(len(whole), 1)]
-    assert same.max() < 0.2 if group is None else same.max() < 0.4
+    assert same.max() < 0.2
     assert abs(same.mean() - 0.01) < 0.001
-    for of_groups in (orders[150:300], orders[300:]):
-        assert len({tuple(order) for order in of_groups}) == len(of_groups)
 
 
 @pytest.mark.parametrize("size", [5, 16])

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.data.streams import held_out
 from trainer.common.errors import UserError
-from trainer.data.held_out import TokenArray
+from trainer.data.prepared import Tokens
 from trainer.evaluation import passes
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import (
@@ -32,7 +32,7 @@ from trainer.evaluation.statistics import change
 
 def counted_up(size):
     """The numbers 0 .. size - 1, as tokens of a small vocabulary."""
-    return TokenArray(np.arange(size) % 50)
+    return Tokens(np.arange(size) % 50)
 
 
 def test_windows_of_all_lengths_end_with_the_same_tokens():

@@ -89,7 +89,7 @@ def test_home_directory_does_not_get_into_reports():
 
 def test_the_environment_names_versions_and_amounts_and_nobody():
     corpus = SimpleNamespace(
-        held_out_fingerprint="f", train=range(50), validation=range(3), test=range(4)
+        fingerprint="f", training_tokens=50, validation=range(3), test=range(4)
     )
     assert environment(corpus) == {
         "unrope": trainer.__version__,

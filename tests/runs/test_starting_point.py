@@ -145,11 +145,11 @@ def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):
     assert (plain["corpus"], plain["texts"]) == (corpus.fingerprint, corpus.fingerprints)
     assert order(trainer={"batch_size": 8}, data={"num_workers": 1}) == plain
     data = [
-        {"sequence_length": 64}, {"shuffle_group": 7}, {"packing": "best_fit"},
+        {"sequence_length": 64},
         {"needles": {"weight": 3.0}},
     ]  # fmt: skip
     others = [order(seed=1), *(order(data=changes) for changes in data)]
-    assert len({other["order"] for other in [plain, *others]}) == 6
+    assert len({other["order"] for other in [plain, *others]}) == 4
 
 
 @pytest.mark.parametrize(

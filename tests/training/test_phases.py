@@ -25,7 +25,6 @@ from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.stopping import Stopping
-from trainer.workflows.prepare import PrepareRequest, prepare
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {
@@ -152,20 +151,6 @@ def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
     old, new = ([row[f"epochs/{name}"] for row in rows] for name in ("old", "new"))
     assert old[1] == old[3] > 0
     assert new[3] - new[1] == pytest.approx(2 * (new[1] - 0), rel=0.01)
-
-
-def test_text_is_packed_for_the_lengths_of_all_phases(run, base, tmp_path):
-    """`prepare` packs it for a run that may not prepare text."""
-    data = {**base["data"], "packing": "best_fit", "cache_dir": str(tmp_path / "cache")}
-    changes = {**CHANGES, "data": {**data, "needles": {"share": 0.0}}}
-    config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
-    with pytest.raises(UserError, match="prepared"):
-        open_corpus(config, alone=False)
-    lines = list(prepare(PrepareRequest(config)))
-    assert len(lines) == 3
-    _, trained = run(**changes)
-    assert read_state(trained.checkpoint)["step"] == 12
-    open_corpus(config, alone=False)
 
 
 def test_a_run_may_begin_with_the_weights_of_another(run, whole):

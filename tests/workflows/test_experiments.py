@@ -47,7 +47,7 @@ def small(name, base, tmp_path):
         },
         "data": {
             "source": "files", "files": base["data"]["files"], "hub_name": None, "hub_config": None,
-            "hub_files": [], "sequence_length": C, "num_workers": 0,
+            "validation": 0.03, "test": 0.07, "sequence_length": C, "num_workers": 0,
             "cache_dir": base["data"]["cache_dir"],
         },
         "tokenizer": {"path": None, "vocab_size": 300},

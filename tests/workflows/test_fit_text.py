@@ -232,7 +232,7 @@ def test_windows_of_a_mixture_name_their_texts(tiny_decoder, weights):
     text = held_out(
         *(range(1000 * n, 1000 * n + 500) for n in range(len(weights))), weights=weights
     )
-    corpus = SimpleNamespace(validation=text, first_token=0, held_out_fingerprint="")
+    corpus = SimpleNamespace(validation=text, first_token=0, fingerprint="")
     config = replace(CONFIG, fit_windows=16)
     recipes = [recipe("dope", tiny_decoder().layout, config)]
     read = fit_text(corpus, None, config, recipes, [128], 32)

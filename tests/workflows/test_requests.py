@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.config import DataConfig, PrepareConfig
+from trainer.data.config import DataConfig
 from trainer.workflows.requests import (
     AnalysisConfig,
     AnalysisRequest,
@@ -54,22 +54,6 @@ def test_problems_of_a_requests_text_have_its_keys():
     text = DataConfig(restart_positions=True, document_mask=False)
     (problem,) = request_problems("runs/x", text)
     assert problem.key == "text.restart_positions"
-
-
-@pytest.mark.parametrize(
-    ("part", "numbers"), [("1/1", (1, 1)), ("3/16", (3, 16)), ("16/16", (16, 16))]
-)
-def test_a_part_is_one_of_so_many(part, numbers):
-    config = PrepareConfig(part, workers=1)
-    assert config.problems() == []
-    assert config.number_of == numbers
-
-
-@pytest.mark.parametrize("part", ["0/1", "2/1", "1", 1, "1/x", "1/2/3", "-1/2", " 1/2", "1/0", ""])
-def test_what_is_no_part_is_named(part):
-    assert [*map(str, PrepareConfig(part).problems())] == [
-        f"prepare.part: expected a part and how many there are, such as 3/16, got {part!r}."
-    ]
 
 
 @pytest.mark.parametrize(

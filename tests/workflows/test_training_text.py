@@ -18,7 +18,7 @@ from trainer.workflows import training_text
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
-    readings,
+    data_of_arms,
     tokenizer_of_weights,
     vocabulary_problems,
 )
@@ -27,19 +27,12 @@ PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 64},
           "c": {"steps": 2, "sequence_length": 16}}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("packing", "phases", "lengths"),
-    [
-        ("stream", {}, [32]),
-        ("stream", PHASES, [64]),  # one order of tokens holds all lengths
-        ("best_fit", {}, [32]),
-        ("best_fit", PHASES, [16, 64, 32]),  # each is packed by itself, the run's own last
-    ],
-)
-def test_text_is_prepared_for_every_length_that_it_is_packed_for(packing, phases, lengths):
-    data = {"sequence_length": 32, "packing": packing}
-    config = parse(RunConfig, {"data": data, "phases": phases})
-    assert readings(config) == [replace(config.data, sequence_length=n) for n in lengths]
+@pytest.mark.parametrize(("phases", "length"), [({}, 32), (PHASES, 64)])
+def test_text_must_hold_the_longest_sequences_of_any_arm(phases, length):
+    controls = {"other": {"phases": phases}}
+    for keys in ({"phases": phases}, {"controls": controls}):
+        config = parse(RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, **keys})
+        assert data_of_arms(config) == replace(config.data, sequence_length=length)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +177,10 @@ MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "re
     [
         ({}, {"optimizer": {"lr": 0.1}}, []),
         ({}, {"data": {"document_mask": True, "needles": {"share": 0.5}}}, []),
-        ({}, {"data": {"bad_rows": 0.5, "about": "words", "num_workers": 1}}, []),
+        ({}, {"data": {"num_workers": 1}}, []),
         ({}, {"data": {"source": "files", "files": ["other.txt"]}}, ["data"]),
         ({}, {"data": {"revision": "other"}}, ["data"]),
-        ({}, {"data": {"min_characters": 9}}, ["data"]),
+        ({}, {"data": {"text_field": "t"}}, ["data"]),
         ({}, {"data": {"test": 0.2}}, ["data"]),
         ({}, {"data": {"prepared": "elsewhere"}}, ["data"]),
         ({}, {"tokenizer": {"vocab_size": 300}}, ["tokenizer"]),
@@ -201,14 +194,3 @@ def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
     config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": {"other": changes}})
     keys = [problem.key for problem in control_problems(arms_of(config))]
     assert keys == ["controls.other.label", *(f"controls.other.{key}" for key in said)]
-
-
-def test_text_is_packed_for_the_phases_of_controls_too():
-    packed = {"data": {"packing": "best_fit"}}
-    controls = {"packed": packed, "longer": {**packed, "phases": PHASES}, "as_is": {"seed": 1}}
-    config = parse(
-        RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, "controls": controls}
-    )
-    assert [(data.packing, data.sequence_length) for data in readings(config)] == [
-        ("best_fit", 16), ("best_fit", 32), ("best_fit", 64), ("stream", 32),
-    ]  # fmt: skip

@@ -38,13 +38,11 @@ def read_config(words: Sequence[str]) -> RunConfig:
 
 
 def read(composed: Composed) -> Named[RunConfig]:
-    """Return the checked run, as :func:`read_run`; also report text behind a network that is not
-    prepared.
+    """Return the checked run, as :func:`read_run`.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.data.preparing import missing_files, unprepared
     from trainer.interchange.hub import MissingWeights
 
     config: RunConfig | None = None
@@ -56,10 +54,8 @@ def read(composed: Composed) -> Named[RunConfig]:
         if not missing:
             raise
         problems = (*error.problems, *_alternatives(composed))
-    raise_all([*problems, *unprepared(composed.values["data"])])
+    raise_all(problems)
     assert config is not None
-    if not Path(config.run_dir, "report.json").is_file():
-        raise_all(missing_files(config.data))
     return Named(config.name, config, composed.words)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -17,14 +16,11 @@ from trainer.common.fields import (
     Natural,
     OptionalText,
     Positive,
-    Processes,
     Share,
     configuration,
     validated,
 )
 
-PIECE = 8192
-"""Characters of the documents that plain text is cut into, by default."""
 PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
 LARGEST_VOCABULARY = 1_000_000
@@ -81,7 +77,7 @@ class SourceConfig:
     """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
     files, hub, or a source that a plugin registers."""
     files: list[str] = field(default_factory=list)
-    """Files of the source files (.txt, .md, .rst, .jsonl, .parquet, .arrow, also .gz and .zst):
+    """Files of the source files (.txt, .md, .rst, .jsonl, .csv, .parquet, .arrow, also compressed):
     paths, directories or globs, here or at s3://, gs://, https://; @LIST is a file with one
     address a line."""
     allow_patterns: list[str] = field(default_factory=list)
@@ -92,65 +88,27 @@ class SourceConfig:
     """Configuration of that dataset; null: its only one."""
     hub_split: str = "train"
     """Split of that dataset."""
-    hub_files: list[str] = field(default_factory=list)
-    """Globs in the dataset's repository, to use in place of its own list of files."""
     revision: OptionalText = None
     """Commit or tag of the dataset; for other sources any word that tells two states of the text
     apart."""
     text_field: str = "text"
-    """Key of jsonl, parquet and arrow rows that holds the text."""
-    min_characters: Natural = 0
-    """Shorter documents are left out."""
-    piece_characters: Annotated[Integer, Field(ge=1, le=1 << 26)] | None = PIECE
-    """Characters of the documents that plain text (.txt, .md, .rst) is cut into, at line ends;
-    null: a file is one document."""
-    bad_rows: Share | None = None
-    """Share of rows that may be malformed; null: 0.001 for the hub, 0 otherwise."""
+    """Column of jsonl, csv, parquet and arrow files that holds the text."""
     validation: Part = 0.03
     """Share of the text for fitting and for the drop's effect."""
     test: Part = 0.07
     """Share of the text for reported figures."""
-    validation_tokens: Count = 10_000_000
-    """Most validation tokens, roughly."""
-    test_tokens: Count = 10_000_000
-    """Most test tokens, roughly."""
     arguments: FreeForm = field(default_factory=dict)
     """Arguments of a source that a plugin registers."""
-    about: str = ""
-    """What the text is and how large, for whoever has to fetch it."""
-
-    @property
-    def allowed_bad(self) -> float:
-        """Share of the rows that may be malformed."""
-        if self.bad_rows is not None:
-            return self.bad_rows
-        return 0.001 if self.source == "hub" else 0.0
 
     @listed
     def source_problems(self, group: str) -> Iterator[Problem]:
         """Check the source's keys, which lie in ``group``."""
         if self.source == "files" and not self.files:
-            yield Problem(f"{group}.files", f"{group}.source is 'files', but no file is named.")
-        for path in self.files:
-            if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path):
-                yield Problem(
-                    f"{group}.files",
-                    "an address with a password in it would be written into every run; leave it "
-                    "to the environment or ~/.netrc.",
-                )
-        if self.allow_patterns and not any(path.startswith("@") for path in self.files):
-            yield Problem(
-                f"{group}.allow_patterns",
-                f"they choose from a list, and {group}.files names none, as @LIST does; a glob "
-                "may stand there itself.",
-            )
+            yield Problem(f"{group}.files", "expected files, got none")
         if self.source == "hub" and not self.hub_name:
-            yield Problem(f"{group}.hub_name", f"{group}.source is 'hub', but no dataset is named.")
+            yield Problem(f"{group}.hub_name", "expected a dataset, got none")
         if self.validation + self.test >= 1:
-            yield Problem(
-                f"{group}.validation",
-                f"{self.validation} and {group}.test {self.test} leave no documents to train on.",
-            )
+            yield Problem(f"{group}.validation", "expected validation + test below 1")
 
 
 @configuration
@@ -174,18 +132,10 @@ class DataConfig(SourceConfig):
     mixture: dict[str, FreeForm] = field(default_factory=dict)
     """Several texts by name, each with a weight (its share of the tokens) and changes to the
     source: {name: {weight: 0.7, hub_name: ...}, ...}."""
-    packing: Literal["stream", "best_fit"] = "stream"
-    """How documents become sequences: stream (cut every sequence_length tokens), or best_fit
-    (whole documents)."""
     document_mask: bool = False
     """Keep attention within a document."""
     restart_positions: bool = False
     """Count positions from 0 in every document; needs document_mask."""
-    first_token_loss: bool = True
-    """Count the first token of a document, which nothing announces, in the loss."""
-    shuffle_group: Count | None = None
-    """Neighbouring blocks to read together, for file systems that read runs faster than pieces;
-    null: shuffle all blocks."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     """Statements mixed into training sequences."""
     num_workers: Annotated[Natural, Field(le=1024)] = 0
@@ -196,9 +146,6 @@ class DataConfig(SourceConfig):
     @listed
     def problems(self) -> Iterator[Problem]:
         """Check the values."""
-        for key in ("cache_dir", "prepared"):
-            if "\0" in (getattr(self, key) or ""):
-                yield Problem(f"data.{key}", "a name cannot hold a NUL character.")
         if self.restart_positions and not self.document_mask:
             yield Problem("data.restart_positions", "needs document_mask=true in the same group.")
         if self.mixture and self.prepared:
@@ -266,31 +213,3 @@ class TokenizerConfig:
                 f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
                 f"{self.vocab_size}.",
             )
-
-
-@configuration
-class PrepareConfig:
-    """Which part of the text is prepared, by how many processes."""
-
-    part: str | int = "1/1"
-    """Part of the text, as 3/16 for the third of 16 that processes or nodes prepare one each."""
-    workers: Processes | None = None
-    """Processes that tokenise, or threads that verify; null: one a core."""
-
-    def problems(self) -> list[Problem]:
-        """Check the values."""
-        match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
-        if match is not None and 1 <= int(match[1]) <= int(match[2]):
-            return []
-        return [
-            Problem(
-                "prepare.part",
-                f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
-            )
-        ]
-
-    @property
-    def number_of(self) -> tuple[int, int]:
-        """Number of the part, from 1, and the number of parts."""
-        number, _, parts = str(self.part).partition("/")
-        return int(number), int(parts)

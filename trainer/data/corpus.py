@@ -1,8 +1,7 @@
-"""Text of a run: one prepared text or a mixture; small texts are prepared on the way."""
+"""Text of a run: one prepared text or a mixture of several."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,22 +11,18 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.encoding import Split
+from trainer.data.encoding import SPLITS, Split
 from trainer.data.held_out import HeldOutPart, HeldOutText, divided
-from trainer.data.plan import digest
-from trainer.data.prepared import Prepared, is_prepared, open_prepared
-from trainer.data.preparing import Preparation, of_mixture
-from trainer.data.shards import TokenStream
-from trainer.data.sources import describe, is_here, list_source
-from trainer.data.tokenizer import (
-    TextTokenizer,
-    is_tokenizer_file,
-    load_tokenizer,
-    own_first_token,
-    same_tokens,
+from trainer.data.prepared import (
+    Prepared,
+    digest,
+    directory_of,
+    is_prepared,
+    open_prepared,
+    prepare,
 )
-
-log = logging.getLogger(__name__)
+from trainer.data.sources import describe
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_token, same_tokens
 
 
 @dataclass(frozen=True)
@@ -55,23 +50,10 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change whenever the tokens change."""
+        """Sixteen hexadecimal digits that change whenever the tokens or the weights change."""
         if len(self.parts) == 1:
             return self.parts[0].text.fingerprint
-        weights = [part.weight for part in self.parts]
-        texts = [list(text) for text in zip(self.fingerprints, weights, strict=True)]
-        return digest(texts) + digest(texts[::-1])
-
-    @property
-    def held_out_fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change whenever the held-out windows change.
-
-        A single text has the same as its tokens. A mixture has another one, since earlier versions
-        drew its windows whatever the weights, and stored results under ``fingerprint``.
-        """
-        if len(self.parts) == 1:
-            return self.fingerprint
-        return digest(["by weight", self.fingerprint]) + digest([self.fingerprint, "by weight"])
+        return digest([[part.text.fingerprint, part.weight] for part in self.parts])
 
     @property
     def fingerprints(self) -> list[str]:
@@ -79,12 +61,9 @@ class Corpus:
         return [part.text.fingerprint for part in self.parts]
 
     @property
-    def train(self) -> TokenStream:
-        """Training text of all parts, concatenated."""
-        streams = [part.text.train for part in self.parts]
-        if len(streams) == 1:
-            return streams[0]
-        return TokenStream([place for stream in streams for place in stream.places])
+    def training_tokens(self) -> int:
+        """Number of tokens of the training text of all parts."""
+        return sum(len(part.text.train) for part in self.parts)
 
     @cached_property
     def validation(self) -> HeldOutText:
@@ -117,7 +96,11 @@ class Corpus:
         streams = [getattr(part.text, split) for part in self.parts]
         sizes = [len(stream) for stream in streams]
         shares = divided(tokens, [part.weight for part in self.parts], sizes)
-        ids = [d for stream, n in zip(streams, shares, strict=True) for d in stream.documents(n)]
+        ids = [
+            document
+            for stream, share in zip(streams, shares, strict=True)
+            for document in stream.documents(self.end_of_text, share)
+        ]
         return self.tokenizer.decode_batch([document[:-1].tolist() for document in ids])
 
 
@@ -129,81 +112,60 @@ def prepare_corpus(
     alone: bool = True,
     wanted: list[str] | None = None,
 ) -> Corpus:
-    """Open the configured text; prepare it first if it is small and on this machine.
+    """Open the configured text; prepare it first if this process is ``alone``.
 
-    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one. ``alone``:
-    whether no other process waits for this one; only then is text prepared here. ``wanted``:
+    Text of the hub is prepared by a command of its own.
+
+    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one. ``wanted``:
     fingerprints of the texts as they were read before. A text that is prepared with its fingerprint
     is used even if its source has changed since.
 
     Raises:
-        UserError: the text or tokenizer cannot be read, the text is too short, it must be prepared
-            by a separate command, or a newer version of this program prepared it.
+        UserError: the text is not prepared, or too short.
     """
     directories = []
-    texts = config.texts
-    known: dict[str, str] = {}
-    if isinstance(wanted, list) and len(wanted) == len(texts):
-        known = dict(zip(texts, map(str, wanted), strict=True))
-    for index, (name, (text, _)) in enumerate(texts.items(), 1):
-        with of_mixture(config, name):
-            work = Preparation.find(text, tokenizer_config, tokenizer, wanted=known.get(name))
-            if not work.is_done:
-                if not alone or not work.is_small:
-                    raise UserError(work.missing)
-                for later, _ in [*texts.values()][index:]:
-                    if not later.prepared and is_here(later):
-                        list_source(later)  # fail now if it is missing, not after the first text
-                if not is_prepared(work.directory):
-                    log.info("Preparing %s once, in %s", describe(text), work.directory)
-                work.run(wait=True)
-            directories.append(str(work.directory))
-            if index < len(texts):  # later texts use the first one's tokenizer
-                tokenizer = tokenizer or open_prepared(work.directory).text_tokenizer
+    texts = [text for text, _ in config.texts.values()]
+    if tokenizer_config.path and any(text.prepared for text in texts):
+        tokenizer = load_tokenizer(tokenizer_config.path)
+    known = wanted if wanted and len(wanted) == len(texts) else [None] * len(texts)
+    for text, fingerprint in zip(texts, known, strict=True):
+        directory = directory_of(text, tokenizer_config, tokenizer, fingerprint)
+        if not is_prepared(directory):
+            if not alone or text.source == "hub":
+                raise UserError(
+                    f"data: {describe(text)} is not prepared in {directory}; "
+                    "`python -m trainer prepare` with the arguments of the run does it once"
+                )
+            directory = prepare(text, tokenizer_config, tokenizer)
+        directories.append(directory)
+        tokenizer = tokenizer or open_prepared(directory).text_tokenizer  # one for all texts
     corpus = corpus_at(config, directories)
-    if any(text.prepared for text, _ in texts.values()):
-        _check_tokenizer(corpus, tokenizer_config.path, tokenizer)
+    assert tokenizer is not None  # there is a text
+    if not same_tokens(tokenizer.tokenizer, corpus.tokenizer):
+        raise UserError(f"data.prepared: {directories[0]} has other tokens than the model")
     return corpus
 
 
-def _check_tokenizer(corpus: Corpus, path: str | None, tokenizer: TextTokenizer | None) -> None:
-    """Check that prepared text was tokenized with the file ``path``, or else with ``tokenizer``.
-
-    A tokenizer on the hub is not loaded: without a network only its name is known.
-    """
-    wanted = load_tokenizer(path) if path and is_tokenizer_file(path) else tokenizer
-    if wanted is not None and not same_tokens(wanted.tokenizer, corpus.tokenizer):
-        expected = f"tokenizer.path={path}" if path else "the model's"
-        raise UserError.at(
-            "data.prepared",
-            f"{corpus.directories[0]!r} was prepared with another tokenizer than {expected}.",
-        )
-
-
-def corpus_at(config: DataConfig, directories: Sequence[str]) -> Corpus:
+def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
     """Open the corpus whose texts lie in ``directories``, one per configured text.
 
     Raises:
-        UserError: something is missing or damaged, or a split is shorter than one sequence.
+        UserError: a split is shorter than one sequence, or the texts have different tokenizers.
     """
     parts = []
     for (name, (_, weight)), directory in zip(config.texts.items(), directories, strict=True):
         text = open_prepared(Path(directory))
-        for split in ("train", "validation", "test"):
-            if len(getattr(text, split)) < config.sequence_length:
-                raise UserError.at(
-                    "data",
-                    f"the {split} split of {directory!r} holds fewer tokens than one sequence of "
-                    f"{config.sequence_length}; give more text, larger data.validation and "
-                    "data.test, or a shorter data.sequence_length.",
+        for split in SPLITS:
+            if (count := len(getattr(text, split))) < config.sequence_length:
+                raise UserError(
+                    f"data: expected {config.sequence_length} tokens or more in the {split} split "
+                    f"of {directory}, got {count}"
                 )
         parts.append(Part(name, weight, text))
     first = parts[0].text
     for part in parts[1:]:
         if not same_tokens(part.text.tokenizer, first.tokenizer):
-            raise UserError.at(
-                f"data.mixture.{part.name}",
-                f"it was prepared with another tokenizer than {parts[0].name!r}; prepare both "
-                "with one tokenizer.path.",
+            raise UserError(
+                f"data.mixture.{part.name}: expected the tokenizer of {parts[0].name}, got another"
             )
     return Corpus(first.tokenizer, first.end_of_text, tuple(parts))

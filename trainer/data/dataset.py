@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
-from trainer.data.order import Integers, Mixture, keys, sample_hashes, sample_indices
-from trainer.data.packing import BestFitBlocks, Blocks, StreamBlocks
+from trainer.data.order import Integers, Mixture, keys, sample_indices
 
 
 class Batch(TypedDict):
@@ -24,33 +23,24 @@ class Batch(TypedDict):
     input_ids: Tensor
     labels: Tensor
     weights: Tensor
-    hashes: Tensor
     documents: NotRequired[Tensor]
     bounds: NotRequired[Tensor]
     longest: NotRequired[int]
     positions: NotRequired[Tensor]
 
 
-MOST_AT_ONCE = 64
-"""Samples whose hashes are computed together."""
-
-
 class TrainingSamples(Dataset[Batch]):
     """Training samples by counter, each a pure function of (seed, counter), read a batch at a time.
 
-    A sample is an end-of-text token followed by one packed block. Needles are mixed in if the
-    configuration asks for them. Token t predicts token t + 1.
+    A sample is an end-of-text token followed by one block: the training text of a part is cut
+    every ``sequence_length`` tokens, and its incomplete last block omitted. Needles are mixed in if
+    the configuration asks for them. Token t predicts token t + 1.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int) -> None:
         self.corpus, self.config, self.seed = corpus, config, seed
         C = config.sequence_length
-        self.blocks: list[Blocks] = [
-            StreamBlocks(part.text.train, C)
-            if config.packing == "stream"
-            else BestFitBlocks(part.text, C)
-            for part in corpus.parts
-        ]
+        self.blocks = [len(part.text.train) // C for part in corpus.parts]
         self.mixture = Mixture.from_weights([part.weight for part in corpus.parts])
         self.vocabulary = (
             NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None
@@ -63,16 +53,14 @@ class TrainingSamples(Dataset[Batch]):
         for part in np.unique(parts):
             mine = parts == part
             seed = self.seed if part == 0 else int(keys(self.seed, int(part)))
-            blocks[mine] = sample_indices(
-                seed, numbers[mine], len(self.blocks[part]), self.config.shuffle_group
-            )
+            blocks[mine] = sample_indices(seed, numbers[mine], self.blocks[part])
         return parts, blocks
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Return how many times each part has been read after ``samples`` samples."""
         shares = np.array(self.mixture.quotas) / sum(self.mixture.quotas)
         return {
-            part.name: samples * share / len(blocks)
+            part.name: samples * share / blocks
             for part, share, blocks in zip(self.corpus.parts, shares, self.blocks, strict=True)
         }
 
@@ -82,27 +70,20 @@ class TrainingSamples(Dataset[Batch]):
         corpus = self.corpus
         return as_batch(targets, corpus.first_token, corpus.end_of_text, weights, self.config)
 
-    def hashes(self, counters: Sequence[int]) -> NDArray[np.uint64]:
-        """Return the hashes of these samples, equal to those in their batches."""
-        parts = [counters[i : i + MOST_AT_ONCE] for i in range(0, len(counters), MOST_AT_ONCE)]
-        numbers = [np.asarray(part, dtype=np.int64) for part in parts]
-        return np.concatenate([sample_hashes(self.targets(part)[0]) for part in numbers])
-
     def targets(self, numbers: Integers) -> tuple[Integers, NDArray[np.float32]]:
         """Return the tokens to predict and their loss weights, both ``[B, sequence_length]``."""
         parts, blocks = self.where(numbers)
-        targets = np.empty((len(numbers), self.config.sequence_length), np.int64)
-        filled = np.empty_like(numbers)
+        C = self.config.sequence_length
+        targets = np.empty((len(numbers), C), np.int64)
         for part in np.unique(parts):
             mine = parts == part
-            targets[mine], filled[mine] = self.blocks[part].read(blocks[mine])
-        weights = (np.arange(targets.shape[1]) < filled[:, None]).astype(np.float32)
+            targets[mine] = self.corpus.parts[part].text.train.windows(blocks[mine] * C, C)
+        weights = np.ones(targets.shape, np.float32)
         if self.vocabulary is not None:
             end = self.corpus.end_of_text if self.config.document_mask else None
-            targets, of_needles = mix_needles(
+            targets, weights = mix_needles(
                 targets, numbers, self.vocabulary, self.config.needles, self.seed, end
             )
-            weights *= of_needles
         return targets, weights
 
 
@@ -113,7 +94,7 @@ def as_batch(
     weights: NDArray[np.float32],
     config: DataConfig | None = None,
 ) -> Batch:
-    """Build a batch: inputs, targets and weights, all ``[B, T]``, and a hash per sample ``[B]``.
+    """Build a batch: inputs, targets and weights, all ``[B, T]``.
 
     The inputs are the targets shifted by one, after ``first_token``. Documents begin there and at
     every end-of-text token ``end``. With document masks, the batch also has ``documents``
@@ -125,13 +106,10 @@ def as_batch(
     inputs = np.concatenate([np.full_like(targets[:, :1], first_token), targets[:, :-1]], axis=1)
     begins = inputs == end
     begins[:, 0] = True
-    if config is not None and not config.first_token_loss:
-        weights = np.where(begins, np.float32(0), weights)
     batch: Batch = {
         "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(np.ascontiguousarray(targets)),
         "weights": torch.from_numpy(weights),
-        "hashes": torch.from_numpy(sample_hashes(targets).view(np.int64)),
     }
     if config is not None and config.document_mask:
         batch["documents"] = torch.from_numpy(begins.cumsum(axis=1))

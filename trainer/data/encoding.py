@@ -9,7 +9,6 @@ import hashlib
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import Any, Literal
 
@@ -20,79 +19,58 @@ from tokenizers import Tokenizer
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 LONGEST_WORK = 1 << 20
-"""Characters that are tokenised at once; merging needs many times the memory of the text."""
+"""Characters that are tokenized at once; merging needs many times the memory of the text."""
 
 
 def document_hash(text: str) -> int:
     """Return the first 64 bits of the SHA-256 of a document's UTF-8 bytes."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Smallest hashes of the validation and of the test split."""
+def split_of(text: str, bounds: tuple[int, int]) -> Split:
+    """Return the split of a document; equal documents always share a split.
 
-    validation: int
-    test: int
-
-    def split_of(self, text: str) -> Split:
-        """Return the split of a document; equal documents always share a split."""
-        number = document_hash(text)
-        if number < self.validation:
-            return "train"
-        return "validation" if number < self.test else "test"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents of one split: concatenated ``ids`` with an end-of-text token after each document,
-    and ``lengths`` in tokens, end-of-text included."""
-
-    ids: NDArray[Any]
-    lengths: NDArray[np.uint32]
+    ``bounds``: the smallest hashes of the validation and of the test split.
+    """
+    number = document_hash(text)
+    if number < bounds[0]:
+        return "train"
+    return "validation" if number < bounds[1] else "test"
 
 
 class Encoder:
-    """Tokenizer of batches of documents; ``ids`` have the type ``dtype``."""
+    """Tokenizer of batches of documents; ``end`` is the id after each, ``dtype`` that of the
+    ids."""
 
-    def __init__(self, tokenizer: str, end: int, thresholds: Thresholds, dtype: str) -> None:
+    def __init__(self, tokenizer: str, end: int, bounds: tuple[int, int], dtype: str) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer)
         # Documents may contain the text of special tokens; treat it as text.
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.end, self.thresholds, self.dtype = end, thresholds, np.dtype(dtype)
+        self.end, self.bounds, self.dtype = end, bounds, np.dtype(dtype)
 
-    def __call__(self, texts: list[str]) -> dict[Split, Encoded]:
-        """Tokenize documents; return them by split, in order, without empty splits."""
-        parts = [cut(text) for text in texts]
+    def __call__(self, texts: list[str]) -> dict[Split, NDArray[Any]]:
+        """Return the ids of the documents of each split, each document with ``end`` behind it."""
+        parts = [cut(text, LONGEST_WORK) for text in texts]
         flat = [part for of_text in parts for part in of_text]
         encodings = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         ids: dict[Split, list[NDArray[Any]]] = {}
-        lengths: dict[Split, list[int]] = {}
         end = np.array([self.end], self.dtype)
         for text, of_text in zip(texts, parts, strict=True):
-            split = self.thresholds.split_of(text)
-            pieces = [np.array(next(encodings).ids, self.dtype) for _ in of_text]
-            ids.setdefault(split, []).extend([*pieces, end])
-            lengths.setdefault(split, []).append(sum(map(len, pieces)) + 1)
-        return {
-            split: Encoded(np.concatenate(ids[split]), np.array(lengths[split], np.uint32))
-            for split in ids
-        }
+            of_split = ids.setdefault(split_of(text, self.bounds), [])
+            of_split += [np.array(next(encodings).ids, self.dtype) for _ in of_text]
+            of_split.append(end)
+        return {split: np.concatenate(of_split) for split, of_split in ids.items()}
 
 
-def cut(text: str) -> list[str]:
-    """Split a text into parts of at most :data:`LONGEST_WORK` characters, before a space if
-    possible.
-
-    The parts are tokenized separately, so that memory does not grow with document length.
-    """
+def cut(text: str, longest: int) -> list[str]:
+    """Split a text into parts of at most ``longest`` characters, before a space if possible."""
     parts = []
     begin = 0
-    while len(text) - begin > LONGEST_WORK:
-        end = text.rfind(" ", begin + 1, begin + LONGEST_WORK)
-        end = end if end > 0 else begin + LONGEST_WORK
+    while len(text) - begin > longest:
+        end = text.rfind(" ", begin + 1, begin + longest)
+        end = end if end > 0 else begin + longest
         parts.append(text[begin:end])
         begin = end
     return [*parts, text[begin:]]
@@ -122,7 +100,7 @@ def _end_with_reader() -> None:
     os._exit(1)
 
 
-def encode(texts: list[str]) -> dict[Split, Encoded]:
+def encode(texts: list[str]) -> dict[Split, NDArray[Any]]:
     """Tokenize a batch in a worker process."""
     assert _encoder is not None
     return _encoder(texts)

@@ -5,41 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from trainer.data.encoding import Split
 from trainer.data.order import Integers
+from trainer.data.prepared import Tokens
 
 log = logging.getLogger(__name__)
-
-
-class Tokens(Protocol):
-    """Tokens of one text, by position."""
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        ...
-
-    def windows(self, starts: Integers, length: int) -> Integers:
-        """Return ``[len(starts), length]`` tokens."""
-        ...
-
-
-@dataclass(frozen=True)
-class TokenArray:
-    """Tokens of one text in memory."""
-
-    ids: Integers
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self.ids)
-
-    def windows(self, starts: Integers, length: int) -> Integers:
-        """Return ``[len(starts), length]`` tokens."""
-        return self.ids[starts[:, None] + np.arange(length)]
 
 
 @dataclass(frozen=True)

@@ -65,26 +65,11 @@ def permuted(numbers: Integers, size: int, key: Words) -> Integers:
     return values.astype(np.int64)
 
 
-def sample_indices(seed: int, counters: Integers, size: int, group: int | None = None) -> Integers:
-    """Return the index, among ``size`` items, of each sample; every epoch shuffles all items anew.
-
-    ``group``: shuffle within groups of this many neighbours, and shuffle the groups; an incomplete
-    last group comes last. None shuffles all items together.
-    """
+def sample_indices(seed: int, counters: Integers, size: int) -> Integers:
+    """Return the index, among ``size`` items, of each sample; every epoch shuffles all items
+    anew."""
     epochs, places = np.divmod(counters, size)
-    if group is None or group >= size:
-        return permuted(places, size, keys(seed, epochs))
-    whole = size // group * group
-    indices = np.empty_like(places)
-    inside = places < whole
-    turns, within = np.divmod(places[inside], group)
-    of_inside = epochs[inside]
-    groups = permuted(turns, size // group, keys(seed, of_inside))
-    indices[inside] = groups * group + permuted(within, group, keys(seed, of_inside, 1 + groups))
-    if (~inside).any():
-        remainder = permuted(places[~inside] - whole, size - whole, keys(seed, epochs[~inside], 0))
-        indices[~inside] = whole + remainder
-    return indices
+    return permuted(places, size, keys(seed, epochs))
 
 
 @dataclass(frozen=True)
@@ -131,20 +116,3 @@ def uniforms(seed: int, counters: Integers, draws: int) -> NDArray[np.float64]:
         columns = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
         bits = _mix(rows[:, None] + columns)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def sample_hashes(tokens: Integers) -> NDArray[np.uint64]:
-    """Return a 64-bit hash per row of ``[B, T]`` tokens, dependent on tokens and positions.
-
-    The sum of the hashes of all samples, modulo 2^64, certifies what was read. It depends on
-    neither order nor number of ranks nor gradient accumulation. Two runs, or an uninterrupted run
-    and a resumed one, can therefore be shown to have read the same tokens.
-    """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
-        places = np.arange(1, tokens.shape[1] + 1, dtype=np.uint64) * _GOLDEN
-        return _mix(_mix(tokens.astype(np.uint64) * _GOLDEN + places).sum(axis=1))
-
-
-def as_text(total: int) -> str:
-    """Format a sum, which may be a signed 64-bit integer, as sixteen hexadecimal digits."""
-    return f"{total % 2**64:016x}"

@@ -1,148 +1,423 @@
-"""Prepared text on disk: find it, check it against its manifest, and open it."""
+"""Prepared text: a directory with one flat file of token ids for each split.
+
+``train.bin``, ``validation.bin`` and ``test.bin`` hold little-endian ``uint16`` or ``uint32`` ids
+without header, an end-of-text token after each document. ``manifest.json`` says what they are;
+while text is prepared, it says up to where they are complete. ``tokenizer.json`` made them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
+from typing import IO, Any
 
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
-from trainer.common.errors import UserError, is_transient, os_reason
-from trainer.data.config import PIECE, DataConfig
-from trainer.data.encoding import SPLITS
-from trainer.data.files import kind_of
-from trainer.data.plan import FORMAT, digest, request_digest
-from trainer.data.shards import FlatFile, Manifest, Place, TokenStream, read_json
-from trainer.data.tokenizer import TextTokenizer, vocabulary_size
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
+from trainer.common.processes import cores
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.encoding import (
+    SPLITS,
+    Encoder,
+    Split,
+    cut,
+    document_hash,
+    encode,
+    split_of,
+    start_worker,
+)
+from trainer.data.needles import WORDS
+from trainer.data.order import Integers
+from trainer.data.sources import LONGEST, describe, documents, revision_of, state_of
+from trainer.data.tokenizer import (
+    TextTokenizer,
+    load_tokenizer,
+    tokenizer_identity,
+    train_tokenizer,
+    vocabulary_size,
+)
+
+log = logging.getLogger(__name__)
+
+FORMAT = 3
+MEASURED = 256 << 20
+"""Characters up to which a text is read once more, to hold out exact shares of it."""
+PIECES = 100
+"""Documents that a text of one or two documents is cut into."""
+BATCH = 1 << 18
+"""Characters of the documents that are tokenized together."""
+SAVED = 1 << 28
+"""Tokens after which the manifest is written; an interrupted preparation resumes there."""
+
+
+class Tokens:
+    """Token ids of one text."""
+
+    def __init__(self, ids: NDArray[Any]) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids)
+
+    def windows(self, starts: Integers, length: int) -> Integers:
+        """Return ``[len(starts), length]`` tokens."""
+        windows = np.empty((len(starts), length), np.int64)
+        for row, start in zip(windows, starts.tolist(), strict=True):
+            row[:] = self.ids[start : start + length]
+        return windows
+
+    def documents(self, end: int, tokens: int) -> list[NDArray[Any]]:
+        """Return the first documents with their ``end``, at most ``tokens`` tokens in total."""
+        ids = np.asarray(self.ids[:tokens])
+        ends = np.flatnonzero(ids == end) + 1
+        return np.split(ids[: ends[-1]], ends[:-1]) if len(ends) else []
+
+
+class TokenFile(Tokens):
+    """Token ids in a flat file, memory-mapped."""
+
+    def __init__(self, path: Path, dtype: str, count: int) -> None:
+        is_empty = count == 0  # which cannot be mapped
+        ids = np.empty(0, dtype) if is_empty else np.memmap(path, dtype, "r", shape=(count,))
+        super().__init__(ids)
+        self._arguments = path, dtype, count
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path, str, int]]:
+        """Pickle no tokens: another process maps the file itself."""
+        return TokenFile, self._arguments
+
+
+@dataclass
+class Manifest:
+    """Contents of a prepared text."""
+
+    request: dict[str, Any]
+    """Everything that its tokens depend on."""
+    revision: str | None
+    """Commit of a dataset on the hub."""
+    end_of_text: int
+    """Id after each document."""
+    dtype: str
+    """Type of the ids: <u2 or <u4."""
+    bounds: tuple[int, int]
+    """Smallest document hashes of the validation and of the test split."""
+    longest: int = LONGEST
+    """Characters of the longest document."""
+    read: int = 0
+    """Documents of the source that the files hold."""
+    tokens: dict[Split, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    """Tokens of each split."""
+    is_complete: bool = False
+    """Whether the files hold the whole text."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read the manifest of a directory."""
+        plain = json.loads((directory / "manifest.json").read_bytes())
+        if plain.get("request", {}).get("format") != FORMAT:
+            raise UserError(f"{directory}: expected prepared text of format {FORMAT}")
+        return cls(**plain)
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change whenever the tokens change."""
+        return digest([self.request, self.revision, self.tokens])
+
+    def save(self, directory: Path) -> None:
+        """Write the manifest."""
+        write_atomically(directory / "manifest.json", json.dumps(asdict(self)), durable=True)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One text: its tokenizer, the id after each document, its splits, and its manifest."""
+    """One text: its tokenizer, the id after each document, and its splits."""
 
     directory: Path
     tokenizer: Tokenizer
     end_of_text: int
-    train: TokenStream
-    validation: TokenStream
-    test: TokenStream
-    manifest: Manifest
+    train: TokenFile
+    validation: TokenFile
+    test: TokenFile
+    fingerprint: str
+    """Sixteen hexadecimal digits that change whenever the tokens change."""
 
     @property
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer for another text with the same token after each document."""
         return TextTokenizer(self.tokenizer, (self.end_of_text,))
 
-    @property
-    def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change whenever the tokens change."""
-        return request_digest(self.manifest.request) + digest(self.manifest.source)
 
-    @property
-    def piece_characters(self) -> int | None:
-        """Characters of the documents that its plain text was cut into; None if it has no such
-        documents."""
-        names = (str(name) for name, *_ in self.manifest.source.get("files", []))
-        if not any(kind_of(name)[0] == ".txt" for name in names):
-            return None
-        return self.manifest.request.get("piece_characters", PIECE)
+def digest(value: Any) -> str:
+    """Return sixteen hexadecimal digits that identify plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cache_directory(config: DataConfig) -> Path:
     """Return the directory of prepared data: ``data.cache_dir``, ``$UNROPE_CACHE`` or the user's
     cache."""
-    if config.cache_dir:
-        return Path(config.cache_dir)
-    # An empty variable would mean the current directory: treat it as unset.
-    if from_environment := os.environ.get("UNROPE_CACHE"):
-        return Path(from_environment)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrope"
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or Path(root) / "unrope")
 
 
 def is_prepared(directory: Path) -> bool:
     """Whether a text is complete."""
-    # also False for a name that is too long; writing reports that
-    return os.path.isfile(directory / "manifest.json")  # noqa: PTH113
-
-
-def is_planned(directory: Path) -> bool:
-    """Whether preparation of a text has begun."""
-    return (directory / "plan.json").is_file()
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a directory.
-
-    Raises:
-        UserError: there is no prepared text, or it is damaged or of another version.
-    """
-    where = f"the prepared text in {str(directory)!r}"
-    try:
-        return read_json(directory / "manifest.json", Manifest, FORMAT, where)
-    except FileNotFoundError:
-        if is_planned(directory):
-            more = "was not finished; the command that began it goes on"
-        elif directory.is_dir():
-            more = "has no manifest.json; `python -m trainer prepare` writes such a directory"
-        else:
-            more = "does not exist; `python -m trainer prepare` writes such a directory"
-        raise UserError.at("data", f"{where} {more}.") from None
-    except (OSError, ValueError) as error:
-        raise UserError.at(
-            "data",
-            f"{where} is damaged: its manifest cannot be read ({error}); remove the directory and "
-            "prepare it again.",
-            transient=is_transient(error),
-        ) from None
+    return (directory / "manifest.json").is_file() and Manifest.load(directory).is_complete
 
 
 def open_prepared(directory: Path) -> Prepared:
-    """Open a text; sizes of shards are checked now, their contents read on use.
+    """Open a text; its tokens are read on use.
 
     Raises:
-        UserError: something is missing or damaged.
+        UserError: it is incomplete or damaged.
     """
-    manifest = read_manifest(directory)
-    where = f"the prepared text in {str(directory)!r} is damaged"
-    again = "remove the directory and prepare it again"
-    end = manifest.end_of_text
-    try:
-        text = (directory / "tokenizer.json").read_bytes()
-    except OSError as error:
-        message = f"{where}: tokenizer.json: {os_reason(error)}; {again}."
-        raise UserError.at("data", message, transient=is_transient(error)) from None
-    if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
-        raise UserError.at("data", f"{where}: tokenizer.json is not what was written; {again}.")
-    try:
-        tokenizer = Tokenizer.from_str(text.decode())
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError.at("data", f"{where}: tokenizer.json: {error}; {again}.") from None
-    vocabulary = vocabulary_size(tokenizer)
-    if end >= vocabulary or tokenizer.id_to_token(end) is None:
-        raise UserError.at("data", f"{where}: end_of_text is {end}, which is no token; {again}.")
-    places = {
-        split: [
-            Place(directory, shard, manifest.dtype, vocabulary)
-            for shard in manifest.shards.get(split, [])
-        ]
+    manifest = Manifest.load(directory)
+    itemsize = np.dtype(manifest.dtype).itemsize
+    sizes = [(directory / f"{split}.bin").stat().st_size // itemsize for split in SPLITS]
+    if not manifest.is_complete or sizes != [manifest.tokens[split] for split in SPLITS]:
+        raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    files = {
+        split: TokenFile(directory / f"{split}.bin", manifest.dtype, manifest.tokens[split])
         for split in SPLITS
     }
-    files = [
-        file for split in SPLITS for place in places[split] for file in (place.ids, place.ends)
-    ]
-    if problems := list(filter(None, (file.size_problem() for file in files))):
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError.at("data", f"{where}: {problems[0]}{more}; {again}.")
-    streams = {split: TokenStream(places[split]) for split in SPLITS}
-    return Prepared(directory, tokenizer, end, manifest=manifest, **streams)
+    return Prepared(
+        directory, tokenizer, manifest.end_of_text, fingerprint=manifest.fingerprint, **files
+    )
 
 
-def verify(prepared: Prepared, threads: int) -> list[str]:
-    """Compare all files with the manifest's checksums; return a clause for each that differs."""
-    streams = (prepared.train, prepared.validation, prepared.test)
-    files = [file for stream in streams for place in stream.places for file in place.files]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(filter(None, pool.map(FlatFile.problem, files)))
+def request_of(
+    config: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: TextTokenizer | None
+) -> dict[str, Any]:
+    """Return everything that the tokens depend on; equal requests give equal tokens.
+
+    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one.
+    """
+    keys = {
+        "hub": ("hub_name", "hub_config", "hub_split", "text_field"),
+        "files": ("allow_patterns", "text_field"),
+        "stdlib_docs": (),
+    }.get(config.source, ("arguments",))
+    return {
+        "format": FORMAT,
+        **{k: getattr(config, k) for k in ("source", "revision", *keys, "validation", "test")},
+        "state": state_of(config),
+        "tokenizer": tokenizer_identity(tokenizer_config, tokenizer, WORDS),
+    }
+
+
+def directory_of(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: TextTokenizer | None = None,
+    wanted: str | None = None,
+) -> Path:
+    """Return the directory of a text, prepared or not.
+
+    ``wanted``: fingerprint of a prepared text that is used even if its source has changed.
+    """
+    if config.prepared:
+        return Path(config.prepared)
+    root = cache_directory(config) / "corpora"
+    for path in sorted(root.glob("*/manifest.json")) if wanted else ():
+        if Manifest.load(path.parent).fingerprint == wanted:
+            return path.parent
+    request = request_of(config, tokenizer_config, tokenizer)
+    word = config.hub_name or Path((config.files or [config.source])[0]).stem
+    readable = re.sub(r"[^\w.-]+", "-", word.rpartition("/")[2]).strip("-.")[:40].lower()
+    return root / f"{readable or 'text'}-{digest(request)}"
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: TextTokenizer | None = None,
+    workers: int | None = None,
+) -> Path:
+    """Prepare a text or the rest of it, unless it is complete; return its directory.
+
+    ``workers``: processes that tokenize (None: one per core).
+
+    Raises:
+        UserError: there are fewer than three different documents.
+    """
+    directory = directory_of(config, tokenizer_config, tokenizer)
+    if config.prepared or is_prepared(directory):
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory / "lock"):
+        if not is_prepared(directory):
+            log.info("Preparing %s in %s", describe(config), directory)
+            if not (directory / "manifest.json").is_file():
+                request = request_of(config, tokenizer_config, tokenizer)
+                _begin(directory, config, tokenizer_config, tokenizer, request)
+            _write(directory, config, workers or cores())
+    return directory
+
+
+def _begin(
+    directory: Path,
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: TextTokenizer | None,
+    request: dict[str, Any],
+) -> None:
+    """Decide on the splits and the tokenizer, and write both."""
+    revision = revision_of(config)
+    few = list(islice(documents(config, revision, cache_directory(config)), 3))
+    longest = LONGEST
+    if len(few) < 3:  # something of it must be held out
+        longest = max(sum(map(len, few)) // PIECES, 1)
+
+    def texts() -> Iterator[str]:
+        return _cut(documents(config, revision, cache_directory(config)), longest)
+
+    bounds = split_bounds(texts(), config.validation, config.test)
+    if tokenizer_config.path:
+        tokenizer = load_tokenizer(tokenizer_config.path)
+    elif tokenizer is None:
+        train = (text for text in texts() if split_of(text, bounds) == "train")
+        sample = _up_to(train, tokenizer_config.sample_megabytes << 20)
+        tokenizer = TextTokenizer(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
+    dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
+    write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str(), durable=True)
+    Manifest(request, revision, tokenizer.end_of_text, dtype, bounds, longest).save(directory)
+
+
+def _cut(texts: Iterable[str], longest: int) -> Iterator[str]:
+    return chain.from_iterable(cut(text, longest) for text in texts)
+
+
+def _up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def split_bounds(texts: Iterable[str], validation: float, test: float) -> tuple[int, int]:
+    """Return the smallest document hashes of the validation and of the test split.
+
+    They hold out these shares of the characters, and a document each, of a text of up to
+    :data:`MEASURED` characters; and these shares of the documents of a longer one.
+
+    Raises:
+        UserError: there are fewer than three different documents.
+    """
+    sizes: dict[int, int] = {}
+    total = 0
+    for text in texts:
+        number = document_hash(text)
+        sizes[number] = sizes.get(number, 0) + len(text)
+        total += len(text)
+        if total > MEASURED:
+            return int((1 - validation - test) * 2**64), int((1 - test) * 2**64)
+    if len(sizes) < 3:
+        raise UserError(f"data: expected three different documents or more, got {len(sizes)}")
+    ordered = sorted(sizes)
+    before = np.cumsum([0] + [sizes[number] for number in ordered[:-1]])
+    # A document longer than its split's share must leave one document for each other split.
+    ends = np.searchsorted(before, np.array([1 - validation - test, 1 - test]) * total)
+    first = min(max(int(ends[0]), 1), len(ordered) - 2)
+    second = min(max(int(ends[1]), first + 1), len(ordered) - 1)
+    return ordered[first], ordered[second]
+
+
+def _write(directory: Path, config: DataConfig, workers: int) -> None:
+    """Tokenize the documents that the files do not hold yet, and append them."""
+    manifest = Manifest.load(directory)
+    tokenizer = (directory / "tokenizer.json").read_text()
+    arguments = (tokenizer, manifest.end_of_text, manifest.bounds, manifest.dtype)
+    texts = _cut(documents(config, manifest.revision, cache_directory(config)), manifest.longest)
+    texts = islice(texts, manifest.read, None)
+    unsaved = 0
+    with ExitStack() as stack:
+        files = {
+            split: stack.enter_context((directory / f"{split}.bin").open("ab")) for split in SPLITS
+        }
+        for split, file in files.items():  # what an interrupted preparation wrote after its record
+            file.truncate(manifest.tokens[split] * np.dtype(manifest.dtype).itemsize)
+        encoded = stack.enter_context(_encoders(workers, arguments))
+        bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=1))
+        for count, splits in encoded(_batches(texts)):
+            manifest.read += count
+            for split, ids in splits.items():
+                files[split].write(ids.data)
+                manifest.tokens[split] += len(ids)
+                unsaved += len(ids)
+                bar.update(len(ids))
+            if unsaved > SAVED:
+                unsaved = 0
+                _synchronize(files)
+                manifest.save(directory)
+        _synchronize(files)
+    manifest.is_complete = True
+    manifest.save(directory)
+
+
+def _synchronize(files: Mapping[Split, IO[bytes]]) -> None:
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group documents into batches of about :data:`BATCH` characters."""
+    batch, size = list[str](), 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+Encoded = tuple[int, dict[Split, NDArray[Any]]]
+"""Number of documents in a batch, and their ids by split."""
+
+
+@contextmanager
+def _encoders(
+    workers: int, arguments: tuple[Any, ...]
+) -> Iterator[Callable[[Iterator[list[str]]], Iterator[Encoded]]]:
+    """Yield a function that tokenizes batches in order, in other processes if there are several."""
+    encoder = Encoder(*arguments)
+    if workers == 1:
+        yield lambda batches: ((len(batch), encoder(batch)) for batch in batches)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, arguments)
+
+    def several(batches: Iterator[list[str]]) -> Iterator[Encoded]:
+        yield from ((len(b), encoder(b)) for b in islice(batches, 16))  # enough for a small text
+        waiting: deque[tuple[int, Future[dict[Split, NDArray[Any]]]]] = deque()
+        for batch in batches:
+            waiting.append((len(batch), pool.submit(encode, batch)))
+            if len(waiting) > 3 * workers:
+                count, encoded = waiting.popleft()
+                yield count, encoded.result()
+        for count, encoded in waiting:
+            yield count, encoded.result()
+
+    try:
+        yield several
+    finally:
+        pool.shutdown(cancel_futures=True)

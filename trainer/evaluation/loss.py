@@ -16,8 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.data.held_out import HeldOutText, Tokens
+from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
+from trainer.data.prepared import Tokens
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once

@@ -60,16 +60,9 @@ def arm_problems(
     return list(dict.fromkeys(named))
 
 
-NOT_OF_TEXT = {
-    "about": "words for a reader",
-    "bad_rows": "how many rows may be malformed; they are left out all the same",
-}
-"""Keys of a source on which its text does not depend, with the reason."""
-
-
 def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the keys that decide on each text of a run, by the name of the text."""
-    keys = [f.name for f in fields(SourceConfig) if f.name not in NOT_OF_TEXT] + ["prepared"]
+    keys = [*(key.name for key in fields(SourceConfig)), "prepared"]
     return {
         name: {key: getattr(text, key) for key in keys}
         for name, (text, _) in config.data.texts.items()

@@ -121,8 +121,8 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "threads": torch.get_num_threads(),
         "cores": cores(),
-        "corpus": corpus.held_out_fingerprint,
-        "training_text_tokens": len(corpus.train),
+        "corpus": corpus.fingerprint,
+        "training_text_tokens": corpus.training_tokens,
         "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
     }
 

@@ -88,8 +88,6 @@ FREE_TO_CHANGE = (
     "data.num_workers",
     "data.cache_dir",
     "data.prepared",
-    "data.about",
-    "data.bad_rows",
     "label",
 )
 """Keys that do not change what is trained, so that a run may resume with other values."""
@@ -143,7 +141,6 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
 def _free_to_change(saved: RunConfig, config: RunConfig, finished: bool) -> tuple[str, ...]:
     """Return the keys that may differ between a ``saved`` run and the command that resumes it."""
     free = {*FREE_TO_CHANGE}
-    free |= {f"data.mixture.{name}.bad_rows" for name in config.data.mixture}
     if finished:
         return tuple(free - {"evaluation"})
     if config.trainer.precision == "bf16":  # TF32 is for float32 matrices

@@ -141,7 +141,6 @@ def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfi
 NOT_OF_SAMPLES = {
     "num_workers": "the order of samples does not depend on who reads them",
     "cache_dir": "prepared text is the same in any directory",
-    "about": "a description",
 }
 """Keys of ``data`` that change no sample, with the reason."""
 

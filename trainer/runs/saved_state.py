@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError, is_transient
 from trainer.common.fields import adapter
 from trainer.common.formats import FIRST, Count, first_problem, read_plain
-from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.evaluation.results import Milestone, Reach
 from trainer.model.config import ModelConfig
@@ -269,6 +268,6 @@ def _check_tokenizer(text: str, eos: tuple[int, ...], vocab_size: int) -> None:
         if tokenizer.id_to_token(end_of_text(tokenizer, eos)) is None:
             raise ValueError(f"it has no token {eos[0]}, the end of a text")
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"tokenizer: {one_line(error)}") from None
+        raise ValueError(f"tokenizer: {error}") from None
     if (size := vocabulary_size(tokenizer)) > vocab_size:
         raise ValueError(f"tokenizer: it has {size} tokens, the model {vocab_size} embeddings")

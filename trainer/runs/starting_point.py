@@ -117,7 +117,9 @@ def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
     """Return hashes of everything that determines a phase's samples, and of the run's texts."""
     data, mixed = phase.config.data, corpus.mixed(phase.config.data)
     order = [
-        *(mixed.fingerprint, phase.seed, data.sequence_length, data.packing, data.shuffle_group),
+        mixed.fingerprint,
+        phase.seed,
+        data.sequence_length,
         asdict(data.needles),
     ]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]

@@ -93,7 +93,7 @@ def train_step(
     """Run one step on micro-batches of ``shape`` ``[B, T]``; gradients are scaled by ``factor``."""
     ids = torch.zeros(shape, dtype=torch.long)
     weights = torch.ones(shape, dtype=torch.float32)
-    batch: Batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
+    batch: Batch = {"input_ids": ids, "labels": ids, "weights": weights}
     for index in range(module.trainer.accumulate_grad_batches):
         before_micro_batch()
         (factor * module.training_step(batch, index)).backward()

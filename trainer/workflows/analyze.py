@@ -28,11 +28,11 @@ from trainer.data.corpus import Corpus
 from trainer.data.held_out import (
     HeldOutPart,
     HeldOutText,
-    TokenArray,
     divided,
     held_out_windows,
 )
 from trainer.data.order import Integers
+from trainer.data.prepared import Tokens
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
@@ -380,7 +380,7 @@ def _file_text(path: str, candidate: Candidate) -> HeldOutText:
     tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     if not len(tokens):
         raise UserError.at("analysis.file", f"{path} is empty; expected a text.")
-    return HeldOutText("test", (HeldOutPart("file", 1.0, TokenArray(tokens)),))
+    return HeldOutText("test", (HeldOutPart("file", 1.0, Tokens(tokens)),))
 
 
 def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
@@ -390,7 +390,7 @@ def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
 
     def running(part: HeldOutPart, tokens: int) -> HeldOutPart:
         read = part.stream.windows(np.zeros(1, np.int64), tokens)[0]
-        return replace(part, stream=TokenArray(read[read != corpus.end_of_text]))
+        return replace(part, stream=Tokens(read[read != corpus.end_of_text]))
 
     return HeldOutText(text.name, tuple(map(running, text.parts, taken)))
 

@@ -80,7 +80,7 @@ def fit_text(
             text, config.fit_windows, sorted(fitted), key=asks, name="validation"
         ),
         corpus.first_token,
-        corpus.held_out_fingerprint,
+        corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
             for n in sorted({*every, *choice_lengths})

@@ -16,7 +16,7 @@ from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.arms import arm_problems, arms_of, phase_configs
+from trainer.runs.arms import arm_problems, arms_of
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout, layouts_of_phases
@@ -39,9 +39,8 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     """
     tokenizer = tokenizer_of_weights(config)
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    for data in readings(config):
-        corpus = prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
-    return corpus
+    data = data_of_arms(config)
+    return prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
 
 
 def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
@@ -125,23 +124,11 @@ def _not_trained_yet() -> LanguageModel:
     raise RuntimeError("nothing is measured before training")
 
 
-def readings(config: RunConfig) -> list[DataConfig]:
-    """Return the texts with every length that they are packed for, the run's own last.
-
-    Unpacked texts are returned with the longest length of any arm, which every split must have.
-    """
+def data_of_arms(config: RunConfig) -> DataConfig:
+    """Return the run's text with the longest sequences of any arm, which every split must hold."""
     arms = arms_of(config, weights=False)
-    packed = {
-        (phase.data.packing, phase.data.sequence_length)
-        for _, phase in phase_configs(arms)
-        if phase.data.packing != "stream"
-    }
-    data = config.data
-    if data.packing == "stream":
-        streams = [arm for arm in arms.values() if arm.data.packing == "stream"]
-        data = replace(data, sequence_length=max(arm.longest_sequence for arm in streams))
-    others = sorted(packed - {(data.packing, data.sequence_length)})
-    return [*(replace(data, packing=kind, sequence_length=n) for kind, n in others), data]
+    longest = max(arm.longest_sequence for arm in arms.values())
+    return replace(config.data, sequence_length=longest)
 
 
 MOST_UNREAD = 8
