@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-import json
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,14 +17,13 @@ import torch.nn.functional as F
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation import dope, passes
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.engine import PART, Subject, is_unchanged, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.plan import PART, PlannedCell, Subject, cell_jobs, plan_cells, plan_jobs
-from trainer.evaluation.store import Claims, Share, Store
+from trainer.evaluation.store import Store
 
 LENGTHS = [32, 64]
 
@@ -46,7 +47,6 @@ def evaluation(model, corpus, tmp_path):
         trials=5,
         lengths=LENGTHS,
         folder=".",
-        share=Share(),  # noqa: B008
         tokens=4096,
     ):
         config = EvaluationConfig(methods=list(methods))
@@ -59,9 +59,9 @@ def evaluation(model, corpus, tmp_path):
             Statements.make(corpus.test, lengths, vocabulary, end, trials, 2, 1),
         ]
         text = FitText({}, end, "text")
-        plans = plan_cells([subject], recipes, tasks, lengths, text)
+        plans = plan_cells([subject], recipes, tasks, lengths, text, tokens)
         go.plans = plans
-        measured = measure_cells(plans, text, Store(tmp_path / folder), tokens, share)
+        measured = measure_cells(plans, text, Store(tmp_path / folder), tokens)
         return measured.cells, len(loads)
 
     return go
@@ -125,7 +125,7 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     recipes = {name: [recipe("none", shape.layout, config)] for name in "ab"}
     del shape
     text = FitText({}, corpus.end_of_text, "text")
-    plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text)
+    plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text, 4096)
     measure_cells(plans, text, Store(tmp_path), 4096)
     assert alive == [0, 0, 0]
 
@@ -139,7 +139,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus):
 
     def keys(windows):
         text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
-        return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text)]
+        return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text, 4096)]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
@@ -156,7 +156,7 @@ def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
     text = FitText({64: np.zeros((1, 64), np.int64)}, corpus.end_of_text, "text")
 
     def keys(*subjects):
-        plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text)
+        plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text, 4096)
         return {(plan.subject.name, plan.recipe.key, plan.length): plan.key for plan in plans}
 
     a, b = subjects
@@ -173,7 +173,8 @@ def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
         recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
         read = FitText({}, 0, "text", choice={n: np.full((2, n), text) for n in LENGTHS})
         return [
-            plan.key for plan in plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, read)
+            plan.key
+            for plan in plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, read, 4096)
         ]
 
     first = keys()
@@ -189,12 +190,12 @@ def test_chosen_heads_are_noted_for_all_lengths_also_by_a_resumed_evaluation(
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
     windows = windows_with_common_ends(corpus.validation, 3, LENGTHS)
     text, store = FitText(windows, 0, "text"), Store(tmp_path)
-    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 4096)
     first = measure_cells(plans, text, store, 4096)
     for length, note in zip(LENGTHS, first.notes, strict=True):
         heads = dope.select(model, torch.from_numpy(windows[length]), config.dope).words
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
-    for path in (store.path("cell", plans[0].key), *tmp_path.glob("choice-*")):
+    for path in tmp_path.glob("fit-*"):
         path.unlink()
     assert measure_cells(plans, text, store, 4096).notes == first.notes
 
@@ -219,46 +220,31 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     config = EvaluationConfig(
         lengths=[1, 2], temperature=TemperatureSettings(grid=[0.1, 0.3], models="all")
     )
-    names = ("dope", "temperature")
-    recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in ("dope", "temperature")]}
     windows = windows_with_common_ends(corpus.validation, 2, LENGTHS)
-    text, loads = FitText(windows, corpus.end_of_text, "text"), []
-
-    def load():
-        loads.append(1)
-        return model
+    text = FitText(windows, corpus.end_of_text, "text")
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
 
     def go(folder):
-        subject = Subject("tiny", "weights", model.config, model.layout, load)
-        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 4096)
         measured = measure_cells(plans, text, Store(tmp_path / folder), 4096)
         return measured.notes, measured.temperature, without_seconds(measured.cells)
 
-    whole, get = go("whole"), Store.get
-    stored = []
+    whole = go("whole")
 
-    def killed(store, kind, key, make):
-        value = get(store, kind, key, make)
-        stored.append(kind)
-        if stored[-3:] == ["choice", "cell", "cell"]:  # a method has all of its cells
-            raise KeyboardInterrupt
-        return value
+    def killed(task, reading):
+        raise KeyboardInterrupt
 
-    for times in (1, 2):
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "get", killed)
-            with pytest.raises(KeyboardInterrupt):
-                go("killed")
-        assert len(list((tmp_path / "killed").glob("cell-*"))) == 2 * times
-        assert len(list((tmp_path / "killed").glob("choice-*"))) == times
+    with monkeypatch.context() as patch:
+        patch.setattr(Perplexity, "read", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go("killed")
+    assert len(list((tmp_path / "killed").glob("fit-*"))) == 2
     assert go("killed") == whole
-    read = len(loads)
-    assert go("killed") == whole
-    assert len(loads) == read
-    # And where the choices alone are lost.
-    for path in (tmp_path / "killed").glob("choice-*"):
+    for path in (tmp_path / "killed").glob("fit-*"):
         path.unlink()
-    assert [go("killed"), go("killed")] == [whole, whole]
+    monkeypatch.setattr(Perplexity, "read", killed)
+    assert go("killed") == whole
 
 
 @pytest.fixture
@@ -273,24 +259,15 @@ def without_seconds(cells):
 
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
-    """Of windows and statements, whole and cropped; parts are gone once their cell is stored."""
     whole, _ = evaluation(folder="whole", tokens=64)
     monkeypatch.setitem(PART, "cpu", 1.0)
-    stored, get = [], Store.get
-
-    def noted(store, kind, key, make):
-        stored.append(kind)
-        return get(store, kind, key, make)
-
-    monkeypatch.setattr(Store, "get", noted)
     cells, _ = evaluation(folder="parts", tokens=64)
     assert without_seconds(cells) == without_seconds(whole)
-    assert stored.count("part") >= 2 * 4 * 3
-    assert not list((tmp_path / "parts").glob("part-*"))
+    assert len(list((tmp_path / "parts").glob("part-*"))) > len(cells)
 
 
 def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
-    evaluation, small_parts, monkeypatch, tmp_path
+    evaluation, small_parts, monkeypatch
 ):
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
     read, parts = Perplexity.read, []
@@ -306,144 +283,46 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
         with pytest.raises(KeyboardInterrupt):
             evaluation(["none"], folder="killed", tokens=64)
     assert parts == [(32, 0), (32, 1)]
-    assert len(list((tmp_path / "killed").glob("part-*"))) == 2
-    resumed = []
+    parts.clear()
 
-    def resuming(task, reading):
-        resumed.append((reading.length, reading.piece.index))
+    def counting_on(task, reading):
+        parts.append((reading.length, reading.piece.index))
         return read(task, reading)
 
-    monkeypatch.setattr(Perplexity, "read", resuming)
+    monkeypatch.setattr(Perplexity, "read", counting_on)
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
     assert without_seconds(cells) == without_seconds(whole)
-    assert resumed == [(32, 2), (64, 0), (64, 1), (64, 2)]
+    assert parts == [(32, 2), (64, 0), (64, 1), (64, 2)]
 
 
-def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts, tmp_path):
+def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts):
     """Their sequences were read in other company; they are measured once more."""
-    evaluation(["none"], folder="a", tokens=64)
-    plan = evaluation.plans[-1]
-    keys = [[job.key for job in cell_jobs((plan,), plan, tokens)] for tokens in (64, 65)]
-    assert len({str(key) for of_one in keys for key in of_one}) == 2 * plan.parts == 10
+    keys = []
+    for tokens in (64, 65):
+        evaluation(["none"], folder="a", tokens=tokens)
+        keys.append({str(key) for plan in evaluation.plans for _, key in plan.parts})
+    assert not keys[0] & keys[1]
 
 
-def test_each_process_measures_only_the_parts_that_it_claimed(
-    evaluation, small_parts, monkeypatch, tmp_path
-):
-    """Two processes share one cell: each measures the parts that it has claimed, the first one puts
-    them together, and it says for how long both were idle."""
-    alone, _ = evaluation(["none"], tokens=64, lengths=[64])
-    shares = [Share(index, 2, "now") for index in range(2)]
-    others = Claims(tmp_path / "shared", shares[0])
-    jobs = [job for plan in evaluation.plans for job in cell_jobs((plan,), plan, 64)]
-    claimed = jobs[::2]
-    for job in claimed:
-        assert others.take(job.kind, job.key)
-    assert evaluation(["none"], tokens=64, lengths=[64], folder="shared", share=shares[1])[0] == []
-    store = Store(tmp_path / "shared")
-    assert [store.has(job.kind, job.key) for job in jobs] == [job not in claimed for job in jobs]
-    cells, _ = evaluation(["none"], tokens=64, lengths=[64], folder="shared", share=shares[0])
-    assert without_seconds(cells) == without_seconds(alone)
-    assert {path.name[:4] for path in (tmp_path / "shared").iterdir()} == {"cell"}
-
-
-@pytest.fixture
-def fitted(model, corpus, tmp_path):
-    """A temperature to fit and a cell of it: the two jobs, and a function that measures them."""
-
-    def load():
-        loaded.append(1)
-        return model
-
-    loaded = []
-    config = EvaluationConfig(lengths=[2], temperature=TemperatureSettings(models="all"))
-    recipes = {"tiny": [recipe("temperature", model.layout, config)]}
-    subject = Subject("tiny", "weights", model.config, model.layout, load)
-    windows = windows_with_common_ends(corpus.validation, 2, [64])
-    text = FitText(windows, corpus.end_of_text, "text")
-    plans = plan_cells([subject], recipes, [perplexity(corpus, [64])], [64], text)
-
-    def go(folder, share=Share()):  # noqa: B008
-        return measure_cells(plans, text, Store(tmp_path / folder), 4096, share)
-
-    return plan_jobs(plans, 4096), go
-
-
-def test_a_process_helps_with_a_fit_that_its_cells_wait_for(fitted, tmp_path, monkeypatch):
-    """Another one has claimed the choice and some of the coefficients, which it stores late."""
-    (choice, cell), go = fitted
-    assert (choice.kind, cell.kind) == ("choice", "cell")
-    alone = go("alone")
-    store, others = Store(tmp_path / "shared"), Claims(tmp_path / "shared", Share(0, 2, "now"))
-    others.take(choice.kind, choice.key)
-    tried, late, take = [], [], Claims.take
-
-    def noted(claims, kind, key):
-        if kind == "tried":
-            tried.append(key["value"])
-            if key["value"] in (0.1, 0.3):
-                late.append(key)
-                return False
-        return take(claims, kind, key)
-
-    losses = iter([9.0, 8.0])
-
-    def meanwhile(claims):
-        if late:
-            store.get("tried", late.pop(), lambda: next(losses))
-        else:
-            choice_value = {"notes": [], "temperature": alone.temperature["tiny"]}
-            store.get("choice", choice.key, lambda: choice_value)
-
-    monkeypatch.setattr(Claims, "take", noted)
-    monkeypatch.setattr(Claims, "pause", meanwhile)
-    go("shared", Share(1, 2, "now"))
-    grid = TemperatureSettings().grid
-    assert tried[: len(grid)] == grid
-    stored = [json.loads(path.read_text()) for path in (tmp_path / "shared").glob("tried-*")]
-    assert {result["key"]["value"] for result in stored} >= {*grid}
-    assert {result["value"] for result in stored if result["key"]["value"] in (0.1, 0.3)} == {
-        8.0,
-        9.0,
-    }
-    assert store.has("cell", cell.key)
-
-
-def test_processes_together_fit_the_temperature_of_a_single_one(fitted, tmp_path):
-    """To the digit, from losses that went through the store."""
-    _, go = fitted
-    alone = go("alone")
-    assert go("shared", Share(1, 2, "now")).cells == []
-    together = go("shared", Share(0, 2, "now"))
-    assert together.temperature == alone.temperature
-    assert without_seconds(together.cells) == without_seconds(alone.cells)
-    assert not list((tmp_path / "alone").glob("tried-*"))
-
-
-def test_several_processes_begin_with_fits_and_then_the_longest_cells(
-    model, corpus, tmp_path, monkeypatch
+def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
+    model, corpus, small_parts, tmp_path
 ):
     config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
-    names = ("none", "temperature")
+    names = ("none", "temperature", "yarn+temperature")
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
     windows = windows_with_common_ends(corpus.validation, 2, [64])
-    text, plans = FitText(windows, corpus.end_of_text, "text"), []
-    for name in ("a", "b"):
-        subject = Subject(name, name, model.config, model.layout, lambda: model)
-        recipes = {name: [recipe(key, model.layout, config) for key in names]}
-        plans += plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
-    claimed, take = [], Claims.take
-
-    def noted(claims, kind, key):
-        if kind != "tried":
-            claimed.append((kind, key.get("model"), key.get("length")))
-        return take(claims, kind, key)
-
-    monkeypatch.setattr(Claims, "take", noted)
-    measure_cells(plans, text, Store(tmp_path), 4096, Share(1, 2, "now"))
-    assert [kind for kind, _, _ in claimed] == ["choice"] * 2 + ["cell"] * 8
-    assert [about for _, *about in claimed[2:]] == [
-        [name, length] for name in ("a", "b") for length in (64, 64, 32, 32)
-    ]
+    text = FitText(windows, corpus.end_of_text, "text")
+    load = partial(copy.deepcopy, model)  # each process has its own
+    subject = Subject("tiny", "weights", model.config, model.layout, load)
+    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 64)
+    alone = measure_cells(plans, text, Store(tmp_path / "alone"), 64)
+    go = partial(measure_cells, plans, text, Store(tmp_path / "shared"), 64)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(go, 0, 2)
+        assert go(1, 2).cells == []
+        together = first.result()
+    assert (together.temperature, together.notes) == (alone.temperature, alone.notes)
+    assert without_seconds(together.cells) == without_seconds(alone.cells)
 
 
 def test_a_cell_says_where_its_method_changes_nothing(evaluation):
@@ -473,5 +352,4 @@ def test_lengths_that_a_fitted_method_leaves_alone_are_known_before_the_fit(mode
     )
     made = recipe(name, model.layout, config)
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
-    plans = [PlannedCell(subject, made, None, length, {}) for length in (16, 32, 64)]
-    assert [plan.length for plan in plans if plan.is_unchanged] == unchanged
+    assert [n for n in (16, 32, 64) if is_unchanged(subject, made, n)] == unchanged

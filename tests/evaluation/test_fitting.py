@@ -1,8 +1,7 @@
-"""Keys of fits and choices, and temperatures for all heads and for each, against plain loops."""
+"""Keys of fits and choices, and the fit of a temperature."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.held_out import HeldOutPart, HeldOutText
-from trainer.evaluation import fitting
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import (
     FitText,
     Fitting,
@@ -21,15 +20,17 @@ from trainer.evaluation.fitting import (
     is_largest_tried,
 )
 from trainer.evaluation.layouts import tempered
-from trainer.evaluation.store import Claims, Share, Store
-from trainer.model.config import QKNormConfig
+from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.method_config import TemperatureSettings
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.store import Store
 
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
     "windows": {8: np.zeros((3, 8), int)},
     "first_token": 1,
     "fingerprint": "other",
-    "needles": {8: None},
+    "needles": {8: AnsweredTexts(np.zeros((1, 8), int), np.ones(1, int))},
     "choice": {8: np.ones((1, 8), int)},
     "parts": (0, 1),  # follow from what the fingerprint has
 }
@@ -40,7 +41,7 @@ def test_keys_of_fits_and_choices_have_their_texts():
     changed = {name: replace(TEXT, **{name: other}) for name, other in OTHERS.items()}
     of_fits = {name for name, text in changed.items() if text.key != TEXT.key}
     of_choices = {name for name, text in changed.items() if text.choice_key != TEXT.choice_key}
-    assert of_fits == {"windows", "first_token", "fingerprint"}
+    assert of_fits == {"windows", "first_token", "fingerprint", "needles"}
     assert of_choices == of_fits | {"choice"}
     # Another longest length: the windows of 8 tokens end elsewhere.
     longer = replace(TEXT, windows={**TEXT.windows, 16: np.zeros((2, 16), int)})
@@ -84,46 +85,17 @@ def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
 @pytest.mark.parametrize("by_file", [False, True])
 def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder, by_file):
     """The first ones overlap in almost all of their tokens."""
-    windows, read = {16: np.arange(9)[:, None].repeat(16, 1)}, []
+    windows = {16: np.arange(9)[:, None].repeat(16, 1)}
     text = FitText({} if by_file else windows, 0, "text", {}, windows if by_file else None)
     model = tiny_decoder(training_length=8)
-    have = Fitting(model, "weights", text, Store(Path()), 64, lambda *shape: read.append(shape))
+    have = Fitting(model, "weights", text, Store(Path()), 64)
     for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
         ids = have.ids(2.0, texts)
         assert (ids.shape, ids[:, 0].tolist()) == ((len(rows), 16), rows)
-        assert read.pop() == ids.shape
-
-
-def test_a_choice_of_the_first_windows_is_not_reused():
-    """An earlier version chose on them, and had no text for choices alone in its keys."""
-    text = replace(TEXT, choice=None)
-    earlier = {**text.key, "choice": {}}
-    assert text.choice_key != earlier
-    assert {**text.choice_key, "choice": {}} == earlier
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_loss_that_is_not_a_number_is_the_worst_one(tmp_path, processes):
-    """Also where processes share the values through the store, whose JSON has no NaN."""
-    claims = Claims(tmp_path, Share(0, processes, "now"))
-    have = Fitting(None, "weights", TEXT, Store(tmp_path), 64, claims=claims)
-    losses = {0.0: math.nan, 0.5: 2.0, 1.0: math.inf}
-    assert have.losses("settings", [*losses], losses.get) == [math.inf, 2.0, math.inf]
 
 
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]
 WINDOWS = {n: np.random.default_rng(n).integers(0, 50, (3, n)) for n in (16, 32)}
-
-
-def fitting_of(model, **more):
-    return Fitting(model, "weights", FitText(WINDOWS, 0, "text"), Store(Path()), 64, **more)
-
-
-def fit(model, windows=WINDOWS, **form):
-    layout = model.layout
-    return fit_coefficient(
-        fitting_of(model), lambda c: lambda _: tempered(layout, c, **form), windows, GRID, None
-    )
 
 
 def summed_loss(model, layout):
@@ -137,45 +109,37 @@ def summed_loss(model, layout):
     return total
 
 
-@pytest.mark.parametrize("layers", [["rope"], ["nope"], ["alibi"]])
 @pytest.mark.parametrize("per", ["sequence", "query"])
-@pytest.mark.parametrize("exponent", [1.0, 2.0])
-def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers, per, exponent):
+@pytest.mark.parametrize("layers", [["rope"], ["nope"], ["alibi"]])
+def test_no_coefficient_of_the_grid_is_better(tiny_decoder, tmp_path, layers, per):
     model = tiny_decoder(training_length=C, layers=layers)
     layout = model.layout
-    coefficient = fit(model, per=per, exponent=exponent)
+    settings = TemperatureSettings(grid=GRID, per=per, models="all")
+    config = EvaluationConfig(lengths=[2, 4], temperature=settings)
+    fitting = Fitting(model, "weights", FitText(WINDOWS, 0, "text"), Store(tmp_path), 64)
+    recipe("temperature", layout, config).make(fitting)
     assert model.layout is layout
-    losses = [summed_loss(model, tempered(layout, c, per, exponent)) for c in GRID]
-    best = tempered(layout, coefficient, per, exponent)
+    losses = [summed_loss(model, tempered(layout, c, per)) for c in GRID]
+    best = tempered(layout, fitting.temperature["coefficient"], per)
     assert summed_loss(model, best) <= min(losses) + 1e-6
 
 
-def stand_in(monkeypatch, loss):
-    """Losses as a function of the coefficient of the layout; returns those asked for."""
-    asked = []
-
-    def losses(model, windows, first_token, batch_tokens):
-        coefficient = model.layout.spectra[0].temperature.coefficient
-        asked.append(coefficient)
-        return torch.tensor([loss(coefficient)], dtype=torch.float64)
-
-    monkeypatch.setattr(fitting, "losses_by_position", losses)
-    return asked
+def fit(loss, grid=GRID):
+    """Return the coefficient, and those that were tried."""
+    tried = []
+    return fit_coefficient(lambda c: tried.append(c) or loss(c), grid), tried
 
 
 @pytest.mark.parametrize("lowest", [0.3, 0.61, 1.2, 1.4])
-def test_a_parabola_is_fitted_exactly(monkeypatch, tiny_decoder, lowest):
-    asked = stand_in(monkeypatch, lambda c: 3 + 2 * (c - lowest) ** 2)
-    model = tiny_decoder(training_length=C)
-    assert fit(model) == pytest.approx(lowest)
-    assert len(asked) == (len(GRID) + 1) * len(WINDOWS)
+def test_a_parabola_is_fitted_exactly(lowest):
+    result, tried = fit(lambda c: 3 + 2 * (c - lowest) ** 2)
+    assert result == pytest.approx(lowest)
+    assert len(tried) == len(GRID) + 1
 
 
 @pytest.mark.parametrize(("slope", "end"), [(1.0, 0.0), (-1.0, 2.0), (0.0, 0.0)])
-def test_at_an_end_of_the_grid_it_stays_there(monkeypatch, tiny_decoder, slope, end):
-    asked = stand_in(monkeypatch, lambda c: slope * c)
-    assert fit(tiny_decoder(training_length=C)) == end
-    assert len(asked) == len(GRID) * len(WINDOWS)
+def test_at_an_end_of_the_grid_it_stays_there(slope, end):
+    assert fit(lambda c: slope * c) == (end, GRID)
 
 
 @pytest.mark.parametrize(
@@ -185,93 +149,38 @@ def test_at_an_end_of_the_grid_it_stays_there(monkeypatch, tiny_decoder, slope, 
         ([0.0, 0.5, 0.6], 1.0, [0.7, 0.9, 1.3]),
         ([0.6, 0.5], 9.0, [0.7, 0.9, 1.3, 2.0]),
         ([0.0, 0.5, 0.6], 0.5, []),
-        ([0.6], 9.0, []),
         ([0.0, 3.0], 9.0, []),
     ],
 )
-def test_a_grid_goes_on_while_its_largest_value_is_the_best(
-    monkeypatch, tiny_decoder, grid, lowest, further
-):
-    asked = stand_in(monkeypatch, lambda c: (c - lowest) ** 2)
-    model = tiny_decoder(training_length=C)
-    windows = {16: WINDOWS[16]}
-    settings = [lambda c: lambda _: tempered(model.layout, c), windows, grid, None]
-    result = fit_coefficient(fitting_of(model), *settings)
+def test_a_grid_goes_on_while_its_largest_value_is_the_best(grid, lowest, further):
+    result, tried = fit(lambda c: (c - lowest) ** 2, grid)
     within = lowest < 2
     assert result == pytest.approx(lowest if within else max(grid + further))
     refined = [lowest] if within and lowest not in grid else []
-    assert asked == pytest.approx(sorted(grid) + further + refined)
-    assert is_largest_tried(result, grid) == (not within and len(grid) > 1)
+    assert tried == pytest.approx(sorted(grid) + further + refined)
+    assert is_largest_tried(result, grid) == (not within)
 
 
-def test_a_worse_refinement_is_not_taken(monkeypatch, tiny_decoder):
-    stand_in(monkeypatch, lambda c: {0.0: 1.0, 0.5: 0.0, 1.0: 0.4, 2.0: 2.0}.get(c, 9.0))
-    assert fit(tiny_decoder(training_length=C)) == 0.5
+def test_a_grid_of_one_value_is_that_value():
+    assert fit(lambda c: c, [0.412]) == (0.412, [])
 
 
-def test_coefficients_of_infinite_loss_are_not_taken(monkeypatch, tiny_decoder):
-    stand_in(monkeypatch, lambda c: 1.0 if c == 1.0 else np.inf)
-    assert fit(tiny_decoder(training_length=C)) == 1.0
+def test_a_worse_refinement_and_an_infinite_loss_are_not_taken():
+    assert fit(lambda c: {0.0: 1.0, 0.5: 0.0, 1.0: 0.4, 2.0: 2.0}.get(c, 9.0))[0] == 0.5
+    assert fit(lambda c: 1.0 if c == 1.0 else np.inf)[0] == 1.0
+    assert fit(lambda c: 1.0 if c == 1.0 else np.nan)[0] == 1.0
 
 
-def test_the_layout_may_depend_on_the_extension_too(monkeypatch, tiny_decoder):
-    model, calls, factors = tiny_decoder(training_length=C), [], []
-    stand_in(monkeypatch, lambda c: (c - 0.8) ** 2)
-    layout = model.layout
-
-    def tempered_with(coefficient):
-        return lambda factor: factors.append(factor) or tempered(layout, coefficient)
-
-    have = fitting_of(model, read=lambda *shape: calls.append(shape))
-    result = fit_coefficient(have, tempered_with, WINDOWS, GRID, None)
-    assert result == pytest.approx(0.8)
-    assert factors == [2.0, 4.0] * 5
-    assert calls == [(3, 16), (3, 32)] * 5
-
-
-def test_a_line_goes_through_the_best_scale_of_every_length(monkeypatch, tiny_decoder):
+def test_a_line_goes_through_the_best_scale_of_every_length():
     """Peng et al.: the scale of least perplexity at each s, and 1 + c ln s through all of them."""
     lowest = {16: 0.4, 32: 1.1}
-
-    def losses(model, windows, first_token, batch_tokens):
-        c = model.layout.spectra[0].temperature.coefficient
-        return torch.tensor([(c - lowest[windows.shape[1]]) ** 2], dtype=torch.float64)
-
-    monkeypatch.setattr(fitting, "losses_by_position", losses)
-    model = tiny_decoder(training_length=C)
     logs = np.log([16 / C, 32 / C])
     scales = 1 + np.array(list(lowest.values())) * logs
     expected = np.linalg.lstsq(logs[:, None], scales - 1, rcond=None)[0].item()
 
     def best(windows):
-        return fit(model, windows)
+        (length,) = windows
+        return lowest[length]
 
     assert fit_line(best, WINDOWS, C) == pytest.approx(expected)
-    shorter = {16: WINDOWS[16]}
-    assert fit_line(best, shorter, C) == pytest.approx(0.4)
-    assert best(shorter) == pytest.approx(0.4)
-
-
-SHAPES = {
-    "nope": (["nope"], {"num_key_value_heads": 4}),
-    "rope, GQA": (["rope"], {}),
-    "QK-norm": (["nope"], {"qk_norm": QKNormConfig("always")}),
-}
-
-
-def decoder_of(decoder, shape, **more):
-    layers, model = SHAPES[shape]
-    return decoder(training_length=C, layers=layers, model=model | more)
-
-
-def coefficients(model):
-    heads = model.config.num_attention_heads
-    rows = range(len(model.layout.layers))
-    return [[0.1 * (1 + row + 2 * head) for head in range(heads)] for row in rows]
-
-
-def encoded(model, layout, ids):
-    sides = []
-    with model.using(layout), model.observed(lambda _, q, k, *more, **__: sides.append(more[:2])):
-        logits = model(ids)
-    return sides, logits
+    assert fit_line(best, {16: WINDOWS[16]}, C) == pytest.approx(0.4)

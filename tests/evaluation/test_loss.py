@@ -20,10 +20,8 @@ from trainer.evaluation.loss import (
     AnsweredTexts,
     answer_loss,
     answered_texts,
-    by_bucket,
-    losses_by_position,
     losses_of_batches,
-    mean_losses,
+    mean_loss,
     windows_with_common_ends,
 )
 from trainer.evaluation.passes import sequences_at_once
@@ -81,14 +79,9 @@ def test_mean_loss_at_every_position(tiny_decoder, batch_tokens):
         ids = torch.tensor([0, *window[:-1]])[None]
         logits = model(ids)[0].double()
         expected += F.cross_entropy(logits, torch.from_numpy(window), reduction="none").detach() / 3
-    got = losses_by_position(model, windows, 0, batch_tokens)
+    got = by_position(model, windows, batch_tokens)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_buckets_average_their_positions():
-    edges, means = by_bucket(torch.arange(5, dtype=torch.float64), 2)
-    assert edges == (0, 2, 4, 5)
-    assert means == (0.5, 2.5, 4.0)
+    assert mean_loss(model, windows, 0, batch_tokens) == pytest.approx(expected.mean().item())
 
 
 def as_read(model, window, position, first):
@@ -98,8 +91,9 @@ def as_read(model, window, position, first):
     return F.cross_entropy(logits, torch.tensor(window[position])).item()
 
 
-def by_position(model, windows, batch_tokens, reads):
-    return mean_losses(losses_of_batches(model, windows, 0, batch_tokens, reads=reads), 1)[0]
+def by_position(model, windows, batch_tokens, reads=None):
+    batches = losses_of_batches(model, windows, 0, batch_tokens, reads=reads)
+    return torch.cat(list(batches)).double().mean(dim=0)
 
 
 @torch.no_grad()
@@ -125,7 +119,7 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
 
 def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
     model, windows = tiny_decoder(), counted_up(100).windows(np.array([0, 17]), 12)
-    whole = losses_by_position(model, windows, 0, 100)
+    whole = by_position(model, windows, 100)
     for reads in (12, 99):
         assert torch.equal(by_position(model, windows, 100, reads), whole)
 
@@ -153,7 +147,7 @@ def test_nothing_that_is_computed_is_quadratic(tiny_decoder, layers):
     for length in (1024, 2048):
         windows = counted_up(5000).windows(np.array([0]), length)
         with LargestTensor() as largest:
-            losses_by_position(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
+            mean_loss(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
         sizes.append(largest.elements)
     assert sizes[1] <= 2 * sizes[0]
 

@@ -25,7 +25,6 @@ from trainer.evaluation.method_config import (
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
-    part_problems,
 )
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.store import Store
@@ -59,7 +58,7 @@ def layout_of(name, fitting, factor, config=CONFIG):
 
 
 def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
-    assert {name for name, part in MAKERS.items() if part.fits(CONFIG, 2.0)} == set(ON_TEXT)
+    assert {name for name, part in MAKERS.items() if set(part.fits(CONFIG, 2.0))} == set(ON_TEXT)
 
 
 @pytest.mark.parametrize("name", NEED_A_FACTOR)
@@ -138,37 +137,18 @@ def test_dropping_keeps_a_temperature_that_was_trained(fitting):
     assert dropped.temperature.coefficient == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "cos"),
-    [
-        ("drop", 1.0),
-        ("drop_channels", 0.0),
-        ("drop_channels+yarn", 0.0),
-        ("dynamic_yarn+drop_channels", 0.0),
-    ],
-)
 @pytest.mark.parametrize("encoding", ["rope", "half_rope", "p_rope"])
-def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name, cos):
-    """Scores in numpy with a table of that cosine and of sine 0 at every position."""
+def test_dropped_scores_are_products_without_rotation(fitting, encoding):
     have = fitting(layers=[encoding])
-    (trained,) = have.model.layout.spectra
     layers = []
-    with have.model.using(layout_of(name, have, 2.0)):
+    with have.model.using(layout_of("drop", have, 2.0)):
         capture(have.model, torch.arange(40)[None] % 50, layers.append)
     for layer in layers:
         q, k = (np.repeat(x[0].double().numpy(), 4 // x.shape[1], 0) for x in (layer.q, layer.k))
-        pairs, sin = trained.rotary_dim // 2, 0.0
-
-        def encoded(x, pairs=pairs, sin=sin):
-            first, second, others = np.split(x, [pairs, 2 * pairs], axis=-1)
-            turned = first * cos - second * sin, second * cos + first * sin
-            return np.concatenate([*turned, others], axis=-1)
-
-        expected = encoded(q) @ encoded(k).swapaxes(1, 2)
+        expected = q @ k.swapaxes(1, 2)
         keys = layer.rotated_k[0].repeat_interleave(4 // layer.k.shape[1], dim=0)
         result = layer.rotated_q[0] @ keys.mT
         np.testing.assert_allclose(result.numpy(), expected, atol=1e-5)
-    assert (np.abs(expected).max() == 0) == (cos == 0 and encoding != "half_rope")
 
 
 @pytest.mark.parametrize("name", ["weighted_rope+temperature", "dope+temperature"])
@@ -184,14 +164,6 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
     result = layout_of(name, fitting(), 2.0, config)
     assert any(layer.intervention is not None for layer in result.layers)
     assert {s.temperature.coefficient for s in result.spectra} <= {0.0, LARGEST_TRIED}
-
-
-def test_a_model_without_rotation_has_no_rescaling(fitting):
-    layout = fitting(layers=["nope"]).model.layout
-    why = "has no rotation, so there is nothing to do for {}"
-    assert recipe("yarn", layout, CONFIG) == (why, "YaRN")
-    assert recipe("dope+temperature", layout, CONFIG) == (why, "DoPE")
-    assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
 
 
 @pytest.mark.parametrize(
@@ -212,45 +184,6 @@ def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
         stretch = RESCALINGS[name](spectrum.inv_freq, 32)
         slowed = stretch.frequencies(spectrum.inv_freq, 2.0)
         assert all(result.layers[i].spectra[0].inv_freq == slowed for i in changed)
-
-
-@pytest.mark.parametrize("name", ["yarn", "dynamic_pi", "longrope", "temperature_rope_id"])
-def test_windows_within_the_training_length_leave_a_method_nothing_to_do(fitting, name):
-    """RNoPE-SWA rotates in layers with windows alone; Mistral has a window in all of its layers."""
-    rnope_swa = fitting(layers=["rope", "nope"], windows=[16, None]).model.layout
-    mistral = fitting(windows=[16]).model.layout
-    rotation = MAKERS[name].rotation
-    title = MAKERS[name].title
-    for layout, idle in ((rnope_swa, rotation), (mistral, True)):
-        made = recipe(name, layout, CONFIG)
-        assert isinstance(made, Recipe) != idle
-        if idle:
-            assert made == (
-                f"{'rotates' if rotation else 'attends'} only in layers whose window is at most "
-                "the training length of 32 tokens, so there is nothing to do for {} "
-                "(evaluation.layers=all changes them all)",
-                title,
-            )
-        assert isinstance(recipe(name, layout, replace(CONFIG, layers="all")), Recipe)
-    made = recipe(name, rnope_swa, replace(CONFIG, layers=[1]))
-    assert isinstance(made, Recipe) != rotation
-    if rotation:
-        assert "rotates in no layer of evaluation.layers=[1], so" in made[0]
-    made = recipe(name, mistral, CONFIG, layers_key="analysis.layers")
-    assert made[0].endswith("(analysis.layers=all changes them all)")
-
-
-def test_the_key_of_a_cell_has_the_layers_unless_all_change(fitting):
-    """Cells of models without windows, and those that were stored of others with all layers
-    rescaled, keep their keys."""
-    layout = fitting(windows=[16, None]).model.layout
-    settings = {
-        choice: recipe("yarn", layout, replace(CONFIG, layers=layers)).settings
-        for choice, layers in (("default", None), ("all", "all"), ("both", [0, 1]), ("one", [-2]))
-    }
-    assert settings == {"default": {"layers": [1]}, "all": {}, "both": {}, "one": {"layers": [0]}}
-    assert recipe("none", layout, replace(CONFIG, layers=[0])).settings == {}
-    assert recipe("yarn", fitting().model.layout, CONFIG).settings == {}
 
 
 def test_a_window_that_a_method_gives_does_not_keep_it_from_rescaling(fitting):
@@ -287,16 +220,6 @@ def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
         assert have.temperature.get("layers") == expected
 
 
-def test_losses_that_processes_share_are_those_of_the_layers_that_change(fitting):
-    """Stored under a key of their own for every choice of layers."""
-    have = fitting(windows=[16, None])
-    keys = []
-    for layers in (None, "all"):
-        have.losses = lambda settings, values, loss: keys.append(settings) or [0.0] * len(values)
-        layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
-    assert keys[0] != keys[1]
-
-
 @pytest.mark.parametrize("fit", ["sum", "line"])
 def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, fit):
     have = fitting()
@@ -305,91 +228,18 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, 
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
 
 
-def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
-    free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
-    for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
-        layout = fitting(layers=layers).model.layout
-        assert isinstance(recipe("temperature", layout, free), Recipe) == fits
-        made = recipe("temperature", layout, CONFIG)
-        assert isinstance(made, Recipe)
-        assert "models" not in made.settings["temperature"]
-
-
-def test_a_model_that_was_trained_with_a_temperature_keeps_it(fitting):
-    trained = TemperatureConfig(coefficient=1.0, reference=1)
-    layout = fitting(layers=["nope"], temperature=trained).model.layout
-    why = "was trained with logits that follow the length, so there is no place for a {}"
-    assert recipe("temperature", layout, CONFIG) == (why, "temperature")
-    assert recipe("temperature_rope_id", layout, CONFIG) == (why, "RoPE-ID temperature")
-
-
-def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
-    have = fitting(layers=["nope"])
-    config = replace(CONFIG, temperature=replace(CONFIG.temperature, per="query"))
-    first = layout_of("temperature", have, 2.0, config)
-    assert "fitted on validation text" in have.notes[0]
-    (spectrum,) = first.spectra
-    assert have.temperature == {
-        "coefficient": spectrum.temperature.coefficient,
-        "per": spectrum.temperature.per,
-        "lengths": [64],
-        "tokens": 2 * 64,
-        "text": "text",
-        "training_length": 32,
-    }
-    assert spectrum.temperature.per == "query"
-    monkeypatch.setattr(
-        "trainer.evaluation.methods.fit_coefficient",
-        lambda *_: pytest.fail("fitted a second time"),
-    )
-    assert layout_of("temperature", have, 2.0, config) == first
-
-
-@pytest.mark.parametrize(("form", "lengths"), [("sum", "64, 96"), ("line", "96")])
-def test_a_fit_that_ends_at_the_largest_value_says_so_whenever_it_is_read(
-    fitting, monkeypatch, form, lengths
-):
-    asked = []
-
-    def fit(fitting, tempered_with, windows, grid, key):
-        asked.append([*windows])
-        return LARGEST_TRIED if 96 in windows else 0.5
-
-    monkeypatch.setattr("trainer.evaluation.methods.fit_coefficient", fit)
-    have = fitting(layers=["nope"])
-    have.text = replace(have.text, windows={n: np.zeros((2, n), int) for n in (64, 96)})
-    settings = TemperatureSettings(grid=[0.0, 0.5], models="all", fit=form, lengths=[2.0, 3.0])
-    for _ in range(2):
-        have.notes.clear()
-        layout_of("temperature", have, 2.0, replace(CONFIG, temperature=settings))
-        assert have.notes[1:] == [
-            f"at {lengths} tokens the largest coefficient tried fits best, so that a larger one "
-            "may fit better"
-        ]
-    assert asked == ([[64], [96]] if form == "line" else [[64, 96]])
-
-
-def test_a_single_coefficient_is_noted_as_given(fitting):
-    have = fitting(layers=["nope"])
-    config = replace(CONFIG, temperature=TemperatureSettings(grid=[0.3]))
-    layout_of("temperature", have, 2.0, config)
-    assert have.temperature["coefficient"] == 0.3
-    assert have.notes == ["logits times 1 + 0.3 ln s, as given"]
-
-
 def test_published_factors_are_taken_as_they_are(fitting, tmp_path):
     """In short sequences too; nothing is read, and the choice is the file's content."""
     path = tmp_path / "factors.json"
     path.write_text(json.dumps({"short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}))
     have, config = fitting(), replace(CONFIG, longrope=LongRopeSettings(factors=str(path)))
-    have.read = lambda *_: pytest.fail("read something")
     (before,) = have.model.layout.spectra
     for factor, length, divisors in ((1.0, 32, [1, 1, 2, 2]), (2.0, 64, [1, 2, 3, 4])):
         (spectrum,) = layout_of("longrope", have, factor, config).at(length).spectra
         expected = np.array(before.inv_freq) / divisors
         np.testing.assert_allclose(spectrum.inv_freq, expected)
     made = recipe("longrope", have.model.layout, config)
-    assert made.fits(2.0) == {}
+    assert made.fits(2.0) == set()
     path.write_text(json.dumps({"short_factor": [1] * 4, "long_factor": [1] * 4}))
     assert recipe("longrope", have.model.layout, config).settings != made.settings
     path.write_text(json.dumps({"short_factor": [1] * 3, "long_factor": [1] * 3}))
@@ -424,21 +274,6 @@ def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
     assert have.notes[0] == (
         f"{count} pairs of queries and keys, chosen on 2 texts of 64 tokens (validation)"
     )
-
-
-def test_the_sequences_of_a_fit_at_another_length_are_counted_before_it(fitting):
-    layout = fitting().model.layout
-    config = replace(CONFIG, choice=ChoiceSettings(length=4.0), fit_windows=2)
-    assert recipe("dope", layout, config).fits(2.0) == {4.0: 2}
-    assert recipe("yarn+dope", layout, config).fits(1.0) == {4.0: 2}
-    tried = CONFIG.longrope.evaluations
-    assert recipe("longrope+dope", layout, config).fits(2.0) == {2.0: tried, 4.0: tried + 2}
-    once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]), fit_windows=2)
-    assert recipe("temperature", layout, once).fits(8.0) == {2.0: 4}
-    assert recipe("temperature", layout, once).fits(1.0) == {}
-    # A temperature that is fitted at another length chooses what comes before it there, too.
-    assert recipe("dope+temperature", layout, once).fits(8.0) == {2.0: 4 + 2, 8.0: 2}
-    assert recipe("temperature+dope", layout, once).fits(8.0) == {2.0: 4, 8.0: 2}
 
 
 @pytest.mark.parametrize("fit", ["sum", "line"])
@@ -490,14 +325,69 @@ def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     assert len(chosen) == 1
 
 
-def test_unknown_names_are_reported_with_the_nearest():
-    assert part_problems("none") == []
-    assert [*map(str, part_problems("yarm+dope"))] == [
-        "evaluation.methods: unknown method 'yarm'. Did you mean 'yarn'?"
-    ]
+def test_methods_that_cannot_change_a_model_say_why(fitting):
+    """RNoPE-SWA rotates in layers with windows alone; Mistral has a window in all of its layers."""
+    trained = TemperatureConfig(coefficient=1.0, reference=1)
+    free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
+    nope, mistral = {"layers": ["nope"]}, {"windows": [16]}
+    rnope_swa = {"layers": ["rope", "nope"], "windows": [16, None]}
+    for name, encoding, config, why in (
+        ("yarn", nope, CONFIG, "no rotation"),
+        ("dope+temperature", nope, CONFIG, "no rotation"),
+        ("temperature", nope, free, None),
+        ("temperature", {"layers": ["alibi"]}, free, "has positions"),
+        ("temperature", {"layers": ["alibi"]}, CONFIG, None),
+        ("temperature", nope | {"temperature": trained}, CONFIG, "follow the length"),
+        ("temperature_rope_id", nope | {"temperature": trained}, CONFIG, "follow the length"),
+        ("yarn", mistral, CONFIG, "no such layer"),
+        ("yarn", rnope_swa, CONFIG, "no such layer"),
+        ("yarn", rnope_swa, replace(CONFIG, layers=[1]), "no such layer"),
+        ("yarn", rnope_swa, replace(CONFIG, layers="all"), None),
+        ("temperature", rnope_swa, CONFIG, None),
+        ("temperature", mistral, CONFIG, "no such layer"),
+    ):
+        made = recipe(name, fitting(**encoding).model.layout, config)
+        assert isinstance(made, Recipe) if why is None else why in made
 
 
-@pytest.mark.parametrize("name", ["pi+pi", "none+yarn"])
-def test_a_part_twice_is_a_mistake(name):
-    (problem,) = part_problems(name)
-    assert str(problem).startswith(f"evaluation.methods: {name!r} does one thing twice")
+def test_settings_have_the_layers_that_change(fitting):
+    layout = fitting(windows=[16, None]).model.layout
+    for layers, expected in ((None, [1]), ("all", [0, 1]), ([-2], [0])):
+        made = recipe("yarn", layout, replace(CONFIG, layers=layers))
+        assert made.settings == {"layers": expected}
+    assert recipe("none", layout, replace(CONFIG, layers=[0])).settings == {}
+
+
+def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
+    have = fitting(layers=["nope"])
+    config = replace(CONFIG, temperature=replace(CONFIG.temperature, per="query"))
+    first = layout_of("temperature", have, 2.0, config)
+    (spectrum,) = first.spectra
+    c = spectrum.temperature.coefficient
+    assert have.notes[-1] == f"logits times 1 + {c:.3g} ln s"
+    assert have.temperature == {
+        "coefficient": c,
+        "per": "query",
+        "lengths": [64],
+        "tokens": 2 * 64,
+        "text": "text",
+        "training_length": 32,
+        "layers": None,
+    }
+    monkeypatch.setattr(
+        "trainer.evaluation.methods.fit_coefficient",
+        lambda *_: pytest.fail("fitted a second time"),
+    )
+    assert layout_of("temperature", have, 2.0, config) == first
+
+
+def test_the_lengths_that_fits_read_are_known_before_them(fitting):
+    layout = fitting().model.layout
+    config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
+    assert recipe("dope", layout, config).fits(2.0) == {4.0}
+    assert recipe("longrope+dope", layout, config).fits(2.0) == {2.0, 4.0}
+    once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]))
+    assert recipe("temperature", layout, once).fits(8.0) == {2.0}
+    assert recipe("temperature", layout, once).fits(1.0) == set()
+    # A temperature that is fitted at another length chooses what comes before it there, too.
+    assert recipe("dope+temperature", layout, once).fits(8.0) == {2.0, 8.0}

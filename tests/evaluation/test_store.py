@@ -1,24 +1,17 @@
-"""Keys, stored results and claims of processes."""
+"""Keys and stored results."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import time
 from dataclasses import dataclass, field, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.common.errors import UserError
 from trainer.data.needles import Trials
-from trainer.evaluation import store as store_module
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.store import Claims, Share, Store, all_fields, fingerprint
+from trainer.evaluation.store import Store, all_fields, fingerprint
 
 
 @dataclass(frozen=True)
@@ -30,10 +23,8 @@ class Asked:
 
 def test_a_key_has_every_field_but_those_that_are_named():
     assert all_fields(Asked()) == {"first": 1, "second": "a", "inner": {}}
-    assert all_fields(Asked(), {"inner": "a reason"}) == {"first": 1, "second": "a"}
-    assert all_fields({"a": 1, "b": 2}, {"b": "a reason", "c": "of another version"}) == {"a": 1}
-    with pytest.raises(ValueError, match="Asked has no field thrid"):
-        all_fields(Asked(), {"thrid": "a field that was renamed"})
+    assert all_fields(Asked(), ["inner"]) == {"first": 1, "second": "a"}
+    assert all_fields({"a": 1, "b": 2}, ["b", "c"]) == {"a": 1}
 
 
 A = np.arange(6)
@@ -162,99 +153,24 @@ def test_a_failure_stores_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_number_that_json_lacks_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="JSON"):
-        Store(tmp_path).get("cell", {}, lambda: float("nan"))
-
-
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])
-def test_a_damaged_file_is_computed_again(tmp_path, content, caplog):
+def test_a_damaged_file_is_computed_again(tmp_path, content):
     store, path = Store(tmp_path), Store(tmp_path).path("cell", {"a": 1})
     store.get("cell", {"a": 1}, lambda: 2)
     path.write_bytes(content)
-    assert not store.has("cell", {"a": 1})
     assert store.get("cell", {"a": 1}, lambda: 3) == 3
     assert store.get("cell", {"a": 1}, lambda: 4) == 3
-    message = f"{path} is damaged; what it held is measured again"
-    assert [record.getMessage() for record in caplog.records] == [message]
 
 
-def test_a_changed_file_is_computed_again(tmp_path, caplog):
-    store, path = Store(tmp_path), Store(tmp_path).path("cell", {})
-    store.get("cell", {}, lambda: {"scores": [1.0, 0.5]})
-    path.write_text(path.read_text().replace("0.5", "1.0"))
-    assert not store.has("cell", {})
-    assert len(caplog.messages) == 1
-    assert store.get("cell", {}, lambda: 3) == 3
-
-
-def test_pieces_have_a_format_and_those_of_before_have_the_first(tmp_path):
+def test_waiting_ends_when_all_results_are_stored(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    store.get("cell", {"a": 1}, lambda: 2)
-    path = store.path("cell", {"a": 1})
-    piece = json.loads(path.read_bytes())
-    assert piece.pop("format") == 1
-    del piece["sha256"]
-    path.write_text(json.dumps(piece))
-    assert store.get("cell", {"a": 1}, lambda: 3) == 2
-    path.write_text(json.dumps(piece | {"format": 2}))
-    with pytest.raises(UserError, match=r"output: .* has format 2, .*choose another output"):
-        store.get("cell", {"a": 1}, lambda: 3)
-
-
-def test_a_job_is_claimed_once_in_an_attempt(tmp_path):
-    first, second = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
-    assert [first.take("cell", {"x": 1}), second.take("cell", {"x": 1})] == [True, False]
-    assert [second.take("cell", {"x": 2}), first.take("part", {"x": 2})] == [True, True]
-    assert not first.take("cell", {"x": 2})
-
-
-def test_claims_of_an_earlier_attempt_mean_nothing_and_are_removed_after_a_day(tmp_path):
-    Claims(tmp_path, Share(0, 2, "killed")).take("cell", 1)
-    other = Claims(tmp_path, Share(1, 2, "beside"))  # another evaluation into the same store
-    yesterday = time.time() - 86500
-    os.utime(tmp_path / "claims-killed", (yesterday, yesterday))
-    later = Claims(tmp_path, Share(0, 2, "restarted"))
-    assert later.take("cell", 1)
-    assert other.take("cell", 1)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["claims-beside", "claims-restarted"]
-
-
-def test_one_process_claims_everything_and_writes_nothing(tmp_path):
-    claims = Claims(tmp_path, Share())
-    assert claims.take("cell", 1)
-    claims.leave()
-    claims.wait_for_others()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_first_waits_for_the_others_and_says_how_long_all_were_idle(
-    tmp_path, monkeypatch, caplog
-):
-    """On a clock by hand: both begin at 0, the first works for 8 s, the other for 9 - 3 s."""
-    clock = SimpleNamespace(now=0.0, looks=0)
-    monkeypatch.setattr(store_module, "POLL", 1.0)
-    monkeypatch.setattr(store_module.time, "perf_counter", lambda: clock.now)
-    first, other = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
+    keys = [("part", {"n": n}) for n in range(3)]
+    waits = []
 
     def sleep(seconds):
-        assert seconds == 1.0
-        clock.looks += 1
-        if clock.looks == 5:
-            clock.now = 9.0
-            other.leave()
-            clock.now = 10.0
+        store.get(*keys[len(waits)], lambda: 1)
+        waits.append(seconds)
 
-    monkeypatch.setattr(store_module.time, "sleep", sleep)
-    for _ in range(3):
-        other.pause()
-    clock.now = 8.0
-    first.leave()
-    caplog.set_level(logging.INFO, logger=store_module.__name__)
-    first.wait_for_others()
-    assert [record.getMessage() for record in caplog.records] == [
-        "1 of the other processes are still at work",
-        "2 processes evaluated for 10.0 s and were idle for 30% of it (at work: 8.0, 6.0 s)",
-    ]
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("trainer.evaluation.store.time.sleep", sleep)
+    store.wait_for(keys)
+    assert len(waits) == 3

@@ -1,21 +1,19 @@
 """Rows, references and means over tasks."""
 
 import math
-from unittest.mock import Mock
 
 import pytest
 
 from tests.report.examples import cell, report, statements
-from trainer.evaluation import outcomes as module
-from trainer.evaluation.outcomes import Outcomes, Sample, natural
+from trainer.evaluation.outcomes import Outcomes, Sample
 from trainer.evaluation.statistics import wilson_interval
 from trainer.report.tables import tables
 
 
-def samples(cells, label=None):
+def samples(cells):
     """The independent scores of cells, each of a task of its own."""
     tasks = [made.task for made in cells]
-    return Outcomes(report(*cells)).samples(("RoPE", "none"), tasks, 2048, label)
+    return Outcomes(report(*cells)).samples(("RoPE", "none"), tasks, 2048)
 
 
 def test_rows_follow_the_models_cells_and_the_reports_methods():
@@ -132,39 +130,6 @@ def test_means_of_equal_sum_over_tasks_are_a_tie():
     assert (held.better, held.worse) == (0, 0)
 
 
-def test_trials_are_selected_by_a_part_of_their_label():
-    made = cell([0.1, 0.2, 0.3], labels=("qa|0–4K", "qa|4–8K", "code|0–4K"))
-    assert samples([made], (0, "qa")) == [Sample((0.1, 0.2), 2)]
-    assert samples([made], (1, "0–4K")) == [Sample((0.1, 0.3), 2)]
-    assert samples([made]) == [Sample((0.1, 0.2, 0.3), 3)]
-    assert samples([made], (0, "law")) == []
-
-
-def test_trials_of_a_text_count_as_their_mean():
-    made = cell([1.0, 0.0, 0.5, 1.0, 1.0], groups=(0, 0, 1, 1, 2), labels=("a", "b", "a", "b", "a"))
-    assert samples([made]) == [Sample((0.5, 0.75, 1.0), 5)]
-    assert samples([made], (0, "a")) == [Sample((1.0, 0.5, 1.0), 3)]
-
-
-def test_tables_split_the_labels_of_a_cell_once_for_each_part(monkeypatch):
-    """Not once for each value, row and comparison."""
-    labels, scores = [f"{n % 5}|{n % 4}" for n in range(40)], [n / 40 for n in range(40)]
-    methods = ("none", "yarn", "pi")
-    made = report(*(cell(scores, method=method, labels=labels) for method in methods))
-    split = Mock(side_effect=module.parts)
-    monkeypatch.setattr(module, "parts", split)
-    assert len(tables(made)) == 3
-    assert split.call_count == len(methods) * 2 * 40
-
-
-def test_a_mean_by_label_needs_all_tasks():
-    tasks, labels = ["multi_key", "multi_value"], ("a", "b")
-    cells = [cell([1.0, 0.5], task=task, labels=labels) for task in tasks]
-    index = Outcomes(report(*cells, cell([1.0, 0.5], "DroPE", labels=labels)))
-    assert index.estimate(("RoPE", "none"), tasks, 2048, (0, "b")).mean == 0.5
-    assert index.estimate(("DroPE", "none"), tasks, 2048, (0, "b")) is None
-
-
 def test_depths_of_a_text_make_no_arrow_and_no_narrow_interval():
     """Eight texts at eleven depths, five of them won at every depth and three lost."""
     groups = tuple(text for text in range(8) for _ in range(11))
@@ -200,12 +165,6 @@ def test_a_score_at_chance_at_every_depth_of_few_texts_has_no_effective_length()
     cells = (cell(scores, task="statements", length=n, groups=groups) for n in (1024, 2048))
     outcomes = Outcomes(report(*cells, task={"chance_listed": 0.25}))
     assert outcomes.effective_length(("RoPE", "none"), ["statements"]).text == "none"
-
-
-def test_buckets_are_sorted_by_their_numbers():
-    buckets = ["16–32K", "4–8K", "8–16K", "0–4K"]
-    assert sorted(buckets, key=natural) == ["0–4K", "4–8K", "8–16K", "16–32K"]
-    assert sorted(["0K", "code", "a2", "a10"], key=natural) == ["a2", "a10", "code", "0K"]
 
 
 def test_a_result_holds_retrieval_and_loss_of_a_row_at_a_length():

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
-from scipy.stats import t as student
 
 from trainer.evaluation.statistics import (
     Comparison,
     Estimate,
-    _student_quantile,
     average,
     change,
     effective_trials,
@@ -147,13 +145,6 @@ def test_equal_fractions_have_the_interval_of_as_many_trials(n):
     result = estimate([0.25] * n)
     assert (result.mean, result.low, result.high) == (0.25, *wilson_interval(n / 4, n))
     assert result.low < 0.25 < result.high
-
-
-def test_few_pairs_widen_an_interval_by_students_quantiles():
-    for n in (2, 6, 29):
-        assert _student_quantile(n - 1) == pytest.approx(student.ppf(0.975, n - 1), rel=0.01)
-    only = change([3.0], [2.0])
-    assert (only.low, only.high) == (only.mean, only.mean)
 
 
 def test_no_scores_are_refused():

@@ -1,39 +1,138 @@
-"""The evaluation loop over cells of model, method, task and length, each stored when finished.
+"""The evaluation loop: a cell for each model, method, length and task.
 
-All models and methods are measured on the same trials. A long cell is measured in parts, each
-stored as well; an interrupted evaluation resumes, and several processes share the parts.
+All models and methods are measured on the same trials. A long cell is measured in parts. Each part
+is stored when it is finished, so that an interrupted evaluation resumes. With several processes,
+each takes every n-th part.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.measurements import Reading
-from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.measurements import Measurement, Reading
+from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.outcomes import AS_IS
-from trainer.evaluation.plan import (
-    AS_IS_KEY,
-    Job,
-    PlannedCell,
-    Subject,
-    by_method,
-    cell_jobs,
-    choice_key,
-    plan_jobs,
-)
+from trainer.evaluation.passes import Piece
 from trainer.evaluation.results import Cell
-from trainer.evaluation.store import Claims, Share, Store
+from trainer.evaluation.store import Store
+from trainer.model.config import ModelConfig
+from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
+
+PART = {"cpu": 2e10, "cuda": 3e15}
+"""Operations of a part of a cell, by device: less than a second on a core, and seconds to half a
+minute on a GPU. This bounds what an interruption loses."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is not in memory yet; ``load`` reads it directly onto the device.
+
+    ``fingerprint`` changes with its weights and the precision of the computation. ``native``:
+    whether this package's decoder computes it. ``device``: type of its device, "cpu" or "cuda".
+    """
+
+    name: str
+    fingerprint: str
+    config: ModelConfig
+    layout: Layout
+    load: Callable[[], LanguageModel]
+    native: bool = True
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """Model, method, task and length of a cell to measure. ``key``: all inputs of its result."""
+
+    subject: Subject
+    recipe: Recipe
+    task: Measurement
+    length: int
+    key: dict[str, Any]
+
+    @property
+    def factor(self) -> float:
+        """The length in training lengths."""
+        return self.length / self.subject.layout.training_length
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether the method reads held-out text for this length."""
+        return bool(self.recipe.fits(self.factor))
+
+    @cached_property
+    def parts(self) -> list[tuple[Piece, dict[str, Any]]]:
+        """Parts of the cell with the keys of their results.
+
+        Their number is independent of the number of processes, so that a resumed evaluation can use
+        fewer or more.
+        """
+        sequences, device = self.task.sequences(self.length), self.subject.device
+        work = sequences * forward_flops(self.subject.config, self.subject.layout, self.length)
+        count = max(1, min(math.ceil(work / PART.get(device, PART["cuda"])), sequences))
+        return [(Piece(i, count), {**self.key, "part": [i, count]}) for i in range(count)]
+
+
+def plan_cells(
+    subjects: Sequence[Subject],
+    recipes: dict[str, list[Recipe]],
+    tasks: Sequence[Measurement],
+    lengths: Sequence[int],
+    text: FitText,
+    batch_tokens: int,
+) -> list[PlannedCell]:
+    """Return all cells, ordered by model, method, length (in tokens) and task.
+
+    ``recipes``: the methods that apply to each model, by its name; they are fitted on ``text``.
+    """
+
+    def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
+        fits = recipe.fits(length / subject.layout.training_length)
+        read = text.choice_key if CHOICE in recipe.settings else text.key
+        method = [recipe.key, recipe.settings, read if fits else None]
+        return {
+            "model": subject.fingerprint,
+            "method": [AS_IS] if is_unchanged(subject, recipe, length) else method,
+            "task": [task.key, task.fingerprint(length)],
+            "length": length,
+            "batches": [batch_tokens, subject.device],  # parts hold whole batches
+        }
+
+    return [
+        PlannedCell(subject, recipe, task, length, key(subject, recipe, length, task))
+        for subject in subjects
+        for recipe in recipes[subject.name]
+        for length in lengths
+        for task in tasks
+    ]
+
+
+def is_unchanged(subject: Subject, recipe: Recipe, length: int) -> bool:
+    """Return whether a method is known to leave a model as it is for sequences of this length.
+
+    Changes for longer ones do not count, such as a temperature beyond C.
+    """
+    factor = length / subject.layout.training_length
+    method = recipe.known_at(factor)
+    if method is None or method.crops(length):
+        return False
+    changed, trained = method.layout_at(factor), subject.layout
+    return changed.acting_at(length) == trained.acting_at(length)
 
 
 @dataclass
@@ -54,228 +153,127 @@ def measure_cells(
     text: FitText,
     store: Store,
     batch_tokens: int,
-    share: Share = Share(),  # noqa: B008
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Measured:
-    """Measure the cells that are not stored yet, and return all cells in the order of ``plans``.
+    """Measure what is not stored yet, and return all cells in the order of ``plans``.
 
-    Several processes share the jobs; only the first one returns results.
+    Processes ``rank`` of ``ranks`` share the work; only the first one returns cells.
     """
-    claims = Claims(store.directory, share)
-    jobs = plan_jobs(plans, batch_tokens)
-    missing = [job for job in jobs if not _is_done(store, job)]
-    stored = sum(store.has("cell", plan.key) for plan in plans)
-    log.info("%s, %d measured before", counted(len(plans), "cell"), stored)
-    total = sum(job.work for job in missing) / share.processes
-    with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
-        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
-        worker.work(missing)
-        if share.index:
-            return Measured()
-        claims.wait_for_others()
-        return worker.collect(plans)
+    parts = {str(key): (plan, key) for plan in plans for _, key in plan.parts}
+    missing = [plan for plan, key in parts.values() if not store.has("part", key)]
+    log.info(
+        "%s in %s, %d of these measured before",
+        counted(len(plans), "cell"),
+        counted(len(parts), "part"),
+        len(parts) - len(missing),
+    )
+    by_subject: dict[str, list[PlannedCell]] = defaultdict(list)
+    for plan in plans:
+        by_subject[plan.subject.name].append(plan)
+    fits: dict[tuple[str, str], Any] = {}
+    total = sum(
+        plan.length * plan.task.sequences(plan.length) / len(plan.parts) for plan in missing
+    )
+    with Progress("Evaluating", max(total / ranks, 1.0), silent=rank > 0) as progress:
+        done = _Done(progress)
+        for of_subject in by_subject.values():
+            fits |= _measure_model(of_subject, text, store, batch_tokens, (rank, ranks), done)
+    if rank:
+        return Measured()
+    store.wait_for(("part", key) for _, key in parts.values())
+    measured = Measured([_cell(plan, store) for plan in plans])
+    for (name, method), fit in fits.items():
+        measured.notes += fit["notes"]
+        if fit["temperature"] is not None and method == "temperature":
+            measured.temperature[name] = fit["temperature"]
+    return measured
 
 
-@dataclass
-class _Worker:
-    """One process, which runs jobs with one model in memory at a time."""
-
-    text: FitText
-    store: Store
-    batch_tokens: int
-    claims: Claims
-    counter: _Counter
-    model: LanguageModel | None = None
-    subject: Subject | None = None
-    methods: dict[Recipe, tuple[Method, Fitting]] = field(default_factory=dict)
-
-    def work(self, jobs: Sequence[Job]) -> None:
-        """Run jobs that no other process has claimed, until none remains."""
-        remaining = self._in_order(jobs)
-        while remaining:
-            waiting = []
-            for job in remaining:
-                if not self._is_ready(job):
-                    waiting.append(job)
-                elif self.claims.take(job.kind, job.key) and not _is_done(self.store, job):
-                    self._do(job)
-            if len(waiting) == len(remaining):  # another process is still fitting
-                if waiting[0].method[1].fit_is_shared:
-                    self._method(waiting[0].plans)
-                if not self._is_ready(waiting[0]):
-                    self.claims.pause()
-            remaining = waiting
-        self.claims.leave()
-
-    def collect(self, plans: Sequence[PlannedCell]) -> Measured:
-        """Return all cells and the notes of their fits from the store."""
-        results = Measured()
-        for method in by_method(plans):
-            name, recipe = method[0].subject.name, method[0].recipe
-            for plan in method:
-                # Cells are stored by content, so a stored one may have another method's name.
-                # Cells of earlier versions have no groups.
-                cell = Cell.from_dict(self._cell(method, plan))
-                unchanged = recipe.key != AS_IS and plan.is_unchanged
-                results.cells.append(
-                    replace(
-                        cell,
-                        model=name,
-                        method=recipe.key,
-                        unchanged=unchanged,
-                        groups=plan.task.groups(plan.length),
-                    )
-                )
-            if not any(plan.fits for plan in method):
-                continue
-            choice = self._choice(method)
-            results.notes += [f"{name}, {recipe.title}: {note}" for note in choice["notes"]]
-            if choice["temperature"] is not None and recipe.key == "temperature":
-                results.temperature[name] = choice["temperature"]
-        return results
-
-    def _in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs sorted by model.
-
-        With several processes, fits come first, because cells wait for them. A model's longest
-        jobs come first, so that all processes end at about the same time.
-        """
-        if self.claims.share.processes == 1:
-            return list(jobs)
-        models = list(dict.fromkeys(job.method[0].name for job in jobs))
-        return sorted(
-            jobs,
-            key=lambda job: (job.plan is not None, models.index(job.method[0].name), -job.work),
-        )
-
-    def _is_ready(self, job: Job) -> bool:
-        """Return whether the method of a job's cell has been fitted."""
-        needs_fit = job.plan is not None and any(plan.fits for plan in job.plans)
-        return not needs_fit or self.store.has("choice", choice_key(job.plans))
-
-    def _do(self, job: Job) -> None:
-        if job.plan is None:
-            self._choice(job.plans)
-        elif job.kind == "cell":
-            self._cell(job.plans, job.plan)
-        else:
-            self._part(job)
-            parts = cell_jobs(job.plans, job.plan, self.batch_tokens)
-            is_complete = all(self.store.has(part.kind, part.key) for part in parts)
-            # Claim it: several processes may see the last part finish.
-            if is_complete and self.claims.take("whole", job.plan.key):
-                self._cell(job.plans, job.plan)
-
-    def _choice(self, plans: tuple[PlannedCell, ...]) -> dict[str, Any]:
-        """Return the notes of a method's fit and its temperature; fit it if they are not stored."""
-
-        def fit() -> dict[str, Any]:
-            method, fitting = self._method(plans)
-            for plan in plans:
-                method.layout_at(plan.factor)
-            return {"notes": fitting.notes, "temperature": fitting.temperature}
-
-        choice: dict[str, Any] = self.store.get("choice", choice_key(plans), fit)
-        return choice
-
-    def _cell(self, plans: tuple[PlannedCell, ...], plan: PlannedCell) -> dict[str, Any]:
-        """Return a cell; if it is not stored, measure it or combine its parts."""
-        jobs = cell_jobs(plans, plan, self.batch_tokens)
-        make = partial(self._measured, plan, jobs)
-        cell: dict[str, Any] = self.store.get("cell", plan.key, make)
-        if len(jobs) > 1:
-            for job in jobs:
-                self.store.remove(job.kind, job.key)
-        return cell
-
-    def _measured(self, plan: PlannedCell, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Measure a cell in one or several parts, and return its stored form."""
-        if len(jobs) == 1:
-            method, fitting = self._method(jobs[0].plans)
-            is_unchanged = method.layout_at(plan.factor) == fitting.model.layout
-            as_is = {**plan.key, "method": AS_IS_KEY}
-            if is_unchanged and not method.crops(plan.length) and self.store.has("cell", as_is):
-                # The fitted method changes nothing at this length: take the unchanged cell.
-                self.counter.add(plan, plan.length, plan.task.sequences(plan.length))
-                as_is_cell: dict[str, Any] = self.store.get("cell", as_is, dict)
-                return as_is_cell
-        seconds = []
-
-        def parts() -> Iterator[dict[str, Any]]:  # holds one part in memory at a time
-            for job in jobs:
-                part = self._part(job)
-                seconds.append(part["seconds"])
-                yield part
-
-        fields = plan.task.cell(plan.length, parts())
-        names = plan.subject.name, plan.recipe.key, plan.task.key
-        total = round(sum(seconds), 3)
-        return Cell(*names, plan.length, plan.factor, **fields, seconds=total).to_dict()
-
-    def _part(self, job: Job) -> dict[str, Any]:
-        """Return a part of a cell; measure it if it is not stored.
-
-        The only part of a cell is not stored, since the cell itself is.
-        """
-        plan = job.plan
-        assert plan is not None
-
-        def measure() -> dict[str, Any]:
-            method, fitting = self._method(job.plans)
-            done = partial(self.counter.add, plan, plan.length)
-            reads = method.reads if method.crops(plan.length) else None
-            reading = Reading(fitting.model, plan.length, reads, self.batch_tokens, done, job.piece)
-            began = time.perf_counter()
-            with reading.model.using(method.layout_at(plan.factor)):
-                results = plan.task.read(reading)
-            return {**results, "seconds": time.perf_counter() - began}
-
-        if job.kind == "cell":
-            return measure()
-        part: dict[str, Any] = self.store.get(job.kind, job.key, measure)
-        return part
-
-    def _method(self, plans: Sequence[PlannedCell]) -> tuple[Method, Fitting]:
-        """Return a method on its model; load the model if another one is in memory."""
-        subject, recipe = plans[0].subject, plans[0].recipe
-        model = self._loaded(subject)
-        if recipe not in self.methods:
-            fitting = Fitting(
-                model,
-                subject.fingerprint,
-                self.text,
-                self.store,
-                self.batch_tokens,
-                lambda sequences, length: self.counter.add(plans[0], length, sequences),
-                claims=self.claims,
-            )
-            self.methods[recipe] = recipe.make(fitting), fitting
-        return self.methods[recipe]
-
-    def _loaded(self, subject: Subject) -> LanguageModel:
-        """Return a model. If another one is in memory, free it and load this one."""
-        if self.subject is not subject or self.model is None:
-            self.model = None
-            self.methods.clear()
-            self.model, self.subject = subject.load().eval(), subject
-        return self.model
-
-
-def _is_done(store: Store, job: Job) -> bool:
-    """Return whether the result of a job, or its whole cell, is stored."""
-    if job.plan is not None and store.has("cell", job.plan.key):
-        return True
-    return job.kind != "cell" and store.has(job.kind, job.key)
-
-
-class _Counter:
-    """Count of operations and tokens for the progress bar."""
+class _Done:
+    """Count of tokens for the progress bar."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress, self.work, self.tokens = progress, 0.0, 0
+        self.progress, self.tokens = progress, 0
         progress.advance_to(0)
 
-    def add(self, plan: PlannedCell, length: int, sequences: int) -> None:
-        """Count sequences of ``length`` tokens that the model of ``plan`` has read."""
-        self.work += sequences * plan.operations(length)
-        self.tokens += sequences * length
-        self.progress.advance_to(self.work, tokens=self.tokens)
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.progress.advance_to(self.tokens, tokens=self.tokens)
+
+
+def _measure_model(
+    plans: Sequence[PlannedCell],
+    text: FitText,
+    store: Store,
+    batch_tokens: int,
+    share: tuple[int, int],
+    done: _Done,
+) -> dict[tuple[str, str], Any]:
+    """Fit the methods of one model, then measure this process's part of its cells.
+
+    Returns the notes and temperatures of fitted methods, by model and method.
+    """
+    rank, ranks = share
+    subject = plans[0].subject
+    loaded: list[LanguageModel] = []
+    methods: dict[str, tuple[Method, Fitting]] = {}
+
+    def method_of(recipe: Recipe) -> tuple[Method, Fitting]:
+        if not loaded:
+            loaded.append(subject.load().eval())
+        if recipe.key not in methods:
+            fitting = Fitting(loaded[0], subject.fingerprint, text, store, batch_tokens)
+            methods[recipe.key] = recipe.make(fitting), fitting
+        return methods[recipe.key]
+
+    def fit(plans: Sequence[PlannedCell]) -> dict[str, Any]:
+        method, fitting = method_of(plans[0].recipe)
+        for plan in plans:
+            method.layout_at(plan.factor)
+        title = f"{subject.name}, {plans[0].recipe.title}"
+        notes = [f"{title}: {note}" for note in dict.fromkeys(fitting.notes)]
+        return {"notes": notes, "temperature": fitting.temperature}
+
+    def measure(plan: PlannedCell, piece: Piece) -> dict[str, Any]:
+        method, fitting = method_of(plan.recipe)
+        reads = method.reads if method.crops(plan.length) else None
+        count: Callable[[int], None] = lambda sequences: done.add(sequences * plan.length)  # noqa: E731
+        reading = Reading(fitting.model, plan.length, reads, batch_tokens, count, piece)
+        began = time.perf_counter()
+        with fitting.model.using(method.layout_at(plan.factor)):
+            result = plan.task.read(reading)
+        return {**result, "seconds": time.perf_counter() - began}
+
+    to_fit: dict[str, list[PlannedCell]] = defaultdict(list)
+    for plan in plans:
+        if plan.needs_fit:
+            to_fit[plan.recipe.key].append(plan)
+    keys = {name: {"cells": [cell.key for cell in cells]} for name, cells in to_fit.items()}
+    for name in [*to_fit][rank::ranks]:
+        store.get("fit", keys[name], partial(fit, to_fit[name]))
+    store.wait_for(("fit", key) for key in keys.values())
+    parts = {
+        json.dumps(key, sort_keys=True, default=str): (plan, piece, key)
+        for plan in plans
+        for piece, key in plan.parts
+    }
+    for plan, piece, key in [*parts.values()][rank::ranks]:
+        store.get("part", key, partial(measure, plan, piece))
+    return {(subject.name, name): store.get("fit", key, dict) for name, key in keys.items()}
+
+
+def _cell(plan: PlannedCell, store: Store) -> Cell:
+    """Return a cell from its stored parts."""
+    parts = [store.get("part", key, dict) for _, key in plan.parts]
+    return Cell(
+        plan.subject.name,
+        plan.recipe.key,
+        plan.task.key,
+        plan.length,
+        plan.factor,
+        **plan.task.cell(plan.length, parts),
+        groups=plan.task.groups(plan.length),
+        seconds=round(sum(part["seconds"] for part in parts), 3),
+        unchanged=plan.recipe.key != AS_IS and is_unchanged(plan.subject, plan.recipe, plan.length),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,9 @@ from torch import Tensor
 
 from trainer.data.held_out import divided
 from trainer.data.order import Integers
-from trainer.evaluation.loss import AnsweredTexts, losses_by_position
-from trainer.evaluation.method_config import SPREAD
-from trainer.evaluation.store import Claims, Store, all_fields, fingerprint
+from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Layout
-
-_NOT_OF_FITS = {
-    "windows": "their sizes stand for them: they end at places that follow from the sizes",
-    "needles": "read by the search for factors alone, whose key has them",
-    "choice": "read by choices alone: see FitText.choice_key",
-    "parts": "follow from the texts and weights, which the fingerprint has",
-}
-"""Fields of the text that the key of a fit leaves out, with the reason."""
 
 
 def spread_evenly(count: int, total: int, parts: Sequence[int] = ()) -> Integers:
@@ -73,26 +62,23 @@ class FitText:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Inputs of a fit other than the model and settings."""
+        """Inputs of a fit other than the model and settings; windows follow from their sizes."""
         sizes = {length: len(windows) for length, windows in self.windows.items()}
-        return {**all_fields(self, _NOT_OF_FITS), "windows": sizes}
+        text = {"fingerprint": self.fingerprint, "first_token": self.first_token}
+        return text | {"windows": sizes, "needles": fingerprint(self.needles)}
 
     @property
     def choice_key(self) -> dict[str, Any]:
         """Inputs of a choice of heads or pairs other than the model and settings."""
-        texts = self.choice
-        if texts is None:
-            return {**self.key, "choice": SPREAD}
-        return {**self.key, "choice": {n: fingerprint(texts[n]) for n in sorted(texts)}}
+        return {**self.key, "choice": self.choice and fingerprint(self.choice)}
 
 
 @dataclass
 class Fitting:
-    """One model, the text to fit on, and the notes of its fits, which are stored.
+    """One model and the text to fit on.
 
-    ``read``: called with the number and length of the sequences that a fit has read. ``notes``:
-    descriptions of the fitted parameters. ``temperature``: the softmax temperature, if fitted.
-    ``claims``: claims of the processes that fit together, if there are several.
+    ``notes``: descriptions of the fitted parameters. ``temperature``: the softmax temperature, if
+    fitted. Fits are kept in ``store``.
     """
 
     model: LanguageModel
@@ -100,10 +86,8 @@ class Fitting:
     text: FitText
     store: Store
     batch_tokens: int
-    read: Callable[[int, int], None] = lambda sequences, length: None
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, Any] | None = None
-    claims: Claims | None = None
 
     def windows_beyond(self, factors: Iterable[float]) -> dict[int, Integers]:
         """Return the windows at all ``factors`` that make more than the training length."""
@@ -114,58 +98,21 @@ class Fitting:
     def ids(self, factor: float, texts: int) -> Tensor:
         """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""
         length = round(factor * self.model.layout.training_length)
-        text = self.text
-        if text.choice is None:
-            ids = text.spread(texts, length)
+        choice = self.text.choice
+        if choice is None:
+            ids = self.text.spread(texts, length)
         else:
-            ids = text.choice[length][spread_evenly(texts, len(text.choice[length]))]
-        self.read(len(ids), length)
+            ids = choice[length][spread_evenly(texts, len(choice[length]))]
         return torch.from_numpy(ids).to(self.model.device)
 
     def stored(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """Return a fit, made once for these weights, this text and these settings."""
-        return self.store.get(kind, self._key(settings), make)
-
-    def _key(self, settings: Any) -> dict[str, Any]:
-        """Return all inputs of a fit."""
-        return {"model": self.fingerprint, **self.text.key, "settings": settings}
-
-    def losses(
-        self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
-    ) -> list[float]:
-        """Return the loss of each value, infinite if it is not a number.
-
-        Processes that fit together share the values, and read the others' losses from the store.
-        """
-
-        def measured(value: float) -> float | None:
-            result = loss(value)
-            return result if math.isfinite(result) else None  # JSON has no NaN
-
-        claims = self.claims
-        if claims is None or claims.share.processes == 1:
-            losses = [measured(value) for value in values]
-        else:
-            keys = {value: {**self._key(settings), "value": value} for value in values}
-            for value, key in keys.items():
-                if claims.take("tried", key):
-                    self.store.get("tried", key, partial(measured, value))
-            for key in keys.values():
-                while not self.store.has("tried", key):
-                    claims.pause()
-            losses = [
-                self.store.get("tried", keys[value], partial(measured, value)) for value in values
-            ]
-        return [math.inf if loss is None else loss for loss in losses]
+        key = {"model": self.fingerprint, **self.text.key, "settings": settings}
+        return self.store.get(kind, key, make)
 
 
 LARGEST_TRIED = 2.0
 """Coefficient at which the search beyond a grid ends; DroPE's own are 0.412 and 0.103."""
-
-
-def goes_beyond(grid: Sequence[float]) -> bool:
-    """Whether :func:`fit_coefficient` may try values beyond the grid; one value is as given."""
-    return len(set(grid)) > 1 and max(grid) < LARGEST_TRIED
 
 
 def is_largest_tried(coefficient: float, grid: Sequence[float]) -> bool:
@@ -173,49 +120,33 @@ def is_largest_tried(coefficient: float, grid: Sequence[float]) -> bool:
     return len(set(grid)) > 1 and coefficient >= max(LARGEST_TRIED, *grid)
 
 
-def fit_coefficient(
-    fitting: Fitting,
-    tempered_with: Callable[[float], Callable[[float], Layout]],
-    windows: Mapping[int, Integers],
-    grid: Sequence[float],
-    settings: Any,
-) -> float:
-    """Return the coefficient c of 1 + c ln s (DroPE, App. C.2) with the least held-out loss.
+def fit_coefficient(loss: Callable[[float], float], grid: Sequence[float]) -> float:
+    """Return the coefficient c of 1 + c ln s (DroPE, App. C.2) of least ``loss``.
 
-    The loss is summed over the lengths. While the largest value is the best, the grid continues up
-    to ``LARGEST_TRIED``, with its last spacing at first and twice the spacing each time. The result
-    is the best value, or the minimum of the parabola through it and its neighbours if its loss is
-    lower.
-
-    ``tempered_with``: maps a coefficient to a function from extension factor to layout.
-    ``windows``: ``[N, length]`` held-out tokens for every length. ``settings``: inputs of the loss
-    of a coefficient besides model and text.
+    While the largest value is the best, the grid continues up to :data:`LARGEST_TRIED`, with its
+    last spacing at first and twice the spacing each time. The result is the best value, or the
+    minimum of the parabola through it and its neighbours if its loss is lower. A grid of one value
+    gives that value.
     """
-    model = fitting.model
-    C = model.layout.training_length
+    tried: dict[float, float] = {}
 
-    def loss(coefficient: float) -> float:
-        layout_at, total = tempered_with(coefficient), 0.0
-        for length, tokens in windows.items():
-            with model.using(layout_at(length / C)):
-                by_position = losses_by_position(
-                    model, tokens, fitting.text.first_token, fitting.batch_tokens
-                )
-            total += by_position.mean().item()
-            fitting.read(*tokens.shape)
-        return total
+    def measure(coefficient: float) -> None:
+        value = loss(coefficient)
+        tried[coefficient] = value if math.isfinite(value) else math.inf
 
     coefficients = sorted(set(grid))
-    tried = dict(zip(coefficients, fitting.losses(settings, coefficients, loss), strict=True))
-    if goes_beyond(coefficients):
-        largest, step = coefficients[-1], coefficients[-1] - coefficients[-2]
-        while largest < LARGEST_TRIED and min(tried, key=lambda c: tried[c]) == largest:
-            largest, step = min(LARGEST_TRIED, largest + step), 2 * step
-            (tried[largest],) = fitting.losses(settings, [largest], loss)
+    if len(coefficients) == 1:
+        return coefficients[0]
+    for coefficient in coefficients:
+        measure(coefficient)
+    largest, step = coefficients[-1], coefficients[-1] - coefficients[-2]
+    while largest < LARGEST_TRIED and min(tried, key=tried.__getitem__) == largest:
+        largest, step = min(LARGEST_TRIED, largest + step), 2 * step
+        measure(largest)
     lowest = _lowest_point(list(tried.items()))
     if lowest is not None and lowest not in tried:
-        (tried[lowest],) = fitting.losses(settings, [lowest], loss)
-    return min(tried, key=lambda coefficient: tried[coefficient])
+        measure(lowest)
+    return min(tried, key=tried.__getitem__)
 
 
 def fit_line(
@@ -225,7 +156,7 @@ def fit_line(
 ) -> float:
     """Fit the line 1 + c ln s to the best scale of each length by least squares, as in YaRN.
 
-    ``best``: returns the coefficient that :func:`fit_coefficient` finds on the given windows.
+    ``best``: returns the coefficient of least loss on the given windows.
     """
     numerator = denominator = 0.0
     for length, tokens in windows.items():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainer.common.errors import UserError
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
-from trainer.evaluation.loss import answer_loss, losses_by_position
+from trainer.evaluation.loss import answer_loss, mean_loss
 from trainer.evaluation.method_config import LongRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
@@ -257,14 +257,10 @@ def fitted_factors(
 
     def text_loss() -> float:
         windows = text.spread(settings.windows, length)
-        fitting.read(*windows.shape)
-        losses = losses_by_position(model, windows, text.first_token, fitting.batch_tokens)
-        return losses.mean().item()
+        return mean_loss(model, windows, text.first_token, fitting.batch_tokens)
 
     def needle_loss() -> float:
-        texts = text.needles[length]
-        fitting.read(*texts.tokens.shape)
-        return answer_loss(model, texts, fitting.batch_tokens)
+        return answer_loss(model, text.needles[length], fitting.batch_tokens)
 
     loss = needle_loss if settings.search == "needles" else text_loss
     with model.using(layout):

@@ -6,9 +6,8 @@ the answer once and asks for it at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -72,25 +71,12 @@ def windows_with_common_ends(
     return {length: of_length(length) for length in lengths}
 
 
-def losses_by_position(
+def mean_loss(
     model: LanguageModel, windows: Integers, first_token: int, batch_tokens: int
-) -> Tensor:
-    """Return the mean loss per position, ``[T]`` float64 nats; see :func:`losses_of_batches`."""
-    return mean_losses(losses_of_batches(model, windows, first_token, batch_tokens), 1)[0]
-
-
-def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of losses ``[B, T]`` at every position, ``[T]``, and of every window on its
-    ``last`` tokens, ``[N]``; float64."""
-    total: Tensor | None = None
-    by_window = []
-    for losses in batches:
-        summed = losses.double().sum(dim=0)
-        total = summed if total is None else total.add_(summed)
-        by_window.append(losses[:, -last:].double().mean(dim=1))
-    assert total is not None
-    of_each = torch.cat(by_window)
-    return total / len(of_each), of_each
+) -> float:
+    """Return the mean loss over windows and positions, in nats; see :func:`losses_of_batches`."""
+    batches = losses_of_batches(model, windows, first_token, batch_tokens)
+    return sum(losses.double().sum().item() for losses in batches) / windows.size
 
 
 @torch.no_grad()
@@ -138,13 +124,6 @@ def losses_of_batches(
             losses.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
         done(len(part))
         yield torch.cat(losses).view(len(part), len(starts), size)[:, stretch, place]
-
-
-def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return mean losses of consecutive buckets of positions, and the buckets' edges."""
-    edges = (*range(0, len(losses), bucket), len(losses))
-    means = tuple(losses[a:b].mean().item() for a, b in pairwise(edges))
-    return edges, means
 
 
 @dataclass(frozen=True)

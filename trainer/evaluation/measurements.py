@@ -3,32 +3,28 @@ text, or any task with prompts."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
-from trainer.evaluation.loss import (
-    by_bucket,
-    losses_of_batches,
-    mean_losses,
-    windows_with_common_ends,
-)
+from trainer.evaluation.loss import losses_of_batches, windows_with_common_ends
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.scoring import Prompt, Task
-from trainer.evaluation.store import all_fields, fingerprint, pack, unpack
+from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
 
@@ -46,23 +42,6 @@ class Reading:
     batch_tokens: int
     done: Done = no_progress
     piece: Piece = WHOLE
-
-
-_NAMES = {
-    "key": "the key of a cell names its task",
-    "title": "a heading, without influence on the measurement",
-}
-_NOT_OF_WINDOWS = {
-    **_NAMES,
-    "windows": "a cell reads only the windows of its length",
-    "last": "resolved for all lengths: see Perplexity._last",
-}
-_NOT_OF_TRIALS = {**_NAMES, "trials": "a cell reads only the trials of its length"}
-_NOT_OF_PROMPTS = {
-    "group": "changes no score: a report takes the groups from the task, not from a stored cell",
-    "classes": "equal in all prompts: hashed once, and not for tasks without classes",
-}
-"""Fields that the fingerprints leave out, with the reason."""
 
 
 class Measurement(ABC):
@@ -101,11 +80,19 @@ class Measurement(ABC):
 
 
 @dataclass
-class WindowLosses(Measurement):
-    """Losses on windows of held-out text, ``[N, length]`` tokens for each length."""
+class Perplexity(Measurement):
+    """Held-out loss by position, and on the last tokens of windows that end at the same places.
+
+    ``windows``: ``[N, length]`` tokens of held-out text for each length. ``last``: number of last
+    tokens that are reported (None: the training length, or the shortest length if that is less).
+    """
 
     windows: dict[int, Integers]
     first_token: int
+    training_length: int
+    last: int | None = None
+    key: str = PERPLEXITY
+    title: str = "Held-out perplexity"
 
     def sequences(self, length: int) -> int:
         """Return the number of windows."""
@@ -115,9 +102,25 @@ class WindowLosses(Measurement):
         """Return one rank's share of the windows."""
         return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
 
+    def fingerprint(self, length: int) -> str:
+        """Return a hash of the windows and the averaged tokens."""
+        windows = self.windows[length]
+        return fingerprint(windows, self._last, self.first_token, self.training_length)
+
+    @property
+    def _last(self) -> int:
+        """Number of last tokens reported, equal for all lengths."""
+        return self.last or min([self.training_length, *self.windows])
+
+    def _edges(self, length: int) -> list[int]:
+        """Return the edges of buckets of half a training length."""
+        return [*range(0, length, max(1, self.training_length // 2)), length]
+
     def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the losses of every window, and the size of each batch."""
-        losses_of = losses_of_batches(
+        """Return for every window its mean losses in buckets of positions, and on the last
+        tokens."""
+        buckets, last = [], []
+        for losses in losses_of_batches(
             reading.model,
             self.windows[reading.length],
             self.first_token,
@@ -125,51 +128,29 @@ class WindowLosses(Measurement):
             reads=reading.reads,
             done=reading.done,
             piece=reading.piece,
-        )
-        batches = list(losses_of)
-        nothing = np.zeros((0, reading.length), np.float32)
-        losses = torch.cat(batches).numpy() if batches else nothing
-        return {"sizes": [len(batch) for batch in batches], "losses": pack(losses)}
-
-
-@dataclass
-class Perplexity(WindowLosses):
-    """Held-out loss by position, and on the last tokens of windows that end at the same places.
-
-    ``last``: number of last tokens that are reported (None: the training length, or the shortest
-    length if that is less).
-    """
-
-    training_length: int
-    last: int | None = None
-    key: str = PERPLEXITY
-    title: str = "Held-out perplexity"
-
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[length], self._last, all_fields(self, _NOT_OF_WINDOWS))
-
-    @property
-    def _last(self) -> int:
-        """Number of last tokens reported, equal for all lengths."""
-        return self.last or min([self.training_length, *self.windows])
+        ):
+            exact = losses.double()
+            columns = [exact[:, a:b].mean(dim=1) for a, b in pairwise(self._edges(reading.length))]
+            buckets += torch.stack(columns, dim=1).tolist()
+            last += exact[:, -self._last :].mean(dim=1).tolist()
+        return {"buckets": buckets, "last": last}
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return mean losses of buckets of half a training length, and on the last tokens."""
-
-        def batches() -> Iterator[Tensor]:  # holds one part in memory at a time
-            for part in parts:
-                yield from torch.from_numpy(unpack(part["losses"])).split(part["sizes"])
-
-        last = self._last
-        losses, by_window = mean_losses(batches(), last)
-        edges, means = by_bucket(losses, max(1, self.training_length // 2))
+        """Return mean losses of buckets, and on the last tokens."""
+        buckets, last = [], []
+        for part in parts:
+            buckets += part["buckets"]
+            last += part["last"]
         return {
-            "edges": edges,
-            "losses": means,
-            "last_loss": losses[-last:].mean().item(),
-            "by_window": tuple(by_window.tolist()),
+            "edges": tuple(self._edges(length)),
+            "losses": tuple(map(_finite, np.mean(buckets, axis=0).tolist())),
+            "last_loss": _finite(float(np.mean(last))),
+            "by_window": tuple(map(_finite, last)),
         }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @dataclass
@@ -211,7 +192,7 @@ class Statements(Measurement):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the trials."""
-        return fingerprint(self.trials[length], all_fields(self, _NOT_OF_TRIALS))
+        return fingerprint(self.trials[length], self.first_token)
 
     def part(self, rank: int, ranks: int) -> Statements:
         """Return one rank's share of the trials."""
@@ -254,8 +235,7 @@ def successes(
     """Return whether each trial's answer is the most likely next token.
 
     Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
-    (at least one trial), so memory is linear in the length. ``done`` receives the number of
-    trials read; ``piece``: the batches to read.
+    (at least one trial), so memory is linear in the length.
     """
     size = sequences_at_once(model, trials.prompts.shape[1], batch_tokens)
     prompts = torch.from_numpy(trials.prompts).split(size)
@@ -314,13 +294,13 @@ class Prompted(Measurement):
 
     def _summarise(self, length: int) -> tuple[int, str, tuple[int, ...]]:
         """Return number, fingerprint and groups of the prompts, to store in place of them."""
-        prompts = [
-            {**all_fields(prompt, _NOT_OF_PROMPTS), "tokens": np.array(prompt.tokens, np.int64)}
-            for prompt in self._prompts(length)
+        prompts = self._prompts(length)
+        inputs = [
+            (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label, p.never_first)
+            for p in prompts
         ]
-        classes = {prompt.classes for prompt in self._prompts(length)} - {()}
-        groups = _numbered(self._prompts(length))
-        return len(prompts), fingerprint(prompts, *sorted(classes)), groups
+        classes = sorted({p.classes for p in prompts})
+        return len(prompts), fingerprint(inputs, classes), _numbered(prompts)
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""

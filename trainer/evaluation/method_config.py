@@ -218,7 +218,7 @@ BY_LAYER = (
 PARTS = (
     *("none", "crop", "window"),
     *BY_LAYER,
-    *("dope", "weighted_rope", "drop", "drop_channels"),
+    *("dope", "weighted_rope", "drop"),
 )
 """Parts of methods, which ``evaluation.methods`` joins by ``+``."""
 
@@ -247,7 +247,7 @@ class MethodsConfig(ABC):
     """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
     dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
     checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop, drop_channels."""
+    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
     fit_windows: Count = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None

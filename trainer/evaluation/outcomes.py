@@ -1,12 +1,13 @@
-"""The cells of a report by row and column, with estimates and comparisons."""
+"""The cells of a report by row and column, with estimates and comparisons, and as rows."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
 
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
 from trainer.evaluation.statistics import (
@@ -16,6 +17,7 @@ from trainer.evaluation.statistics import (
     average,
     effective_length,
     estimate,
+    mean_estimate,
     sign_test,
 )
 
@@ -25,10 +27,6 @@ AS_IS_TITLE = "as is"
 
 Row = tuple[str, str]
 """Model name and method key."""
-Label = tuple[int, str]
-"""Index of a part of the labels and its value: only trials with it count."""
-Texts = dict[int, list[float]]
-"""Scores of the trials of each text, by the text's number."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,15 @@ class Result:
     scores: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Independent scores, one for each text: means over its ``trials`` in a number of ``tasks``."""
+
+    scores: tuple[float, ...]
+    trials: int
+    tasks: int = 1
+
+
 class Outcomes:
     """Index of a report's cells by row, task and length, with their statistics.
 
@@ -60,14 +67,12 @@ class Outcomes:
     def __init__(self, report: Report) -> None:
         self.report = report
         self._cells = {((c.model, c.method), c.task, c.length): c for c in report.cells}
-        self._texts: dict[tuple[Row, str, int, int | None], dict[str, Texts]] = {}
-        self._samples: dict[tuple[Row, tuple[str, ...], int, Label | None], list[Sample]] = {}
-        self._estimates: dict[tuple[Row, tuple[str, ...], int, Label | None], Estimate | None] = {}
         self.models = list(dict.fromkeys(cell.model for cell in report.cells))
         methods = list(dict.fromkeys((*report.methods, *(c.method for c in report.cells))))
         measured = {row for row, _, _ in self._cells}
         self.rows = [(m, k) for m in self.models for k in methods if (m, k) in measured]
         self.methods = [key for key in methods if any(key == method for _, method in self.rows)]
+        self._cached_samples = cache(self._samples)
 
     @cached_property
     def scored(self) -> list[str]:
@@ -121,39 +126,22 @@ class Outcomes:
             return model, AS_IS
         return None if model == self.models[0] else (self.models[0], AS_IS)
 
-    def estimate(
-        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
-    ) -> Estimate | None:
+    def estimate(self, row: Row, tasks: Sequence[str], length: int) -> Estimate | None:
         """Return the unweighted mean over the tasks."""
-        key = (row, tuple(tasks), length, label)
-        if key not in self._estimates:
-            self._estimates[key] = _mean_of(self.samples(*key))
-        return self._estimates[key]
+        return _mean_of(self.samples(row, tasks, length))
 
-    def samples(
-        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
-    ) -> list[Sample]:
+    def samples(self, row: Row, tasks: Sequence[str], length: int) -> list[Sample]:
         """Return the independent scores of the tasks; empty unless all of them were measured.
 
         The score of a text is the mean over its trials. The n-th texts of tasks with the same
         numbers of texts may be the same one by design: all these tasks have a single sample with
-        their means. Tasks without trials of the label do not count.
+        their means.
         """
-        key = (row, tuple(tasks), length, label)
-        if key not in self._samples:
-            cells = [self.cell(row, task, length) for task in tasks]
-            is_whole = all(cell is not None and cell.scores for cell in cells)
-            texts = [self._by_text(row, task, length, label) for task in tasks] if is_whole else []
-            self._samples[key] = _samples(texts)
-        return self._samples[key]
+        return self._cached_samples(row, tuple(tasks), length)
 
-    def _by_text(self, row: Row, task: str, length: int, label: Label | None) -> Texts:
-        """Return the scores of each text that has trials with the label."""
-        index, value = label or (None, "")
-        key = (row, task, length, index)
-        if key not in self._texts:
-            self._texts[key] = _by_label(self._cells[key[:3]], index)
-        return self._texts[key].get(value, {})
+    def _samples(self, row: Row, tasks: tuple[str, ...], length: int) -> list[Sample]:
+        cells = [cell for task in tasks if (cell := self.cell(row, task, length)) and cell.scores]
+        return _samples_of(cells) if len(cells) == len(tasks) else []
 
     def effective_length(self, row: Row, tasks: Sequence[str]) -> EffectiveLength | None:
         """Return up to which length a row keeps its score at the training length."""
@@ -168,21 +156,18 @@ class Outcomes:
         # One statement leaves nothing to choose: then only guessing its number is chance.
         return listed if listed < 1 else float(about.get("chance", 0.0))
 
-    def comparison(
-        self, row: Row, tasks: Sequence[str], length: int, label: Label | None = None
-    ) -> Comparison | None:
+    def comparison(self, row: Row, tasks: Sequence[str], length: int) -> Comparison | None:
         """Compare a row with its reference on the same texts (:meth:`samples`)."""
         other = self.reference(row)
         if other is None:
             return None
         pairs = [(self.cell(row, task, length), self.cell(other, task, length)) for task in tasks]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        if not known or len(known) < len(pairs):
-            return None
-        if any(len(a.scores) != len(b.scores) or a.groups != b.groups for a, b in known):
+        if not all(
+            a and b and len(a.scores) == len(b.scores) and a.groups == b.groups for a, b in pairs
+        ):
             return None
         scores, reference = (
-            [score for sample in self.samples(r, tasks, length, label) for score in sample.scores]
+            [score for sample in self.samples(r, tasks, length) for score in sample.scores]
             for r in (row, other)
         )
         return sign_test(scores, reference) if scores else None
@@ -214,26 +199,15 @@ def row_name(model: str, method: str, *, first: bool) -> str:
     return f"{model} + {method}" if first else f"+ {method}"
 
 
-def parts(label: str) -> list[str]:
-    """Return the parts of a label: ``category|bucket`` has two."""
-    return label.split("|")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Independent scores, one for each text: means over its ``trials`` in a number of ``tasks``."""
-
-    scores: tuple[float, ...]
-    trials: int
-    tasks: int = 1
-
-
-def _samples(tasks: Iterable[Texts]) -> list[Sample]:
-    """Return one sample for all tasks that have the same numbers of texts."""
-    sets: dict[tuple[int, ...], list[Texts]] = {}
-    for texts in tasks:
-        if texts:
-            sets.setdefault(tuple(texts), []).append(texts)
+def _samples_of(cells: Sequence[Cell]) -> list[Sample]:
+    """Return one sample for all cells that have the same numbers of texts."""
+    sets: dict[tuple[int, ...], list[dict[int, list[float]]]] = {}
+    for cell in cells:
+        texts: dict[int, list[float]] = defaultdict(list)
+        numbers = cell.groups or range(len(cell.scores))
+        for number, score in zip(numbers, cell.scores, strict=True):
+            texts[number].append(score)
+        sets.setdefault(tuple(texts), []).append(texts)
     return [
         Sample(
             tuple(_mean([_mean(texts[number]) for texts in alike]) for number in numbers),
@@ -251,23 +225,57 @@ def _mean_of(samples: Sequence[Sample]) -> Estimate | None:
     return average([estimate(s.scores, s.trials) for s in samples], [s.tasks for s in samples])
 
 
-def _by_label(cell: Cell, index: int | None) -> dict[str, Texts]:
-    """Return the scores by one part of the labels and by text; without an index, under ``""``."""
-    values: dict[str, Texts] = defaultdict(lambda: defaultdict(list))
-    numbers = cell.groups or range(len(cell.scores))
-    labels = cell.labels or [""] * len(cell.scores)
-    for number, score, label in zip(numbers, cell.scores, labels, strict=True):
-        if index is None:
-            values[""][number].append(score)
-        elif index < len(label_parts := parts(label)):
-            values[label_parts[index]][number].append(score)
-    return values
-
-
 def _mean(scores: Sequence[float]) -> float:
     return sum(scores) / len(scores)
 
 
-def natural(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers by value, so that ``8–16K`` follows ``4–8K``."""
-    return [(int(n), "") if n else (-1, word) for n, word in re.findall(r"(\d+)|(\D+)", text)]
+def rows(report: Report) -> list[dict[str, Any]]:
+    """Return the report's cells as rows of results.csv.
+
+    A score is the mean over texts. Trials with labels have a row for every label too, as the task
+    ``TASK|LABEL``. The loss is the mean on the last tokens of the windows.
+    """
+    made = []
+    evaluation = report.config.get("evaluation", report.config)
+    seed = report.config.get("seed", evaluation.get("needles", {}).get("seed"))
+    for cell in report.cells:
+        about = {
+            "run": report.name,
+            **{key: getattr(cell, key) for key in ("model", "method", "length", "factor")},
+            "seed": seed,
+            "seconds": cell.seconds,
+        }
+        for task, part in _by_label(cell):
+            (sample,) = _samples_of([part])
+            value = estimate(sample.scores, sample.trials)
+            made.append(_row(about, task, "score", value, len(sample.scores)))
+        losses = [loss for loss in cell.by_window if is_known(loss)]
+        if losses and cell.last_loss is not None:
+            made.append(_row(about, cell.task, "loss", mean_estimate(losses), len(losses)))
+    return made
+
+
+def _row(about: dict[str, Any], task: str, metric: str, value: Estimate, n: int) -> dict[str, Any]:
+    low, high = (x if math.isfinite(x) else None for x in (value.low, value.high))
+    return {
+        **about, "task": task, "metric": metric, "value": value.mean, "low": low, "high": high,
+        "n": n,
+    }  # fmt: skip
+
+
+def _by_label(cell: Cell) -> list[tuple[str, Cell]]:
+    """Return the cell, and a part of it for every part of its trials' labels; none without
+    scores."""
+    if not cell.scores:
+        return []
+    made = [(cell.task, cell)]
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, label in enumerate(cell.labels):
+        for part in label.split("|"):
+            places[part].append(place)
+    for part, chosen in places.items():
+        scores = tuple(cell.scores[place] for place in chosen)
+        groups = tuple(cell.groups[place] for place in chosen) if cell.groups else ()
+        part_of_cell = replace(cell, scores=scores, groups=groups, depths=(), labels=())
+        made.append((f"{cell.task}|{part}", part_of_cell))
+    return made

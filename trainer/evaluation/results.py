@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from trainer.common.errors import UserError, os_reason
 from trainer.common.fields import adapter
-from trainer.common.files import write_atomically
+from trainer.common.files import csv_text, write_atomically
 from trainer.common.formats import read_plain
 
 PERPLEXITY = "perplexity"
@@ -310,6 +310,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+COLUMNS = (
+    *("run", "model", "method", "task", "length", "factor"),
+    *("metric", "value", "low", "high", "n", "seed", "seconds"),
+)
+"""Columns of every results.csv: 95% intervals, n independent texts, lengths in tokens."""
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows under :data:`COLUMNS`; missing values are empty."""
+    lines = [[row.get(column) for column in COLUMNS] for row in rows]
+    write_atomically(path, csv_text(COLUMNS, lines))
 
 
 def troubles(arms: Sequence[Arm]) -> list[str]:

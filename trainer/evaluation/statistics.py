@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import bdtr, stdtrit
 
 SIGNIFICANT = 0.05
 RESAMPLES, SEED = 2000, 0
@@ -108,30 +109,21 @@ def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     return _widened(Estimate(float(a / b) - 1, float(low), float(high)), n)
 
 
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of independent numbers with Student's interval; NaN limits for one number."""
+    array = np.asarray(values, dtype=float)
+    n, mean = len(array), float(array.mean())
+    half = float(stdtrit(n - 1, 0.975) * array.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+    return Estimate(mean, mean - half, mean + half)
+
+
 def _widened(bootstrap: Estimate, n: int) -> Estimate:
     """Return a bootstrap's estimate from ``n`` values, with a wider interval if they are few."""
     if not 1 < n < FEW:
         return bootstrap
-    wider, mean = math.sqrt(n / (n - 1)) * _student_quantile(n - 1) / Z, bootstrap.mean
+    wider, mean = math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, 0.975)) / Z, bootstrap.mean
     low, high = mean - wider * (mean - bootstrap.low), mean + wider * (bootstrap.high - mean)
     return Estimate(mean, low, high)
-
-
-def _student_quantile(degrees: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution.
-
-    Source: Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5); for one degree of
-    freedom, where it does not hold, the exact value.
-    """
-    if degrees == 1:
-        return math.tan(0.475 * math.pi)
-    z, d = Z, degrees
-    return (
-        z
-        + (z**3 + z) / (4 * d)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
-    )
 
 
 def effective_trials(means: Sequence[float], trials: int) -> float:
@@ -202,13 +194,9 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison
     # Scores may be means of fractions: equal sums of them may differ by 1e-16.
     differences = [a - b for a, b in zip(scores, reference, strict=True) if abs(a - b) > ROUNDING]
     better = sum(bool(difference > 0) for difference in differences)  # numpy sums to int64
-    worse = len(differences) - better
-    n = better + worse
-    term = tail = 1  # C(n, k), and its sum over k up to the smaller count
-    for k in range(min(better, worse)):
-        term = term * (n - k) // (k + 1)
-        tail += term
-    return Comparison(better, worse, min(1.0, 2 * tail / 2**n))
+    n, fewer = len(differences), min(better, len(differences) - better)
+    p_value = min(1.0, 2 * float(bdtr(fewer, n, 0.5))) if n else 1.0
+    return Comparison(better, n - better, p_value)
 
 
 KEPT = 0.85

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.outcomes import Label, Outcomes, Row, natural, parts, row_name
+from trainer.evaluation.outcomes import Outcomes, Row, row_name
 from trainer.evaluation.results import PERPLEXITY, Cell, Report
 from trainer.evaluation.statistics import (
     KEPT,
@@ -80,12 +80,10 @@ def tables(report: Report) -> list[Table]:
     made = []
     if outcomes.averaged:
         made.append(_scores(outcomes, "summary", "Mean over tasks", outcomes.averaged))
-        made += _by_label(outcomes, "summary", "Mean over tasks", outcomes.averaged)
     lengths = outcomes.lengths([PERPLEXITY], losses=True)
     beside = len(outcomes.scored) == 1 and outcomes.lengths(outcomes.scored) == lengths
     for task in outcomes.scored:
         made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
-        made += _by_label(outcomes, task, outcomes.task(task), [task])
     return made + _perplexity(outcomes, PERPLEXITY, _of_last(report), detail=beside)
 
 
@@ -172,64 +170,6 @@ def _losses(outcomes: Outcomes, length: int, task: str = PERPLEXITY) -> dict[Row
     return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
 
 
-def _by_label(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> list[Table]:
-    """Return a table for each part of the labels with several values, at each length.
-
-    For several tasks it has the unweighted mean over those that have trials with a label.
-    """
-    made = []
-    with_labels = [task for task in tasks if _labels(outcomes, [task])]
-    if len(with_labels) < min(len(tasks), 2):
-        return []
-    tasks = with_labels
-    for length, factor in outcomes.lengths(tasks).items():
-        labels = _labels(outcomes, tasks, length)
-        for index in range(max(map(len, labels), default=0)):
-            values = sorted({label[index] for label in labels if len(label) > index}, key=natural)
-            if len(values) < 2:
-                continue
-            columns, counts = zip(
-                *(_label(outcomes, tasks, length, (index, value)) for value in values), strict=True
-            )
-            made.append(
-                _table(
-                    outcomes,
-                    f"{key}-{length}-label-{index + 1}",
-                    f"{title} by label",
-                    f"At {length} tokens ({factor_label(factor)}).",
-                    _legend(outcomes),
-                    list(zip(values, counts, strict=True)),
-                    list(columns),
-                    detail=True,
-                )
-            )
-    return made
-
-
-def _labels(
-    outcomes: Outcomes, tasks: list[str], length: int | None = None
-) -> set[tuple[str, ...]]:
-    """Return the labels of all trials, at all lengths or at one."""
-    return {
-        tuple(parts(label))
-        for cell in outcomes.report.cells
-        if cell.task in tasks and length in (None, cell.length)
-        for label in cell.labels
-    }
-
-
-def _label(
-    outcomes: Outcomes, tasks: list[str], length: int, label: Label
-) -> tuple[dict[Row, Entry], str]:
-    """Return a column of averages, and the number of trials or tasks in it as text."""
-    estimates = {row: outcomes.estimate(row, tasks, length, label) for row in outcomes.rows}
-    samples = [outcomes.samples(row, tasks, length, label) for row in outcomes.rows]
-    column = _column(outcomes, estimates, tasks, length, label)
-    if len(tasks) > 1:
-        return column, counted(max(sum(s.tasks for s in row) for row in samples), "task")
-    return column, counted(max(sum(s.trials for s in row) for row in samples), "trial")
-
-
 def _of_last(report: Report) -> str:
     return (
         f"exp of the mean loss on the last {report.last} tokens of held-out "
@@ -270,13 +210,12 @@ def _column(
     estimates: dict[Row, Estimate | None],
     tasks: list[str],
     length: int,
-    label: Label | None = None,
 ) -> dict[Row, Entry]:
     """Return the entries of the rows that have an estimate, marked by their comparisons."""
     best, column = highest(estimates), {}
     for row, rate in estimates.items():
         if rate is not None:
-            comparison = outcomes.comparison(row, tasks, length, label)
+            comparison = outcomes.comparison(row, tasks, length)
             mark = "" if comparison is None else comparison.mark
             mark = UNCHANGED if outcomes.is_unchanged(row, tasks, length) else mark
             is_best = row in best and rate.mean > 0

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from trainer.common.ranks import (
     share_of_cores,
     shutdown_distributed,
 )
-from trainer.evaluation.store import Share
 from trainer.runs.config import RunConfig
 
 __all__ = [
@@ -103,22 +101,9 @@ def process_group(config: RunConfig) -> Iterator[Ranks]:
     shutdown_distributed()
 
 
-def join_evaluation() -> tuple[Share, int]:
-    """Return this process's share of an evaluation without a run, and its number of threads.
-
-    All processes that torchrun or srun started call it together.
-    """
+def join_evaluation() -> tuple[Ranks, int]:
+    """Return this process's rank in an evaluation without a run, and its number of threads."""
     ranks = current_ranks()
-    if ranks.world_size == 1:
-        return Share(), usual_threads()
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of(RunConfig(), ranks))
-    dist.init_process_group("gloo")
-    share = evaluation_share(ranks)
-    dist.destroy_process_group()
-    return share, share_of_cores(ranks)
-
-
-def evaluation_share(ranks: Ranks) -> Share:
-    """Return this rank's share of an evaluation; all ranks call it together."""
-    return Share(ranks.rank, ranks.world_size, all_gather(uuid4().hex)[0])
+    return ranks, max(1, usual_threads() // ranks.local_size)

@@ -150,10 +150,9 @@ def use_method(
     raise_all(layer_problems(LAYERS_KEY, layers, len(layout.layers)))
     config = EvaluationConfig(methods=[name], layers=layers)
     is_ours = candidate.computed_by is None
-    made = recipe(name, layout, config, native=is_ours, layers_key=LAYERS_KEY)
-    if isinstance(made, tuple):
-        why, titles = made
-        raise UserError.at("analysis.method", f"{candidate.name} {why.format(titles)}.")
+    made = recipe(name, layout, config, native=is_ours)
+    if isinstance(made, str):
+        raise UserError(f"analysis.method: {candidate.name} {made}")
     # Such a method reads no text and stores no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = layout.training_length

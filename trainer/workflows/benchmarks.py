@@ -25,7 +25,7 @@ from trainer.evaluation.benchmarks import (
 )
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.methods import CHOICE, Method, Recipe
+from trainer.evaluation.methods import CHOICE, Method, Recipe, applicable
 from trainer.evaluation.multiple_choice import missing_tasks, score_tasks
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
@@ -37,7 +37,7 @@ from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.requests import BenchmarkRequest
-from trainer.workflows.subjects import applicable, held_out_corpus, multiplying, subject_of
+from trainer.workflows.subjects import held_out_corpus, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 

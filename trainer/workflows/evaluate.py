@@ -16,12 +16,12 @@ from trainer.common.errors import UserError, raise_all, renaming
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import Measured, measure_cells
-from trainer.evaluation.outcomes import AS_IS, Outcomes
+from trainer.evaluation.engine import Measured, measure_cells, plan_cells
+from trainer.evaluation.methods import applicable
+from trainer.evaluation.outcomes import AS_IS, Outcomes, rows
 from trainer.evaluation.passes import precision_of, prefill_chunk
-from trainer.evaluation.plan import plan_cells
-from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
-from trainer.evaluation.store import Share, Store, all_fields, fingerprint
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report, write_csv
+from trainer.evaluation.store import Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, observe
 from trainer.report.pages import write_renderings
@@ -34,11 +34,10 @@ from trainer.runs.descriptions import (
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
-from trainer.runs.ranks import join_evaluation
+from trainer.runs.ranks import Ranks, join_evaluation
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.subjects import (
-    applicable,
     held_out_corpus,
     multiplied_in,
     multiplying,
@@ -50,15 +49,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT = "default"
 """The option of the group that a run ends with."""
-NOT_ASKED = {
-    "name": "a heading",
-    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), "results"),
-    **dict.fromkeys(("arms", "drop", "reach", "milestones"), "about training; not reported"),
-    "environment": "versions and devices change rounding alone; text and models count",
-    "longest_context": "follows from the models",
-    "made": "date and command; the models it names count",
-}
-"""Fields of a report in which two evaluations of the same may differ, with the reason."""
 
 
 def evaluate_lengths(
@@ -77,7 +67,7 @@ def evaluate_lengths(
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    share, threads = join_evaluation()
+    ranks, threads = join_evaluation()
     torch.set_num_threads(request.threads or threads)
     # before reading checkpoints, which takes long for large models
     if request.output:
@@ -99,8 +89,8 @@ def evaluate_lengths(
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
     cells = output / "cells"
-    report = measure_models(title, candidates, request.evaluation, text, cells, share=share)
-    if share.index:
+    report = measure_models(title, candidates, request.evaluation, text, cells, ranks=ranks)
+    if ranks.rank:
         return None
     models = {candidate.name: fingerprint(candidate.fingerprint) for candidate in candidates}
     report = replace(
@@ -114,31 +104,24 @@ def evaluate_lengths(
     log.info("Writing the report")
     write_renderings(report, place)
     report.write(place / "report.json")
+    write_csv(place / "results.csv", rows(report))
     return report, place
 
 
 def _is_same(report: Report, directory: Path) -> bool:
     """Whether the directory holds no report, or one of the same settings, text and checkpoints."""
-    if not (directory / "report.json").exists():
+    path = directory / "report.json"
+    if not path.exists():
         return True
     try:
-        older = Report.read(directory / "report.json")
+        older = Report.read(path)
     except UserError:  # damaged, or of an earlier version
         return False
-    return _asked(older) == _asked(report)
-
-
-def _asked(report: Report) -> dict[str, Any]:
-    """Return all that an evaluation was asked for."""
-    inputs = {key: report.environment.get(key) for key in ("corpus", "models")}
-    return {**all_fields(report, NOT_ASKED), **inputs, "of": report.made.get("Of")}
-
-
-STATED = {
-    "tokens": "the lengths are given as multiples",
-    "training_length": "a field of the report itself",
-}
-"""Settings of an evaluation that its report states elsewhere, with the place."""
+    asked, wanted = (
+        (r.config, r.training_length, r.environment.get("corpus"), r.environment.get("models"))
+        for r in (older, report)
+    )
+    return asked == wanted
 
 
 @dataclass(frozen=True)
@@ -168,7 +151,7 @@ def measure_models(
     text: Text,
     cells: Path,
     accelerator: str = "auto",
-    share: Share = Share(),  # noqa: B008
+    ranks: Ranks = Ranks(),  # noqa: B008
     tf32: bool = True,
 ) -> Report:
     """Measure every method on every model; return a report without anything about training.
@@ -184,7 +167,7 @@ def measure_models(
         text: text in the first candidate's tokens.
         cells: directory of finished cells.
         accelerator: cpu, or a GPU if there is one.
-        share: share of this process if there are several; the report of the first one is complete.
+        ranks: this process among those that share the work; only the first one returns cells.
         tf32: as for :func:`multiplying`.
 
     Raises:
@@ -206,12 +189,14 @@ def measure_models(
         check_prompts(tasks, lengths)
         used = [recipe for applied in recipes.values() for recipe in applied]
         fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
-    for note in task_notes if share.index == 0 else ():
+    for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
-    plans = plan_cells(subjects, recipes, tasks, lengths, fit)
+    plans = plan_cells(subjects, recipes, tasks, lengths, fit, config.batch_tokens)
     with multiplying(device, tf32):
-        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
-    if share.index:
+        measured = measure_cells(
+            plans, fit, Store(cells), config.batch_tokens, ranks.rank, ranks.world_size
+        )
+    if ranks.rank:
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
     titles = {recipe.key: recipe.title for recipe in used}
@@ -237,14 +222,16 @@ def measure_models(
         if any(task.key == STATEMENTS for task in tasks)
         else {},
     )
-    rows = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
-    coefficients = {rows[m]: c["coefficient"] for m, c in measured.temperature.items()}
+    outcomes = Outcomes(report)
+    coefficients = {
+        outcomes.name((m, "temperature")): c["coefficient"] for m, c in measured.temperature.items()
+    }
     return replace(report, temperature=coefficients)
 
 
 def _stated(config: EvaluationConfig) -> dict[str, Any]:
     """Return the settings of an evaluation that its report holds as its configuration."""
-    settings = json.loads(json.dumps(all_fields(asdict(config), STATED)))
+    settings = json.loads(json.dumps(all_fields(asdict(config), ("tokens", "training_length"))))
     plain: dict[str, Any] = without_home(settings)
     return plain
 
@@ -282,20 +269,20 @@ def with_observations(
 ) -> Report:
     """Return the report with the papers' observations judged; ``arms``: by names of models."""
     outcomes = Outcomes(report)
-    rows: dict[str, str] = {}
+    named: dict[str, str] = {}
     trained: dict[str, Arm] = {}
     for candidate in candidates:
         role, name = candidate.role or "", candidate.name
         for method in outcomes.methods:
             key = role if method == AS_IS else f"{role}_{method}"
             if key in ROLES and (name, method) in outcomes.rows:
-                rows.setdefault(key, outcomes.name((name, method)))
+                named.setdefault(key, outcomes.name((name, method)))
         if role in ROLES and arms:
             trained.setdefault(role, arms[name])
     texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
     observations = observe(
         outcomes.results(),
-        rows,
+        named,
         drop=drop,
         arms=trained,
         temperature=report.temperature,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer.common.errors import Problem, raise_all
 from trainer.data.corpus import corpus_at
-from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import Report
+from trainer.evaluation.outcomes import Outcomes, rows
+from trainer.evaluation.results import Report, write_csv
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
 from trainer.runs.checkpoints import BEFORE_DROP, step_name
@@ -22,7 +22,7 @@ from trainer.runs.directory import (
     log_to_file,
     open_run_directory,
 )
-from trainer.runs.ranks import Ranks, evaluation_share, on_rank_zero, process_group
+from trainer.runs.ranks import Ranks, all_gather, on_rank_zero, process_group
 from trainer.training.callbacks.monitors import benchmark_problems, check_monitored_text
 from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
 from trainer.training.devices import device_problems, open_gpus, set_environment, set_threads
@@ -77,17 +77,18 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
                 )
                 for name, arm in arms.items()
             }
-        share = evaluation_share(ranks)
+        all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     with stopping_between_files():
         configs = {name: run.config for name, run in runs.items()}
-        report = make_report(configs[MAIN], configs, runs, corpus, share)
-        if share.index:
+        report = make_report(configs[MAIN], configs, runs, corpus, ranks)
+        if ranks.rank:
             return None
         figures = write_renderings(report, directory)
         shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
         images = {path.stem: path.with_suffix(".png") for path in shown}
         report.write(directory / "report.json")
+        write_csv(directory / "results.csv", rows(report))
         log_table(config, Outcomes(report).results(), report.reach, images)
     return report, False
 

@@ -12,7 +12,6 @@ from statistics import median_high
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
-from trainer.evaluation.store import Share
 from trainer.report.training_figures import recoveries
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
@@ -20,6 +19,7 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
+from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun
 from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
@@ -32,15 +32,15 @@ def make_report(
     configs: dict[str, RunConfig],
     runs: dict[str, TrainedRun],
     corpus: Corpus,
-    share: Share,
+    ranks: Ranks,
 ) -> Report:
     """Evaluate all arms as saved, and make the report.
 
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
 
-    ``configs``, ``runs``: configurations and results of the arms. ``share``: share of this process,
-    with a GPU of its own; the report of the first one is complete.
+    ``configs``, ``runs``: configurations and results of the arms. ``ranks``: this process;
+    the report of the first one is complete.
     """
     arms = {
         name: replace(
@@ -67,7 +67,7 @@ def make_report(
             text,
             cells,
             config.trainer.accelerator,
-            share,
+            ranks,
             config.trainer.tf32,
         )
         if evaluation.enabled

@@ -5,20 +5,20 @@ Source: DoPE, Sec. 5.1, Tables 3 and 4.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import UserError, os_reason, renaming
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench import read_rows
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.method_config import MethodsConfig
@@ -28,14 +28,6 @@ from trainer.evaluation.scoring import Task
 from trainer.evaluation.tasks import HAYSTACK
 
 KEY = "evaluation.choice"
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A line of a file of prompts; MATH uses ``problem``."""
-
-    prompt: str | None = None
-    problem: str | None = None
 
 
 def fit_text(
@@ -54,40 +46,30 @@ def fit_text(
     Raises:
         UserError: as for :func:`choice_texts`, or the text is too short.
     """
-    settings, C = config.choice, training_length
-    fitted = {round(s * C) for n in lengths for recipe in recipes for s in recipe.fits(n / C)}
-    every = {*lengths, *(round(s * C) for recipe in recipes for s in recipe.also_at)}
-    choice_lengths = sorted(every) if settings.length is None else [round(settings.length * C)]
+    C, longrope = training_length, config.longrope
+    fitted = sorted({round(s * C) for n in lengths for r in recipes for s in r.fits(n / C)})
+    chosen = [] if config.choice.length is None else [round(config.choice.length * C)]
     chooses = any(CHOICE in recipe.settings for recipe in recipes)
+    searches = any("longrope" in recipe.key.split("+") for recipe in recipes)
+    by_needles = searches and longrope.search == "needles" and longrope.factors is None
+    text = corpus.validation
 
     def haystack() -> Haystack:
         documents = corpus.documents("validation", HAYSTACK)
         return Haystack(corpus.tokenizer, documents, () if bos_token is None else (bos_token,))
 
-    longrope = config.longrope
-    searched = any("longrope" in recipe.key.split("+") for recipe in recipes)
-    by_needles = searched and longrope.search == "needles" and longrope.factors is None
     straw = haystack() if by_needles else None
-    keys = dict.fromkeys(fitted, f"{KEY}.length")
-    keys |= {
-        round(s * C): "evaluation.temperature.lengths" for s in config.temperature.lengths or []
-    }
-    keys |= dict.fromkeys(lengths, "evaluation.lengths")
-    longest, text = max(fitted, default=0), corpus.validation
-    asks = keys.get(longest, "evaluation.lengths")
     return FitText(
-        windows_with_common_ends(
-            text, config.fit_windows, sorted(fitted), key=asks, name="validation"
-        ),
+        windows_with_common_ends(text, config.fit_windows, fitted, name="validation"),
         corpus.first_token,
         corpus.fingerprint,
         {
             n: answered_texts(straw, longrope.windows, n, longrope.seed)
-            for n in sorted({*every, *choice_lengths})
+            for n in fitted
             if straw is not None and n > C
         },
-        choice_texts(config, haystack, choice_lengths if chooses else ()),
-        _parts(text, config.fit_windows, longest),
+        choice_texts(config, haystack, (chosen or fitted) if chooses else ()),
+        _parts(text, config.fit_windows, max(fitted, default=0)),
     )
 
 
@@ -139,8 +121,7 @@ def _task(config: MethodsConfig, straw: Haystack) -> Task:
 def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:
     """Return prompts spread over a task's trials and depths, all cut to the shortest at their
     beginning: many-shot prompts differ by less than an example."""
-    with renaming(**{"evaluation.lengths": f"{KEY}.length"}):
-        prompts = task.prompts(length)
+    prompts = task.prompts(length)
     tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
@@ -148,43 +129,22 @@ def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:
 
 def _file_prompts(file: str, straw: Haystack, length: int, texts: int) -> Integers:
     """Return the last tokens of the first prompts that are long enough."""
-    rows = read_rows(Path(file), _Row, f"{KEY}.file")
-    prompts = [row.prompt if row.prompt is not None else row.problem for row in rows]
-    if None in prompts:
-        raise UserError.at(
-            f"{KEY}.file",
-            f"{file!r} line {prompts.index(None) + 1}: expected a 'prompt' or 'problem'.",
-        )
-    encoded = straw.tokenizer.encode_batch(list(map(str, prompts)), add_special_tokens=False)
-    tokens = [encoding.ids for encoding in encoded]
+    rows = [json.loads(line) for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
+    prompts = [row["prompt"] if "prompt" in row else row["problem"] for row in rows]
+    encoded = straw.tokenizer.encode_batch(prompts, add_special_tokens=False)
     behind = length - len(straw.bos)
-    long_enough = [ids[-behind:] for ids in tokens if len(ids) >= behind]
+    long_enough = [e.ids[-behind:] for e in encoded if len(e.ids) >= behind]
     if not long_enough:
-        longest = max(map(len, tokens)) + len(straw.bos)
-        raise UserError.at(
-            f"{KEY}.length",
-            f"no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
-            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file.",
-        )
+        raise UserError(f"{KEY}.length: expected a prompt of {length:,} tokens in {file!r}")
     return np.array([[*straw.bos, *ids] for ids in long_enough[:texts]], dtype=np.int64)
 
 
 def _file_windows(file: str, straw: Haystack, length: int, texts: int) -> Integers:
     """Return windows evenly spread over running text."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError.at(f"{KEY}.file", f"{file!r} is not UTF-8 text.") from None
-    except OSError as error:
-        raise UserError.at(
-            f"{KEY}.file", f"{file!r} cannot be read ({os_reason(error)})."
-        ) from error
+    text = Path(file).read_text(encoding="utf-8")
     ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
     behind = length - len(straw.bos)
     if len(ids) < behind:
-        raise UserError.at(
-            f"{KEY}.length",
-            f"{file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text.",
-        )
+        raise UserError(f"{KEY}.length: expected {length:,} tokens in {file!r}, got {len(ids):,}")
     starts = np.linspace(0, len(ids) - behind, texts).astype(np.int64)
     return np.array([[*straw.bos, *ids[start : start + behind]] for start in starts])

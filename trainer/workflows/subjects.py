@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
-from trainer.common.errors import Problem, UserError, raise_all, renaming
-from trainer.common.words import counted
+from trainer.common.errors import UserError, renaming
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig, heads_problems
-from trainer.evaluation.methods import (
-    HAS_POSITIONS,
-    LAYERS,
-    TOO_FAST,
-    Recipe,
-    keeps_frequencies,
-    recipe,
-)
+from trainer.evaluation.engine import Subject
 from trainer.evaluation.passes import Dtype, precision_of
-from trainer.evaluation.plan import Subject
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import layer_problems
 from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)
@@ -108,49 +96,3 @@ def multiplying(device: str, tf32: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def applicable(
-    subjects: Sequence[Subject], config: MethodsConfig
-) -> tuple[dict[str, list[Recipe]], list[str]]:
-    """Return the methods that change each model, and a sentence for those that do not.
-
-    Raises:
-        UserError: no method changes any model, or one has to choose more heads than there are.
-    """
-    recipes: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
-    idle: dict[tuple[str, str], list[str]] = defaultdict(list)
-    problems: list[Problem] = []
-    for name in config.names:
-        for subject in subjects:
-            count = subject.config.num_hidden_layers
-            if unknown := layer_problems(LAYERS_KEY, config.layers, count):
-                problems += unknown
-                continue
-            made = recipe(name, subject.layout, config, native=subject.native)
-            if isinstance(made, Recipe):
-                recipes[subject.name].append(made)
-                if keeps_frequencies(name, subject.layout, config.layers):
-                    idle[subject.name, TOO_FAST].append(made.title)
-                if "dope" in made.settings:
-                    problems += heads_problems(subject.layout, subject.config, config.dope)
-            else:
-                idle[subject.name, made[0]].append(made[1])
-    names = [made.key for applied in recipes.values() for made in applied]
-    if any(name.startswith("temperature") for name in names):  # some model takes a temperature
-        idle = {key: titles for key, titles in idle.items() if key[1] != HAS_POSITIONS}
-    notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
-    for subject in subjects:
-        settings = (made.settings for made in recipes[subject.name])
-        layers = next((values[LAYERS] for values in settings if LAYERS in values), None)
-        if layers is not None:
-            notes.append(
-                f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
-                f"{counted(len(layers), 'layer')} of {subject.config.num_hidden_layers} "
-                f"({', '.join(map(str, layers))})."
-            )
-    problems += config.choice_problems(subjects[0].layout.training_length, names)
-    raise_all(problems)
-    if not any(recipes.values()):
-        raise UserError(*(Problem("evaluation.methods", note) for note in notes))
-    return recipes, notes

@@ -12,7 +12,8 @@ from trainer.common.errors import Problem, raise_all
 from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, TextTokenizer, same_tokens, vocabulary_size
-from trainer.evaluation.plan import Subject
+from trainer.evaluation.engine import Subject
+from trainer.evaluation.methods import applicable
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -24,7 +25,6 @@ from trainer.runs.parsing import own_checkpoint
 from trainer.runs.saved_state import saved_eos
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.subjects import applicable
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:

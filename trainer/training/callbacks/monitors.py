@@ -34,7 +34,6 @@ from trainer.evaluation.multiple_choice import (
     score_questions,
 )
 from trainer.evaluation.results import Milestone, Reach
-from trainer.evaluation.store import Floats, pack, unpack
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.runs.config import RunConfig
@@ -50,7 +49,7 @@ from trainer.training.strategy import gathered
 
 log = logging.getLogger(__name__)
 
-Rows = TypeVar("Rows", Floats, tuple[float, ...])
+Rows = TypeVar("Rows", list[Any], tuple[float, ...])
 """Values by row."""
 
 
@@ -196,9 +195,7 @@ class Lengths:
     def _losses(self, reading: Reading) -> dict[str, Any]:
         """Return the losses at one length, without windows that another rank counts."""
         part = self.perplexity.read(reading)
-        losses = self.windows.counted(unpack(part["losses"]))
-        ends = np.minimum(np.cumsum([0, *part["sizes"]]), len(losses))
-        counted = {"sizes": np.diff(ends).tolist(), "losses": pack(losses)}
+        counted = {key: self.windows.counted(values) for key, values in part.items()}
         return self.perplexity.cell(reading.length, [counted])
 
 
