@@ -1,4 +1,4 @@
-"""The papers' claims, judged by the numbers of a run.
+"""The papers' claims as data, judged by the numbers of a run.
 
 A claim is *shown* if the numbers support it beyond the 95% interval of the difference and, for a
 loss, beyond a stated margin; otherwise it is *not shown*. It is *not judged* if the numbers cannot
@@ -11,312 +11,16 @@ Long Inputs".
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
-from trainer.common.errors import did_you_mean
 from trainer.common.words import percent
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Arm, Drop, Observation, is_known
 from trainer.evaluation.statistics import Estimate, change
 from trainer.report.tables import interval
 
-# A model with less retrieval at the training length has not learned the task: its reach is unknown.
-LEARNED = 0.5
-
-# Base method of each extension and temperature, which are the identity at factor 1.
-_BASE_ROLES = {
-    "rope_pi": "rope",
-    "rope_ntk": "rope",
-    "rope_yarn": "rope",
-    "rope_temperature": "rope",
-    "drope_temperature": "drope",
-    "nope_temperature": "nope",
-    "rope_id_temperature": "rope_id",
-}
-
-
-def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
-    """Whether the retrieval of ``a`` exceeds ``times`` the retrieval of ``b`` with 95% confidence.
-
-    True if the lower limit of a − k b is positive. It is a − k b − sqrt((a − low a)² + k² (high b −
-    b)²), after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and
-    Donner (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which
-    is cautious if both were asked the same questions.
-    """
-    p, q = _retrieval(a), _retrieval(b)
-    least = math.hypot(p.mean - p.low, times * (q.high - q.mean))
-    return p.mean - times * q.mean - least > 0
-
-
-def loss_change(cell: Result, reference: Result) -> Estimate:
-    """Return the relative difference of two losses: 0.01 if ``cell`` is 1% above ``reference``.
-
-    Its interval is over the windows of text on which both were measured. If these are unknown, the
-    interval is the value alone. One window leaves any value open.
-    """
-    if cell.loss is None or reference.loss is None:
-        raise ValueError("a loss that was not measured cannot be compared")
-    paired = len(cell.losses) == len(reference.losses)
-    if paired and len(cell.losses) > 1:
-        return change(cell.losses, reference.losses)
-    only = cell.loss / reference.loss - 1
-    if paired and cell.losses:
-        return Estimate(only, -math.inf, math.inf)
-    return Estimate(only, only, only)
-
-
-def change_in_words(difference: Estimate) -> str:
-    """Return ``+7.5% (+6.9% to +8.0%)``."""
-    if difference.low == difference.high:
-        return signed(difference.mean)
-    if math.isinf(difference.high):
-        return f"{signed(difference.mean)} (one window, which gives no interval)"
-    low, high = signed(difference.low), signed(difference.high)
-    return f"{signed(difference.mean)} ({low} to {high})"
-
-
-def signed(share: float) -> str:
-    """Return a share in percent with its sign; zero has none."""
-    text = f"{share:+.1%}"
-    return "0.0%" if text in ("+0.0%", "-0.0%") else text
-
-
-def in_words(cell: Result) -> str:
-    """Return ``DroPE 95.6% (92.4–97.5)``."""
-    rate = _retrieval(cell)
-    return f"{cell.name} {percent(rate.mean)}% ({interval(rate)})"
-
-
-def pair_in_words(a: Result, b: Result) -> str:
-    """Return two retrieval rates with their intervals as text."""
-    if a.length == b.length:
-        return f"At {a.length} tokens {in_words(a)}, {in_words(b)}."
-    return f"{in_words(a)} at {a.length} tokens, {in_words(b)} at {b.length}."
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Results of a run by the role of their method.
-
-    ``one_text``: whether all models trained on the same text. Otherwise a model's loss says more
-    about its text than about its encoding.
-    """
-
-    cells: Sequence[Result]
-    roles: Mapping[str, str]
-    one_text: bool = True
-
-    def with_temperature(self, role: str) -> str:
-        """Return the role with a temperature if that was measured, otherwise the role."""
-        scaled = f"{role}_temperature"
-        return scaled if any(c.name == self.roles.get(scaled) for c in self.cells) else role
-
-    def find(self, role: str, length: int) -> Result | None:
-        """Return the cell of a role's method at a length, if there is one."""
-        method = self.roles.get(role)
-        return next((c for c in self.cells if (c.name, c.length) == (method, length)), None)
-
-    def cell(self, role: str, length: int) -> Result:
-        """Return the cell of a role's method at a length. Raises ``KeyError`` if there is none."""
-        cell = self.find(role, length)
-        if cell is None:
-            raise KeyError((role, length))
-        return cell
-
-    def trained(self, role: str, quantity: str = "retrieval") -> Result | None:
-        """Return the cell with ``quantity`` at the training length.
-
-        An extension or temperature that was not measured there is the identity: take its base.
-        """
-        for candidate in (role, _BASE_ROLES.get(role)):
-            for cell in self.cells:
-                same = candidate is not None and cell.name == self.roles.get(candidate)
-                if same and cell.factor == 1 and getattr(cell, quantity) is not None:
-                    return cell
-        return None
-
-    def beyond(self, *roles: str, quantity: str = "retrieval") -> list[int]:
-        """Return the lengths beyond the training length at which all roles have ``quantity``."""
-        lengths = sorted({cell.length for cell in self.cells if cell.factor > 1})
-        return [
-            length
-            for length in lengths
-            if all(getattr(self.find(role, length), quantity, None) is not None for role in roles)
-        ]
-
-    def not_learned(self, *roles: str) -> str | None:
-        """Return why the reach of these methods cannot be judged, or None if it can."""
-        for role in roles:
-            cell = self.trained(role)
-            if cell is None:
-                return f"Not judged: {self.roles[role]} was not measured at its training length."
-            if _retrieval(cell).mean < LEARNED:
-                return (
-                    f"Not judged: within its training length of {cell.length} tokens "
-                    f"{in_words(cell)} has not learned the task (below {100 * LEARNED:g}%)."
-                )
-        return None
-
-
-def _retrieval(cell: Result) -> Estimate:
-    if cell.retrieval is None:
-        raise ValueError(f"{cell.name!r} has no retrieval at {cell.length} tokens")
-    return cell.retrieval
-
-
-_OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
-_OPEN_LOSS = " The change agrees with the claim, but its 95% interval leaves it open."
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Statement of a paper, and its place there."""
-
-    text: str
-    source: str
-
-    def judged(self, shown: bool | None, evidence: str) -> Observation:
-        """Return the claim with its verdict."""
-        return Observation(self.text, self.source, shown, evidence)
-
-
-def judge(
-    run: Measured,
-    claim: Claim,
-    pairs: Sequence[tuple[Result, Result]],
-    times: float,
-    learned: Sequence[str],
-    *,
-    note: str = "",
-) -> Observation:
-    """Judge whether the first of every pair retrieves more than ``times`` the second.
-
-    Not judged if a role in ``learned`` has not learned the task.
-    """
-    obstacle = run.not_learned(*learned)
-    if obstacle:
-        return claim.judged(None, obstacle)
-    shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
-    evidence = " ".join(pair_in_words(a, b) for a, b in pairs) + note
-    if not shown and all(_retrieval(a).mean > times * _retrieval(b).mean for a, b in pairs):
-        evidence += _OPEN
-    return claim.judged(shown, evidence)
-
-
-def reach(
-    run: Measured,
-    claim: Claim,
-    roles: tuple[str, str],
-    times: float,
-    *,
-    from_factor: float | None = None,
-    note: str = "",
-) -> Iterator[Observation]:
-    """Judge whether the first role retrieves more than ``times`` the second at long lengths.
-
-    Compared are all lengths from ``from_factor`` on, if given, otherwise the longest alone.
-    """
-    lengths = run.beyond(*roles)
-    if from_factor is None:
-        far = lengths[-1:]
-    else:
-        far = [n for n in lengths if run.cell(roles[0], n).factor >= from_factor]
-    pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far]
-    if pairs:
-        yield judge(run, claim, pairs, times, roles, note=note)
-
-
-def fall(run: Measured, claim: Claim, role: str) -> Iterator[Observation]:
-    """Judge whether a role has lost over half of its retrieval at the longest length."""
-    trained, beyond = run.trained(role), run.beyond(role)
-    if trained and beyond:
-        pair = (trained, run.cell(role, beyond[-1]))
-        yield judge(run, claim, [pair], 2, (role,))
-
-
-def rising_loss(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
-    """Judge whether the loss at the longest length is over ``margin`` above the trained one."""
-    trained, beyond = run.trained(role, "loss"), run.beyond(role, quantity="loss")
-    if trained and beyond:
-        longest = run.cell(role, beyond[-1])
-        yield claim.judged(*above(longest, trained, margin))
-
-
-def same_loss(
-    run: Measured, claim: Claim, roles: tuple[str, str], margin: float
-) -> Iterator[Observation]:
-    """Judge whether the first role's trained loss is at most ``margin`` above the second's."""
-    a, b = (run.trained(role, "loss") for role in roles)
-    if a and b:
-        holds, losses = within(a, b, margin)
-        if run.one_text:
-            yield claim.judged(holds, losses)
-        else:
-            yield claim.judged(None, f"Not judged: the models trained on different text. {losses}")
-
-
-def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
-    """Judge whether a role keeps its loss at the longest length but loses half of its retrieval.
-
-    The loss may be up to ``margin`` above the base method's at the training length.
-    """
-    loss, retrieval = run.trained(role, "loss"), run.trained(role)
-    both = sorted(set(run.beyond(role)) & set(run.beyond(role, quantity="loss")))
-    if loss and retrieval and both:
-        longest = run.cell(role, both[-1])
-        pair = (retrieval, longest)
-        holds, losses = within(longest, loss, margin)
-        fallen = judge(run, claim, [pair], 2, (role,), note=f" {losses}")
-        shown = None if fallen.shown is None else fallen.shown and holds
-        yield claim.judged(shown, fallen.evidence)
-
-
-def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observation]:
-    """Judge whether ``slow`` has an over ``margin`` higher mean training loss on shared steps."""
-    curves = [dict(arm.curve) for arm in (slow, fast)]
-    pairs = [(curves[0][step], curves[1][step]) for step in curves[0] if step in curves[1]]
-    finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
-    if finite:
-        of_slow, of_fast = zip(*finite, strict=True)
-        a, b, difference = fmean(of_slow), fmean(of_fast), change(of_slow, of_fast)
-        evidence = (
-            f"Mean training loss over {len(finite)} logged points: {slow.name} {a:.3f}, "
-            f"{fast.name} {b:.3f} nats/token, {change_in_words(difference)}."
-        )
-        left_open = _OPEN_LOSS if difference.low <= margin < difference.mean else ""
-        yield claim.judged(difference.low > margin, evidence + left_open)
-
-
-def above(a: Result, b: Result, margin: float) -> tuple[bool, str]:
-    """Return whether the loss of ``a`` is over ``margin`` above that of ``b``, and both as text.
-
-    The whole interval of their difference must be above the margin.
-    """
-    difference = loss_change(a, b)
-    left_open = _OPEN_LOSS if difference.low <= margin < difference.mean else ""
-    return difference.low > margin, losses_in_words(a, b) + left_open
-
-
-def within(a: Result, b: Result, margin: float) -> tuple[bool, str]:
-    """Return whether the loss of ``a`` is at most ``margin`` above ``b``, and both as text."""
-    difference = loss_change(a, b)
-    left_open = _OPEN_LOSS if difference.mean <= margin < difference.high else ""
-    return difference.high <= margin, losses_in_words(a, b) + left_open
-
-
-def losses_in_words(a: Result, b: Result) -> str:
-    """Return ``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token, +7.5% (...).``"""
-    end = f"nats/token, {change_in_words(loss_change(a, b))}."
-    if a.length == b.length:
-        head = f"Text loss at {a.length} tokens: {a.name} {a.loss:.3f}, {b.name} {b.loss:.3f}"
-        return f"{head} {end}"
-    head = f"Text loss of {a.name} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
-    return f"{head} {end}" if a.name == b.name else f"{head} ({b.name}) {end}"
-
-
-# Role to its name in claims. Callers map roles to the display names of their methods.
 ROLES = {
     "rope": "RoPE",
     "rope_pi": "PI",
@@ -334,163 +38,391 @@ ROLES = {
     "alibi": "ALiBi",
     "rope_nope_window": "RNoPE-SWA",
 }
+"""Names in claims by role; a run maps roles to the rows of its table."""
+IDENTITIES = ("_pi", "_ntk", "_yarn", "_temperature")
+"""Ends of roles whose method is the identity at factor 1."""
+LEARNED = 0.5
+"""Retrieval at the training length below which a model has not learned the task."""
+KEPT = 0.95
+"""Share of RoPE's retrieval, and of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")."""
+HELD = 0.90
+"""Share of a method's own retrieval at its training length."""
+SAME, NEAR, RISEN = 0.01, 0.02, 0.05
+"""Relative margins of losses. Two training seeds of a small model differ by about 1%; a longer
+context should lower the loss, so 5% above is far outside of noise."""
+OPEN = " This agrees with the claim, but the 95% interval leaves it open."
 
-KEPT = 0.95  # of RoPE's retrieval, and of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")
-HELD = 0.90  # of a method's own retrieval at its training length
-SAME_LOSS = 0.01  # relative; two training seeds of a small model differ by about as much
-NEAR_LOSS = 0.02
-RISEN_LOSS = 0.05  # a longer context should lower the loss, so this is far outside of noise
 
+@dataclass(frozen=True)
+class Run:
+    """What claims are judged by: results of rows, by role; the drop; and training runs by role.
 
-def observe(
-    results: Sequence[Result],
-    roles: Mapping[str, str],
-    *,
-    drop: Drop | None = None,
-    arms: Mapping[str, Arm] | None = None,
-    temperature: Mapping[str, float | None] | None = None,
-    one_text: bool = True,
-) -> tuple[Observation, ...]:
-    """Judge every claim about the given methods.
-
-    ``roles`` maps a role of ``ROLES`` to the name of its row in ``results``; ``arms`` maps
-    a role to its training run (for the speed of learning); ``temperature`` a method's display name
-    to its fitted coefficient; ``one_text``: whether all models trained on the same text. Raises
-    ``ValueError`` for a role that is not in ``ROLES``.
+    ``fitted``: temperature coefficients by the name of a row. ``one_text``: whether all models
+    trained on the same text. Otherwise a model's loss says more about its text than its encoding.
     """
-    for role in (*roles, *(arms or {})):
-        if role not in ROLES:
-            raise ValueError(f"{role!r} is not a role.{did_you_mean(role, ROLES)}")
-    run = Measured(results, roles, one_text)
-    return (
-        *_rope(run),
-        *_nope(run, arms or {}),
-        *_drop(drop),
-        *_drope(run),
-        *_temperature(run, temperature or {}),
-        *_rope_id(run),
+
+    results: Sequence[Result]
+    roles: Mapping[str, str]
+    drop: Drop | None = None
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    fitted: Mapping[str, float] = field(default_factory=dict)
+    one_text: bool = True
+
+    def of(self, role: str, quantity: str = "retrieval") -> dict[float, Result]:
+        """Return a role's results that have ``quantity`` (or ``loss``), by factor, ascending.
+
+        An extension or temperature is the identity at factor 1: its base stands in there.
+        """
+        base = role.rpartition("_")[0] if role.endswith(IDENTITIES) else ""
+        made = {}
+        for name in (self.roles.get(base), self.roles.get(role)):
+            for r in self.results:
+                own = name == self.roles.get(role)
+                if r.name == name and getattr(r, quantity) is not None and (own or r.factor == 1):
+                    made[r.factor] = r
+        return dict(sorted(made.items())) if role in self.roles else {}
+
+    def best(self, role: str) -> str:
+        """Return the role with a temperature if it has one: the paper evaluates DroPE with it."""
+        return f"{role}_temperature" if self.of(f"{role}_temperature") else role
+
+
+Verdict = tuple[bool | None, str]
+"""Whether a claim is shown (None: not judged), and the numbers."""
+Predicate = Callable[["Run"], Verdict | None]
+
+
+def observe(run: Run) -> tuple[Observation, ...]:
+    """Return the verdicts of all claims that the run has numbers for."""
+    return tuple(
+        Observation(text, source, *verdict)
+        for source, claims in PREDICATES.items()
+        for text, judge in claims.items()
+        if (verdict := judge(run)) is not None
     )
 
 
-def _rope(run: Measured) -> Iterator[Observation]:
-    for role, source in (
-        ("rope", "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1"),
-        ("half_rope", "RoPE-ID, Table 1"),
-    ):
-        text = f"{ROLES[role]} loses more than half of its retrieval beyond its training length"
-        yield from fall(run, Claim(text, source), role)
-    text = f"RoPE's text loss rises beyond its training length too, by more than {RISEN_LOSS:.0%}"
-    yield from rising_loss(run, Claim(text, "DroPE, Sec. 1"), "rope", RISEN_LOSS)
-    text = "YaRN retrieves at least twice as much as RoPE at the longest length"
-    yield from reach(run, Claim(text, "RoPE-ID, Table 1"), ("rope_yarn", "rope"), 2)
-    text = (
-        f"YaRN keeps its text loss (within {RISEN_LOSS:.0%}) at the longest length, and yet loses "
-        "more than half of its retrieval"
+def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
+    """Whether the retrieval of ``a`` exceeds ``times`` the retrieval of ``b`` with 95% confidence.
+
+    True if the lower limit of a − k b is positive. It is a − k b − sqrt((a − low a)² + k² (high b −
+    b)²), after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and
+    Donner (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which
+    is cautious if both were asked the same questions.
+    """
+    assert a.retrieval is not None
+    assert b.retrieval is not None
+    p, q = a.retrieval, b.retrieval
+    least = math.hypot(p.mean - p.low, times * (q.high - q.mean))
+    return p.mean - times * q.mean - least > 0
+
+
+def loss_change(a: Result, b: Result) -> Estimate:
+    """Return the relative difference of two losses: 0.01 if ``a`` is 1% above ``b``.
+
+    Its interval is over the windows of text on which both were measured. If these are unknown, the
+    interval is the value alone. One window leaves any value open.
+    """
+    assert a.loss is not None
+    assert b.loss is not None
+    paired = len(a.losses) == len(b.losses)
+    if paired and len(a.losses) > 1:
+        return change(a.losses, b.losses)
+    mean = a.loss / b.loss - 1
+    return Estimate(mean, -math.inf, math.inf) if paired and a.losses else Estimate(*[mean] * 3)
+
+
+def _rate(result: Result) -> str:
+    assert result.retrieval is not None
+    rate = result.retrieval
+    return f"{result.name} {percent(rate.mean)}% ({interval(rate)}) at {result.length} tokens"
+
+
+def _losses(a: Result, b: Result) -> str:
+    difference = loss_change(a, b)
+    near, far = (f"{r.name} {r.loss:.3f} at {r.length} tokens" for r in (b, a))
+    return f"Text loss: {near}, {far}, {_signed(difference)}."
+
+
+def _signed(difference: Estimate) -> str:
+    text = f"{difference.mean:+.1%}"
+    if difference.low == difference.high or math.isinf(difference.high):
+        return text
+    return f"{text} ({difference.low:+.1%} to {difference.high:+.1%})"
+
+
+def _compare(
+    run: Run, pairs: Sequence[tuple[Result, Result]], times: float, *roles: str
+) -> Verdict:
+    """Judge whether the first of every pair retrieves more than ``times`` the second.
+
+    Not judged if one of the roles has not learned the task at its training length.
+    """
+    for role in roles:
+        trained = run.of(role).get(1)
+        if trained is None:
+            return None, f"{run.roles[role]} was not measured at its training length."
+        assert trained.retrieval is not None
+        if trained.retrieval.mean < LEARNED:
+            return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
+    shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
+    agrees = all(
+        a.retrieval.mean > times * b.retrieval.mean
+        for a, b in pairs
+        if a.retrieval is not None and b.retrieval is not None
     )
-    yield from cropping(run, Claim(text, "DroPE, Sec. 4 and Fig. 5"), "rope_yarn", RISEN_LOSS)
+    evidence = " ".join(f"{_rate(a)}, {_rate(b)}." for a, b in pairs)
+    return shown, evidence + (OPEN if agrees and not shown else "")
 
 
-def _nope(run: Measured, arms: Mapping[str, Arm]) -> Iterator[Observation]:
-    if "rope" in arms and "nope" in arms:
-        text = (
-            f"NoPE learns more slowly than RoPE: its training loss is over {SAME_LOSS:.0%} higher"
-        )
-        yield from slower(Claim(text, "DroPE, Obs. 1"), arms["rope"], arms["nope"], SAME_LOSS)
-    rope, nope = run.trained("rope"), run.trained("nope")
-    if rope and nope:
-        worse = certainly_exceeds(rope, nope, 1)
-        evidence = pair_in_words(rope, nope)
-        if rope.loss is not None and nope.loss is not None:
-            larger, losses = above(nope, rope, SAME_LOSS)
-            worse, evidence = worse or larger, f"{evidence} {losses}"
-        text = (
-            "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
-            f"{SAME_LOSS:.0%} in text loss"
-        )
-        yield Claim(text, "DroPE, Obs. 1 and Fig. 3").judged(worse, evidence)
+def reach(
+    a: str, b: str, times: float, *, least: float | None = None, best: Sequence[str] = ()
+) -> Predicate:
+    """Return a predicate: ``a`` retrieves more than ``times`` ``b`` at the longest shared length.
+
+    ``least``: compare at all factors from it on instead. ``best``: roles that are taken with a
+    temperature where they have one.
+    """
+
+    def judge(run: Run) -> Verdict | None:
+        first, second = (run.best(role) if role in best else role for role in (a, b))
+        ours, theirs = run.of(first), run.of(second)
+        shared = [factor for factor in ours if factor > 1 and factor in theirs]
+        far = shared[-1:] if least is None else [factor for factor in shared if factor >= least]
+        if not far:
+            return None
+        shown, evidence = _compare(run, [(ours[f], theirs[f]) for f in far], times, first, second)
+        if shown is not None and (c := run.fitted.get(run.roles[first])) is not None:
+            evidence += f" Its coefficient is c = {c:.3f}."
+        return shown, evidence
+
+    return judge
 
 
-def _drop(drop: Drop | None) -> Iterator[Observation]:
+def kept(a: str, b: str, share: float) -> Predicate:
+    """Return a predicate: at the training length ``a`` retrieves more than ``share`` of ``b``.
+
+    Not judged if RoPE has not learned the task.
+    """
+
+    def judge(run: Run) -> Verdict | None:
+        ours, theirs = run.of(a).get(1), run.of(b).get(1)
+        if ours is None or theirs is None:
+            return None
+        return _compare(run, [(ours, theirs)], share, "rope")
+
+    return judge
+
+
+def held(role: str, share: float) -> Predicate:
+    """Return a predicate: the role keeps ``share`` of its retrieval at the longest length."""
+
+    def judge(run: Run) -> Verdict | None:
+        best = run.best(role)
+        results = run.of(best)
+        if 1 not in results or max(results) <= 1:
+            return None
+        return _compare(run, [(results[max(results)], results[1])], share, best)
+
+    return judge
+
+
+def fall(role: str) -> Predicate:
+    """Return a predicate: the role loses over half of its retrieval at the longest length."""
+
+    def judge(run: Run) -> Verdict | None:
+        results = run.of(role)
+        if 1 not in results or max(results) <= 1:
+            return None
+        return _compare(run, [(results[1], results[max(results)])], 2, role)
+
+    return judge
+
+
+def rises(role: str, margin: float) -> Predicate:
+    """Return a predicate: the loss at the longest length is over ``margin`` above the trained."""
+
+    def judge(run: Run) -> Verdict | None:
+        results = run.of(role, "loss")
+        if 1 not in results or max(results) <= 1:
+            return None
+        return above(results[max(results)], results[1], margin)
+
+    return judge
+
+
+def matches(a: str, b: str, margin: float) -> Predicate:
+    """Return a predicate: the trained loss of ``a`` is at most ``margin`` above that of ``b``."""
+
+    def judge(run: Run) -> Verdict | None:
+        ours, theirs = run.of(a, "loss").get(1), run.of(b, "loss").get(1)
+        if ours is None or theirs is None:
+            return None
+        if not run.one_text:
+            return None, f"The models trained on different text. {_losses(ours, theirs)}"
+        return within(ours, theirs, margin)
+
+    return judge
+
+
+def crops(role: str, margin: float) -> Predicate:
+    """Return a predicate: the role keeps its loss at the longest length, within ``margin``, and
+    loses half of its retrieval."""
+
+    def judge(run: Run) -> Verdict | None:
+        losses, retrieval = run.of(role, "loss"), run.of(role)
+        both = [factor for factor in losses if factor > 1 and factor in retrieval]
+        if not both or 1 not in losses or 1 not in retrieval:
+            return None
+        fallen, rates = _compare(run, [(retrieval[1], retrieval[both[-1]])], 2, role)
+        is_kept, text = within(losses[both[-1]], losses[1], margin)
+        return (None if fallen is None else bool(fallen and is_kept)), f"{rates} {text}"
+
+    return judge
+
+
+def above(a: Result, b: Result, margin: float) -> tuple[bool, str]:
+    """Return whether the loss of ``a`` is over ``margin`` above ``b``, with its whole interval."""
+    difference = loss_change(a, b)
+    is_open = difference.low <= margin < difference.mean
+    return difference.low > margin, _losses(a, b) + OPEN * is_open
+
+
+def within(a: Result, b: Result, margin: float) -> tuple[bool, str]:
+    """Return whether the loss of ``a`` is at most ``margin`` above ``b``, with its interval."""
+    difference = loss_change(a, b)
+    is_open = difference.mean <= margin < difference.high
+    return difference.high <= margin, _losses(a, b) + OPEN * is_open
+
+
+def _learns_slower(run: Run) -> Verdict | None:
+    if not {"rope", "nope"} <= run.arms.keys():
+        return None
+    fast, slow = run.arms["rope"], run.arms["nope"]
+    others = dict(fast.curve)
+    pairs = [(a, others[step]) for step, a in slow.curve if step in others]
+    finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
+    if not finite:
+        return None
+    ours, theirs = zip(*finite, strict=True)
+    difference = change(ours, theirs)
+    return difference.low > SAME, (
+        f"Mean training loss over {len(finite)} logged points: {slow.name} {fmean(ours):.3f}, "
+        f"{fast.name} {fmean(theirs):.3f} nats/token, {_signed(difference)}."
+        + OPEN
+        * (difference.low <= SAME < difference.mean)
+    )
+
+
+def _ends_behind(run: Run) -> Verdict | None:
+    rope, nope = run.of("rope").get(1), run.of("nope").get(1)
+    if rope is None or nope is None:
+        return None
+    shown, evidence = certainly_exceeds(rope, nope, 1), f"{_rate(rope)}, {_rate(nope)}."
+    if rope.loss is not None and nope.loss is not None:
+        larger, text = above(nope, rope, SAME)
+        shown, evidence = shown or larger, f"{evidence} {text}"
+    return shown, evidence
+
+
+def _is_won_back(run: Run) -> Verdict | None:
+    drop = run.drop
     if drop is None:
-        return
-    text = f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs"
-    claim = Claim(text, "DroPE, Obs. 3 and Sec. 5.1")
-    before, after, end = drop.loss_before, drop.loss_after, drop.loss_end
-    if not (is_known(before) and is_known(after) and is_known(end)):
-        yield claim.judged(None, "Not judged: a loss before, after or at the end is missing.")
-        return
-    by_time = {
-        name: [x for x in drop.sequences.get(name, ()) if is_known(x)]
-        for name in ("before", "after", "end")
-    }
-    if not all(by_time.values()):  # a run of an earlier version
-        by_time = {"before": [before], "after": [after], "end": [end]}
-    rise = change(by_time["after"], by_time["before"])
-    if rise.low <= SAME_LOSS:
-        yield claim.judged(
-            None,
-            f"Not judged: the loss does not rise at the drop by more than {SAME_LOSS:.0%} "
-            f"({before:.3f} before, {after:.3f} after, {change_in_words(rise)}).",
-        )
-        return
+        return None
+    known = {"before": drop.loss_before, "after": drop.loss_after, "end": drop.loss_end}
+    losses = {name: loss for name, loss in known.items() if is_known(loss)}
+    if len(losses) < len(known):
+        return None, "A loss before, after or at the end is missing."
+    each = {name: [x for x in drop.sequences.get(name, ()) if is_known(x)] for name in losses}
+    if not all(each.values()):
+        each = {name: [loss] for name, loss in losses.items()}
+    said = "{before:.3f} before, {after:.3f} after, {end:.3f} at the end".format(**losses)
+    said = f"Loss {said} (step {drop.step})."
+    if change(each["after"], each["before"]).low <= SAME:
+        return None, f"{said} The drop raises it by no more than {SAME:.0%}."
     lost, won = (
-        [a - b for a, b in zip(by_time["after"], by_time[other], strict=True)]
+        [a - b for a, b in zip(each["after"], each[other], strict=True)]
         for other in ("before", "end")
     )
     share = change(won, lost)
-    limits = ""
-    if len(won) > 1:
-        limits = f" (95% interval {1 + share.low:.0%} to {1 + share.high:.0%})"
-    evidence = (
-        f"At step {drop.step} the loss rises from {before:.3f} to {after:.3f} nats/token and "
-        f"ends at {end:.3f}: {1 + share.mean:.0%}{limits} of the rise is won back."
-    )
-    yield claim.judged(1 + share.low >= KEPT, evidence)
+    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(won) > 1 else ""
+    return 1 + share.low >= KEPT, f"{said} {1 + share.mean:.0%}{limits} of the rise is won back."
 
 
-def _drope(run: Measured) -> Iterator[Observation]:
-    rope, drope = run.trained("rope"), run.trained("drope")
-    if rope and drope:
-        text = f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length"
-        yield judge(run, Claim(text, "DroPE, Obs. 3"), [(drope, rope)], KEPT, ("rope",))
-    source = "DroPE, Fig. 2 and Table 7"
-    text = f"DroPE's text loss at the training length matches RoPE's, within {SAME_LOSS:.0%}"
-    yield from same_loss(run, Claim(text, source), ("drope", "rope"), SAME_LOSS)
-    text = f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR_LOSS:.0%}"
-    yield from same_loss(run, Claim(text, source), ("drope", "nope"), NEAR_LOSS)
-    text = "DroPE retrieves at least twice as much as RoPE from 4× the training length on"
-    claim = Claim(text, "DroPE, Obs. 3 and Table 3")
-    yield from reach(run, claim, ("drope", "rope"), 2, from_factor=4)
-    # The paper evaluates DroPE and NoPE with a fitted temperature.
-    best = run.with_temperature("drope")
-    for rival in ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rope_nope_window"):
-        claim = Claim(
-            f"DroPE retrieves more than {ROLES[rival]} at the longest length", "DroPE, Table 1"
+RIVALS = ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rope_nope_window")
+PREDICATES: dict[str, dict[str, Predicate]] = {
+    "DroPE, Obs. 1": {
+        f"NoPE learns more slowly than RoPE: its training loss is over {SAME:.0%} higher": (
+            _learns_slower
+        ),
+    },
+    "DroPE, Obs. 1 and Fig. 3": {
+        "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
+        f"{SAME:.0%} in text loss": _ends_behind,
+    },
+    "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1": {
+        "RoPE loses more than half of its retrieval beyond its training length": fall("rope"),
+    },
+    "DroPE, Sec. 1": {
+        f"RoPE's text loss rises beyond its training length too, by more than {RISEN:.0%}": (
+            rises("rope", RISEN)
+        ),
+    },
+    "DroPE, Sec. 4 and Fig. 5": {
+        f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
+        "than half of its retrieval": crops("rope_yarn", RISEN),
+    },
+    "DroPE, Obs. 3 and Sec. 5.1": {
+        f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs": (
+            _is_won_back
+        ),
+        f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length": (
+            kept("drope", "rope", KEPT)
+        ),
+    },
+    "DroPE, Fig. 2 and Table 7": {
+        f"DroPE's text loss at the training length matches RoPE's, within {SAME:.0%}": (
+            matches("drope", "rope", SAME)
+        ),
+        f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR:.0%}": (
+            matches("drope", "nope", NEAR)
+        ),
+    },
+    "DroPE, Obs. 3 and Table 3": {
+        "DroPE retrieves at least twice as much as RoPE from 4× the training length on": (
+            reach("drope", "rope", 2, least=4)
+        ),
+    },
+    "DroPE, Table 1": {
+        f"DroPE retrieves more than {ROLES[rival]} at the longest length": (
+            reach("drope", rival, 1, best=("drope", rival))
         )
-        yield from reach(run, claim, (best, run.with_temperature(rival)), 1)
-
-
-def _temperature(run: Measured, fitted: Mapping[str, float | None]) -> Iterator[Observation]:
-    for role, source in (("drope", "DroPE, App. C.2"), ("rope_id", "RoPE-ID, Table 1")):
-        scaled = f"{role}_temperature"
-        c = fitted.get(run.roles.get(scaled, ""))
-        note = "" if c is None else f" Its coefficient is c = {c:.3f}."
-        text = f"A softmax temperature helps {ROLES[role]} at the longest length"
-        yield from reach(run, Claim(text, source), (scaled, role), 1, note=note)
-
-
-def _rope_id(run: Measured) -> Iterator[Observation]:
-    best = run.with_temperature("rope_id")
-    trained, beyond = run.trained(best), run.beyond(best)
-    if trained and beyond:
-        claim = Claim(
-            f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length",
-            "RoPE-ID, Table 1",
-        )
-        yield judge(run, claim, [(run.cell(best, beyond[-1]), trained)], HELD, (best,))
-    text = "RoPE-ID retrieves at least twice as much as RoPE at the longest length"
-    yield from reach(run, Claim(text, "RoPE-ID, Table 1"), (best, "rope"), 2)
-    rope, fast = run.trained("rope"), run.trained("high_frequency")
-    if rope and fast:
-        text = "High-frequency RoPE retrieves less than RoPE already at the training length"
-        yield judge(run, Claim(text, "RoPE-ID, Table 1"), [(rope, fast)], 1, ("rope",))
+        for rival in RIVALS
+    },
+    "DroPE, App. C.2": {
+        "A softmax temperature helps DroPE at the longest length": (
+            reach("drope_temperature", "drope", 1)
+        ),
+    },
+    "RoPE-ID, Table 1": {
+        "HalfRoPE loses more than half of its retrieval beyond its training length": (
+            fall("half_rope")
+        ),
+        "YaRN retrieves at least twice as much as RoPE at the longest length": (
+            reach("rope_yarn", "rope", 2)
+        ),
+        "High-frequency RoPE retrieves less than RoPE already at the training length": (
+            kept("rope", "high_frequency", 1)
+        ),
+        f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length": (
+            held("rope_id", HELD)
+        ),
+        "RoPE-ID retrieves at least twice as much as RoPE at the longest length": (
+            reach("rope_id", "rope", 2, best=("rope_id",))
+        ),
+        "A softmax temperature helps RoPE-ID at the longest length": (
+            reach("rope_id_temperature", "rope_id", 1)
+        ),
+    },
+}
+"""Predicates by the place in a paper and by the claim; a predicate is None without the numbers."""

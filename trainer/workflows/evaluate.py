@@ -23,7 +23,7 @@ from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report, write_csv
 from trainer.evaluation.store import Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.report.claims import ROLES, observe
+from trainer.report.claims import ROLES, Run, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
     describe_task,
@@ -280,15 +280,9 @@ def with_observations(
         if role in ROLES and arms:
             trained.setdefault(role, arms[name])
     texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
-    observations = observe(
-        outcomes.results(),
-        named,
-        drop=drop,
-        arms=trained,
-        temperature=report.temperature,
-        one_text=all(text == texts[0] for text in texts),
-    )
-    return replace(report, observations=observations)
+    one_text = all(text == texts[0] for text in texts)
+    run = Run(outcomes.results(), named, drop, trained, report.temperature, one_text)
+    return replace(report, observations=observe(run))
 
 
 def fitting_together(candidates: Sequence[Candidate]) -> list[Candidate]:
