@@ -303,7 +303,7 @@ def test_frames_of_frequency_entropy_are_given_on_the_command_line(rope, tmp_pat
         ),
         (["+analysis=sinks", "output=/proc/x"], "output: '/proc/x' cannot be written"),
         (["+analysis=sinks", "checkpoint=runs/none"], "neither a run directory"),
-        (["+analysis=sinks", "text={source: files}"], "no file is named"),
+        (["+analysis=sinks", "text={source: files}"], "expected files, got none"),
     ],
 )
 def test_a_mistake_is_one_line(rope, tmp_path, monkeypatch, capsys, words, said):

@@ -164,7 +164,7 @@ def test_trials_do_not_depend_on_how_many_are_made():
 
 @pytest.mark.parametrize(
     ("needles", "length", "message"),
-    [(5, 14, "at most 4"), (17, 128, "at most 16 different names, got 17 needles")],
+    [(5, 14, "at most 4"), (17, 128, "at most 16, got 17")],
 )
 def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, length, message):
     assert len(NAMES) == MOST_NAMES
@@ -181,7 +181,7 @@ def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, leng
     ids=["splits them", "knows none"],
 )
 def test_a_tokenizer_without_the_words_is_refused(tokenizer):
-    with pytest.raises(UserError, match="as a token of its own, but lacks ' Alice' and"):
+    with pytest.raises(UserError, match="as one token, got one without ' Alice' and"):
         NeedleVocabulary.from_tokenizer(tokenizer)
 
 

@@ -68,7 +68,9 @@ def test_without_settings_names_tell(words, ends):
     tokenizer = tokenizer_of(words)
     assert (eos_ids({}, tokenizer), stop_ids({}, tokenizer)) == ((), frozenset())
     if ends is None:
-        with pytest.raises(UserError, match=r"no end-of-text token such as <\|endoftext\|>"):
+        with pytest.raises(
+            UserError, match=r"expected an end-of-text token such as <\|endoftext\|>"
+        ):
             end_tokens(tokenizer)
         assert end_tokens(tokenizer, (1,)) == {1}
     else:

@@ -47,11 +47,9 @@ class NeedleVocabulary:
         if not split and len({*map(tuple, ids)}) < len(ids):  # one token for unknown words
             split = WORDS
         if split:
-            raise UserError.at(
-                "data.needles",
-                "the tokenizer must hold every name and two-digit number as a token of its own, "
-                f"but lacks {split[0]!r} and {len(split) - 1} others; train one "
-                "(tokenizer.path=null) or set data.needles.share=0.",
+            raise UserError(
+                "data.needles: expected a tokenizer with every name and two-digit number as one "
+                f"token, got one without {split[0]!r} and {len(split) - 1} others"
             )
         flat = np.array([tokens[0] for tokens in ids])
         return cls(flat[: len(NAMES)], flat[len(NAMES) : -1], int(flat[-1]))
@@ -189,10 +187,7 @@ def make_trials(
     """
     N, L = text.shape
     if needles > len(NAMES):
-        raise UserError.at(
-            "evaluation.needles",
-            f"statements have at most {len(NAMES)} different names, got {needles} needles.",
-        )
+        raise UserError(f"evaluation.needles: expected at most {len(NAMES)}, got {needles}")
     n_values = len(vocabulary.numbers)
     sizes = len(NAMES), n_values, 1, needles, needles
     u = uniforms(seed, counters, sum(sizes))
@@ -207,9 +202,9 @@ def make_trials(
         names[rows[:, None], of_name] = names[rows, question][:, None]
     room = L - 1 - STATEMENT * needles  # the last token is the question
     if room < 1:
-        raise UserError.at(
-            "evaluation.needles",
-            f"{needles} statements do not fit {L} tokens; at most {(L - 2) // STATEMENT}.",
+        most = (L - 2) // STATEMENT
+        raise UserError(
+            f"evaluation.needles: expected at most {most} for {L} tokens, got {needles}"
         )
     cuts = 1 + (places * room).astype(np.int64)
     cuts.sort(axis=1)

@@ -234,7 +234,7 @@ def directory_of(
     """
     if config.prepared:
         return Path(config.prepared)
-    root = cache_directory(config) / "corpora"
+    root = cache_directory(config) / f"corpora-{FORMAT}"
     for path in sorted(root.glob("*/manifest.json")) if wanted else ():
         if Manifest.load(path.parent).fingerprint == wanted:
             return path.parent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.common.errors import UserError, first_line
+from trainer.common.errors import UserError
 from trainer.data.config import TokenizerConfig
 from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 from trainer.interchange.token_files import eos_ids, read_token_files
@@ -60,37 +59,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str])
 
 
 def load_tokenizer(path: str) -> TextTokenizer:
-    """Load a ``tokenizer.json``, the tokenizer of a ``.gguf`` file, or one from the hub.
+    """Load a ``tokenizer.json``, or that of a model on the hub.
 
     Files with the settings of a published model count if they lie beside its ``tokenizer.json``.
 
     Raises:
-        UserError: the file is missing or malformed, or has no end-of-text token.
+        UserError: it has no end-of-text token.
     """
     eos: tuple[int, ...] = ()
     if is_tokenizer_file(path):
-        tokenizer, files = _read(path)
-        eos = eos_ids(files, tokenizer)
-    elif os.path.isdir(path):  # noqa: PTH112
-        raise UserError.at(
-            "tokenizer.path",
-            f"{path!r} is a directory; name the file in it, such as "
-            f"{str(Path(path) / 'tokenizer.json')!r}.",
-        )
-    elif path.endswith((".json", ".gguf")) or path.count("/") != 1 or path.startswith((".", "~")):
-        raise UserError.at("tokenizer.path", f"there is no file {path!r}.")
+        tokenizer = tokenizer_from_file(path)
+        if Path(path).name == "tokenizer.json":
+            eos = eos_ids(read_token_files(Path(path).parent, to_publish=False), tokenizer)
     else:
-        try:
-            from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download
 
-            file = cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
-            tokenizer = tokenizer_from_file(file)
-        except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
-            raise UserError.at(
-                "tokenizer.path",
-                f"there is no file {path!r}, and no such model could be had from the hub: "
-                f"{first_line(error)}",
-            ) from error
+        tokenizer = tokenizer_from_file(
+            cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
+        )
     loaded = TextTokenizer(tokenizer, eos)
     _ = loaded.end_of_text
     return loaded
@@ -98,45 +84,21 @@ def load_tokenizer(path: str) -> TextTokenizer:
 
 def is_tokenizer_file(path: str) -> bool:
     """Whether ``tokenizer.path`` names a file here, not a model on the hub."""
-    return os.path.isfile(path)  # noqa: PTH113  also False for a name that is too long
-
-
-def _read(path: str) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer, and the files about its tokens."""
-    try:
-        if path.endswith(".gguf"):
-            from trainer.interchange.gguf import gguf_token_files, read_gguf
-
-            return read_gguf(Path(path))[2], gguf_token_files(Path(path))
-        tokenizer = tokenizer_from_file(path)
-        is_published = Path(path).name == "tokenizer.json"
-        files = read_token_files(Path(path).parent, to_publish=False) if is_published else {}
-        return tokenizer, files
-    except UserError as error:
-        key = f"tokenizer.path: {path!r}"
-        raise UserError(*(problem.in_file(key) for problem in error.problems)) from error
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError.at(
-            "tokenizer.path", f"{path!r} is not a tokenizer.json ({error})."
-        ) from error
+    return Path(path).is_file() or path.count("/") != 1 or path.endswith(".json")
 
 
 def tokenizer_identity(
     config: TokenizerConfig, tokenizer: TextTokenizer | None, words: Sequence[str]
 ) -> dict[str, Any]:
-    """Identify a tokenizer by its content, its name on the hub, or the request to train it.
-
-    The token after documents is named if it is not the one that earlier versions took.
-    """
-    if config.path and not is_tokenizer_file(config.path) and config.path.count("/") == 1:
+    """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
+    if config.path and not is_tokenizer_file(config.path):
         return {"hub": config.path}
     if config.path:
         tokenizer = load_tokenizer(config.path)
     if tokenizer is not None:
-        content, end = tokenizer.tokenizer.to_str(), tokenizer.end_of_text
-        named = next(iter(_ids(tokenizer.tokenizer, TEXT_ENDS)), None)
-        identity = {"sha256": hashlib.sha256(content.encode()).hexdigest()}
-        return identity if end == named else {**identity, "end_of_text": end}
+        content = tokenizer.tokenizer.to_str()
+        sha256 = hashlib.sha256(content.encode()).hexdigest()
+        return {"sha256": sha256, "end_of_text": tokenizer.end_of_text}
     return {
         "vocab_size": config.vocab_size,
         "sample_megabytes": config.sample_megabytes,
@@ -180,8 +142,8 @@ def end_of_text(tokenizer: Tokenizer, eos: Collection[int] = ()) -> int:
     by_name_too = [token for token in named if token in eos]
     ends = (*by_name_too, *(token for token in eos if token not in turns), *named, *eos)
     if not ends:
-        raise UserError.at(
-            "tokenizer.path", "the tokenizer has no end-of-text token such as <|endoftext|>."
+        raise UserError(
+            "tokenizer.path: expected an end-of-text token such as <|endoftext|>, got none"
         )
     return ends[0]
 

@@ -16,6 +16,6 @@ def prepare_texts(config: RunConfig) -> Iterator[str]:
     for text, _ in config.data.texts.values():
         directory = prepare(text, config.tokenizer, tokenizer)
         tokenizer = tokenizer or open_prepared(directory).text_tokenizer  # one for all texts
-        tokens = Manifest.load(directory).tokens
-        counts = ", ".join(f"{split} {count:,}" for split, count in tokens.items())
-        yield f"Prepared {describe(text)}: tokens {counts}; in {directory}"
+        manifest = Manifest.load(directory)
+        counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
+        yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
