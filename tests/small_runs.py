@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from trainer.checkpoint import load_decoder, read_state
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train

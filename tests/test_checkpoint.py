@@ -29,6 +29,7 @@ from trainer.checkpoint import (
     tensors_of,
 )
 from trainer.common.errors import UserError
+from trainer.common.files import checksum
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -154,6 +155,29 @@ def test_two_ranks_write_what_one_and_two_read(tmp_path):
     restore(model, optimizer, tmp_path / "step-000003")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[f"model.{name}"])
+
+
+def change_state(path, change):
+    """Write another ``state.json``, with a manifest that vouches for it."""
+    state = json.loads((path / STATE).read_text())
+    change(state)
+    (path / STATE).write_text(json.dumps(state))
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest[STATE] = [(path / STATE).stat().st_size, checksum(path / STATE)]
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert damage(path) is None
+
+
+def assert_same_model(read, converted, ids):
+    """Check dtypes and bits of all tensors, and that both compute alike."""
+    for kind in ("named_parameters", "named_buffers"):
+        tensors, expected = (dict(getattr(model, kind)()) for model in (read, converted))
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(read(ids), converted(ids))
 
 
 def truncate(path):

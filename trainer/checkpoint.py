@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
@@ -225,7 +226,10 @@ class Writer:
         """Wait for the checkpoint that is being written; raise the error of its thread."""
         if self._work is not None:
             work, self._work = self._work, None
-            work.result()
+            try:
+                work.result()
+            except CheckpointException as error:  # no Exception; holds those of all ranks
+                raise OSError(str(next(iter(error.failures.values()))[0])) from error
 
     @property
     def is_done(self) -> bool:

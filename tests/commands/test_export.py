@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from tests.small_runs import SMALLEST, trained_in
+from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.commands.export import COMMAND
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
@@ -26,8 +27,6 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
-from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
-from trainer.runs.directory import check_models
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
 
@@ -279,14 +278,6 @@ def test_a_model_of_the_hub_is_exported_and_continued(tmp_path, monkeypatch):
     assert "# model-1.5" in (to / "README.md").read_text()
     assert (to / "model.safetensors").is_file()
     assert find_candidate("somebody/model-1.5").name == "model-1.5"
-    for checkpoint in ("somebody/other", "runs/none"):
-        neither = f"checkpoint: '{checkpoint}' is neither a run directory nor a checkpoint"
-        hub = f"As a model of the hub: the weights '{checkpoint}' are not on this machine"
-        with pytest.raises(UserError, match=f"^{neither}.*{hub}"):
-            run_command(COMMAND, [f"checkpoint={checkpoint}", f"to={to}2", "threads=1"])
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match=r"'runs/none' is neither a run directory nor .* Looked"):
-        check_models("runs/none")
 
 
 def trained_from(directory, base, tokens, drop_at=0, **model):

@@ -15,9 +15,9 @@ from tests.program import ROOT, run
 from trainer.__main__ import main
 from trainer.analysis.settings import ANALYSES
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.runs.checkpoints import find_checkpoint, read_state
 
 GUIDE = "".join((ROOT / page).read_text() for page in ("docs/encodings.md", "CONTRIBUTING.md"))
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)

@@ -15,11 +15,11 @@ import yaml
 from scripts.write_reproduce import DATA
 from tests.interchange.families import made
 from tests.small_runs import trained_in
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import analyze as analyze_command
 from trainer.commands import evaluate as evaluate_command
 from trainer.commands.hydra import composing as configuration
 from trainer.evaluation.longbench import KINDS
-from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.workflows import analyze, evaluate
 from trainer.workflows.benchmarks import run_benchmarks
 

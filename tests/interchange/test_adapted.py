@@ -15,7 +15,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
-from tests.runs.test_checkpoints import assert_same_model
+from tests.test_checkpoint import assert_same_model
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
 from trainer.analysis.offset_features.measure import OffsetFeatureSearch

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
+from trainer.checkpoint import MANIFEST
 from trainer.common.errors import UserError
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.runs.checkpoints import MANIFEST
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 
 FITTED = {

@@ -208,8 +208,8 @@ BRANCH = "expected 'drop', a step or nothing, got"
             "step 6, from which the control goes on, is later.",
         ),
         (
-            controlled(a={"trainer": {"keep_best": -1}}),
-            "controls.a.trainer.keep_best: expected 0 or more, got -1.",
+            controlled(a={"trainer": {"keep_every": -1}}),
+            "controls.a.trainer.keep_every: expected 1 or more, got -1.",
         ),
     ],
 )  # fmt: skip
@@ -227,7 +227,7 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
 
 
 def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
-    values = controlled(a={"trainer": {"keep_best": -1}})
+    values = controlled(a={"trainer": {"keep_every": -1}})
     values["trainer"]["log_every"] = 0
     for known in (), (Problem("before", "something."),):
         with pytest.raises(UserError) as error:
@@ -235,7 +235,7 @@ def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
         assert tuple(map(str, error.value.problems)) == (
             *map(str, known),
             "trainer.log_every: expected 1 or more, got 0.",
-            "controls.a.trainer.keep_best: expected 0 or more, got -1.",
+            "controls.a.trainer.keep_every: expected 1 or more, got -1.",
         )
 
 
@@ -325,7 +325,7 @@ def test_numbers_that_nothing_goes_on_with_hide_no_other_mistake():
     with pytest.raises(UserError) as error:
         parse(RunConfig, wrong)
     assert tuple(map(str, error.value.problems)) == (
-        "seed: expected 0 or more, got -1.",
+        "seed: expected 1 or more, got -1.",
         "optimizer.lr: expected a finite number, got nan.",
         "schedule.final: expected at most 1, got 2.0.",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,22 +12,21 @@ import pytest
 import torch
 
 from tests.training.test_run import assert_same_state, checkpoint_of
-from trainer.common.errors import UserError
-from trainer.data.corpus import Corpus, Part, prepare_corpus
-from trainer.data.dataset import TrainingSamples
-from trainer.model.config import ModelConfig
-from trainer.runs import starting_point as starting_point_module
-from trainer.runs.checkpoints import (
+from trainer.checkpoint import (
     MANIFEST,
-    digests,
     load_decoder,
     read_state,
     regular_checkpoints,
     step_of,
 )
+from trainer.common.errors import UserError
+from trainer.common.files import checksum
+from trainer.data.corpus import Corpus, Part, prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
-from trainer.runs.metrics_file import append_metrics, read_metrics
+from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import (
@@ -37,10 +35,8 @@ from trainer.runs.starting_point import (
     encodings_of,
     epochs_read,
     normalizes,
-    say_other_numerics,
     starting_point,
     starting_weights,
-    texts_read,
 )
 from trainer.training.run import train
 from trainer.workflows.training_text import open_corpus
@@ -72,27 +68,12 @@ def test_a_new_run_begins_from_nothing(tmp_path):
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
 
 
-def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path, caplog):
-    config = RunConfig(run_dir=str(tmp_path / "new"))
-    starting_point(config, None)
-    append_metrics(tmp_path / "new" / "metrics.csv", {"step": 1, "loss": 2.0})
-    append_metrics(tmp_path / "new" / "metrics.csv", {"step": 7, "loss": 1.0})
-    starting_point(config, None)
-    assert read_metrics(tmp_path / "new" / "metrics.csv") == []
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'new'} has no checkpoint: begins again from nothing, without the rows of "
-        "metrics.csv until step 7"
-    ]
-
-
-def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_aside(copied):
-    damaged = checkpoint_of(copied) / ".metadata"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
+def test_a_run_goes_on_from_its_newest_sound_checkpoint(copied):
+    (checkpoint_of(copied) / "state.json").write_text("{}")
     start = starting_point(copied, None)
     assert (start.checkpoint, start.step) == (checkpoint_of(copied, 9), 9)
     assert start.state == read_state(checkpoint_of(copied, 9))
     assert steps_of(copied) == [3, 6, 9]
-    assert (checkpoint_of(copied).with_name("unused-step-000012")).is_dir()
     rows = read_metrics(Path(copied.run_dir) / "metrics.csv")
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
 
@@ -105,16 +86,6 @@ def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, tmp_path
     rows = read_metrics(tmp_path / "control" / "metrics.csv")
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert steps_of(copied) == [3, 6, 9, 12]
-    missing = branch.with_name("step-000007")
-    with pytest.raises(UserError, match=r"^controls: '.*step-000007', where this run branches off"):
-        starting_point(replace(copied, run_dir=str(tmp_path / "x")), missing)
-
-
-def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):
-    assert texts_read(tmp_path / "nothing") is None
-    (checkpoint_of(copied) / "state.json").write_text("{}")
-    (checkpoint_of(copied, 9) / "state.json").write_text("[")
-    assert texts_read(Path(copied.run_dir)) == corpus.fingerprints
 
 
 def test_the_order_of_a_phase_changes_with_the_weights_of_its_texts():
@@ -152,27 +123,6 @@ def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):
     assert len({other["order"] for other in [plain, *others]}) == 4
 
 
-@pytest.mark.parametrize(
-    ("trained", "before", "now", "message"),
-    [
-        ("fp32", "float32", "fp32", ""),
-        ("fp32", None, "fp32", ""),
-        ("fp32", "float32", "bf16", "until there: float32"),
-        ("bf16", None, "bf16", "until there: bf16 as an earlier version computed it"),
-        ("bf16", None, "fp32", "in float32; until there: bf16 as an earlier version computed it"),
-    ],
-)
-def test_other_types_of_numbers_are_told(trained, before, now, message, caplog):
-    state = {"step": 7, "config": {"trainer": {"precision": trained}}}
-    state |= {"numerics": before} if before else {}
-    config = parse(RunConfig, {"run_dir": "x", "trainer": {"precision": now}})
-    with caplog.at_level(logging.WARNING):
-        say_other_numerics(state, config)
-    assert bool(caplog.text) == bool(message)
-    assert message in caplog.text
-    assert not message or "Goes on from step 7 in " in caplog.text
-
-
 def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
     path = checkpoint_of(finished[0])
     state = read_state(path)
@@ -196,27 +146,8 @@ def test_norms_that_still_wait_for_a_drop_are_no_part_of_the_weights(finished):
 
 def test_without_a_model_there_is_none_and_two_are_too_many():
     assert starting_weights(ModelConfig()) is None
-    with pytest.raises(UserError, match=r"^model: from_pretrained and from_run are given;"):
+    with pytest.raises(UserError, match=r"^model: expected one of"):
         starting_weights(ModelConfig(from_run="a", from_pretrained="b"))
-
-
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        (
-            "",
-            "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
-            "from nothing.",
-        ),
-        ("no/where", "model.from_run: 'no/where' is neither a run directory nor a checkpoint. "),
-    ],
-)
-def test_what_is_no_run_is_said_of_its_key(reference, message):
-    for find in (encodings_of, lambda reference: starting_weights(ModelConfig(from_run=reference))):
-        with pytest.raises(UserError) as error:
-            find(reference)
-        (problem,) = map(str, error.value.problems)
-        assert problem.partition("Looked in")[0] == message
 
 
 @pytest.fixture
@@ -234,23 +165,15 @@ def described(finished, tmp_path):
         config = replace(config, model=replace(config.model, from_run=from_run))
         state |= {"step": step, "config": json.loads(json.dumps(config, default=vars))}
         (place / "state.json").write_text(json.dumps(state))
-        (place / MANIFEST).write_text(json.dumps(digests(place) | digests(place, ".metadata")))
+        files = {
+            path.name: [path.stat().st_size, checksum(path)]
+            for path in place.iterdir()
+            if path.name != MANIFEST
+        }
+        (place / MANIFEST).write_text(json.dumps(files))
         return str(place)
 
     return as_if
-
-
-def test_a_rank_reads_weights_without_the_others(finished, monkeypatch):
-    """Which may not read the same ones at the same time."""
-    asked, load = [], starting_point_module.load
-    monkeypatch.setattr(
-        starting_point_module,
-        "load",
-        lambda *arguments, alone=False: (asked.append(alone), load(*arguments, alone=alone)),
-    )
-    start = starting_weights(ModelConfig(from_run=finished[0].run_dir))
-    start.decoder()
-    assert asked == [True] * len(start.tensors) != []
 
 
 TWO = {"layers": ["rope", "alibi"]}
@@ -349,20 +272,6 @@ def test_it_goes_on_from_its_own_checkpoint_where_the_other_run_has_gone(begun):
     open_run_directory(again)
     train(again, open_corpus(again))
     assert_same_state(checkpoint_of(again), place / "end")
-
-
-@pytest.mark.parametrize("case", ["another", "not begun", "overwrite"])
-def test_whatever_still_needs_the_other_run_misses_it(begun, case):
-    values, _, place = begun
-    shutil.rmtree(place / "other")
-    if case == "another":
-        values = merged(values, {"model": {"from_run": "elsewhere"}})
-    elif case == "not begun":
-        shutil.rmtree(place / "run" / "checkpoints")
-    else:
-        values = {**values, "overwrite": True}
-    with pytest.raises(UserError, match=r"^model\.from_run: '.*' is neither a run directory nor"):
-        parse(RunConfig, values)
 
 
 def test_another_order_of_samples_is_refused(finished, corpus):

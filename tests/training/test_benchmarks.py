@@ -20,12 +20,12 @@ from tests.training.test_run import (
     checkpoint_of,
     rows_of,
 )
+from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
-from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks

@@ -11,8 +11,8 @@ import torch
 
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from trainer.checkpoint import read_state
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 
@@ -40,6 +40,14 @@ VARIANTS = {
         drop={"at": None},
         phases={
             "short": {"steps": 6},
+            "long": {
+                "steps": 6,
+                "sequence_length": 64,
+                "batch_size": 2,
+                "optimizer_state": "reset",
+                "drop": {},
+                "schedule": {"warmup_steps": 2},
+            },
         },
     ),
     "hsdp": variant(
@@ -169,7 +177,7 @@ def test_each_process_reports_what_does_not_fit_its_strategy(base, tmp_path):
         f"data.cache_dir={tmp_path}/cache",
     ]
     cases = {
-        "strategy=single": "2 processes were started, but strategy=single uses one",
+        "strategy=single": "strategy: single uses one process, and 2 were started",
         "strategy=ddp trainer.batch_size=5": "5 sequences do not divide .*start 1 or 5 ranks",
         "strategy=ddp": "has not been prepared .* -m trainer prepare \\+experiment=drope_demo",
     }

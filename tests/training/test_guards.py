@@ -140,7 +140,7 @@ def test_a_diverged_run_stops_and_keeps_its_last_healthy_checkpoint(run, monkeyp
     """Updates 8 to 12 break."""
     poison(monkeypatch, range(28, 48).__contains__)
     monkeypatch.setattr(guards, "MOST_SKIPPED", 4)
-    changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+    changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 9}
     with pytest.raises(UserError) as error:
         run(trainer=changes)
     message = r"not finite in steps 8 to 11; the last healthy checkpoint is \S+/step-000007"

@@ -19,12 +19,12 @@ from tests.training.test_run import (
     rows_of,
     start_from,
 )
+from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.measurements import Reading
 from trainer.evaluation.results import Reach
 from trainer.model.backends import BACKENDS, cudnn_attention
-from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks

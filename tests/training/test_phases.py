@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import signal
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import torch.nn.functional as F
 
 from tests.small_runs import trained_in
 from tests.training.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
+from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
-from trainer.runs import checkpoints
-from trainer.runs.checkpoints import MANIFEST, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
@@ -248,31 +246,6 @@ def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_a
     with pytest.raises(UserError, match="'nope' is what the layers to drop have already"):
         config(whole.run_dir)
     assert label(config(early)) == "DroPE"
-
-
-def test_the_run_that_another_begins_with_is_hashed_when_its_weights_are_taken(
-    run, whole, base, tmp_path, monkeypatch
-):
-    """Neither reading the configuration nor a resume hashes it."""
-    shutil.copytree(whole[0].run_dir, tmp_path / "old")
-    hashed, original = [], checkpoints.checksum
-    monkeypatch.setattr(checkpoints, "checksum", lambda path: hashed.append(path) or original(path))
-    changes = {"model": {"from_run": str(tmp_path / "old")}, "trainer": {"max_steps": 2}}
-    changes |= {"drop": {"at": None}}
-    parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "new")}, changes))
-    assert not hashed
-    run("new", **changes)
-    last = checkpoint_of(whole[0]).name
-    old = tmp_path / "old" / "checkpoints" / last
-    files = sorted(path for path in old.iterdir() if path.name != MANIFEST)
-    assert sorted(path for path in hashed if path.parent == old) == files
-    weights = next(old.glob("*.distcp"))
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    run("new", **changes)  # which has checkpoints of its own
-    with pytest.raises(UserError, match=rf"model.from_run: '{last}' is damaged: .* has changed"):
-        run("newer", **changes)
 
 
 def test_a_corpus_of_some_of_its_texts_keeps_what_is_the_same(whole):

@@ -13,8 +13,8 @@ import pytest
 
 from tests.program import Started
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
+from trainer.checkpoint import read_state, regular_checkpoints, step_name
 from trainer.common.errors import PreemptedError
-from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training import run as runs
 from trainer.training.callbacks import stopping

@@ -22,7 +22,6 @@ from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.training import lightning_trainer, strategy
-from trainer.training.callbacks.saving import group_of_threads
 from trainer.training.lightning_trainer import make_trainer
 from trainer.training.module import make_decoder
 from trainer.training.run import train
@@ -282,7 +281,6 @@ def test_stretches_and_controls_share_their_groups(alone):
     first = device_mesh(hybrid, alone, device)
     assert device_mesh(hybrid, alone, device) is first
     assert first.mesh_dim_names == ("replicate", "shard")
-    assert group_of_threads(dist.group.WORLD, 30) is group_of_threads(dist.group.WORLD, 30)
 
 
 def test_lightning_makes_no_groups_of_ranks_for_a_sharded_run(monkeypatch):

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs.test_formats import change_state
+from tests.test_checkpoint import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
+from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.train import read_run
 from trainer.common.errors import UserError
-from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse

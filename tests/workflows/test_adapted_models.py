@@ -189,4 +189,4 @@ def test_a_model_is_found_by_its_prefix(llama):
     assert found.parameters == own.parameters
     assert found.fingerprint != own.fingerprint
     with pytest.raises(UserError, match=r"^compare: hf: takes a local directory"):
-        find_candidate(f"hf:{directory}2", "compare")
+        find_candidate(f"hf:{directory}2")

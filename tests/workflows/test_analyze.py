@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from trainer.analysis.settings import AttenuationSettings
 from trainer.analysis.studies import study as interface
 from trainer.common.errors import UserError
 from trainer.runs.metrics_file import write_metrics
-from trainer.runs.parsing import parse
 from trainer.workflows import analyze
 from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
@@ -67,23 +65,6 @@ def test_a_drop_of_the_runs_own_is_shown_with_its_loss(tmp_path, monkeypatch, ow
     candidate = SimpleNamespace(run=run if own else None, home=tmp_path)
     curve = ([(1, 3.0), (3, 2.0)], 2) if own else ()
     assert analyze._drop("before", "after", candidate) == ("before", "after", *curve)
-
-
-@pytest.mark.parametrize(
-    ("output", "name", "place"),
-    [(None, None, "home/analysis/sinks"), (None, "mine", "home/analysis/mine"), ("o", "mine", "o")],
-)
-def test_a_page_lies_in_the_run_under_its_name(monkeypatch, output, name, place):
-    monkeypatch.setattr(analyze, "find_candidate", lambda _: SimpleNamespace(home=Path("home")))
-
-    def refuse(*given):
-        raise UserError.at("", f"{given}")
-
-    monkeypatch.setattr(analyze, "check_writable", refuse)
-    request = {"checkpoint": "x", "threads": 1, "output": output, "analysis": {"kind": "sinks"}}
-    with pytest.raises(UserError) as error:
-        analyze.analyze(parse(AnalysisRequest, request), name)
-    assert tuple(map(str, error.value.problems)) == (f"{(place, 'output')}",)
 
 
 @pytest.mark.parametrize(

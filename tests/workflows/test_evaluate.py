@@ -7,13 +7,13 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.report.examples import report as reported
 from tests.small_runs import trained_in
+from trainer.checkpoint import load_decoder
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
@@ -30,7 +30,6 @@ from trainer.evaluation.results import Report
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
-from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
 from trainer.workflows import evaluate
@@ -71,28 +70,6 @@ def test_a_report_of_the_same_takes_the_place_of_an_older_one(tmp_path, older, s
         else:
             reported(**{"made": made, "environment": asked, **older}).write(path)
     assert _is_same(report, tmp_path) is same
-
-
-@pytest.mark.parametrize(
-    ("output", "name", "place"),
-    [
-        ("there", "default", "there"),
-        (None, "default", "home/evaluation"),
-        (None, "ruler", "home/lengths/ruler"),
-    ],
-)
-def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, place):
-    found = SimpleNamespace(home=Path("home"))
-    monkeypatch.setattr(evaluate, "find_candidate", lambda *_: found)
-
-    def refuse(*given):
-        raise UserError.at("", f"{given}")
-
-    monkeypatch.setattr(evaluate, "check_writable", refuse)
-    request = EvaluationRequest("x", output=output, threads=1)
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(request, name)
-    assert tuple(map(str, error.value.problems)) == (f"{(place, 'output')}",)
 
 
 CONFIG = EvaluationConfig(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands.hydra.composing import compose_words
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import saved_run
 from trainer.runs.metrics_file import read_metrics

@@ -152,7 +152,7 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(
 ):
     from transformers import AutoModelForCausalLM
 
-    from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
+    from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 
     words = ["recalibrate", "llama", *WORDS, "data.num_workers=0", "evaluation.windows=2"]
     with pytest.raises(SystemExit):

@@ -29,9 +29,6 @@ def read(composed: Composed) -> Named[AnalysisRequest]:
 
 def execute(named: Named[AnalysisRequest]) -> None:
     """Write the page, and print what was found."""
-    from trainer.runs.directory import check_models
-
-    check_models(named.request.checkpoint)
     from trainer.commands.console import set_up_console
     from trainer.workflows.analyze import analyze
 

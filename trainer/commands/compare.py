@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 def execute(request: CompareRequest) -> None:
     """Write the comparison, and print its table."""
-    from trainer.runs.directory import check_runs
-
-    check_runs(request.runs)  # before the workflow is imported, which takes a second
     from trainer.commands.console import report_console
     from trainer.report.sweep import terminal_sweep
     from trainer.workflows.compare import compare_runs

@@ -45,9 +45,6 @@ def read(composed: Composed) -> Named[Any]:
 
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
-    from trainer.runs.directory import check_models
-
-    check_models(named.request.checkpoint, named.request.compare)
     from trainer.commands.console import print_report, set_up_console
     from trainer.workflows.requests import EvaluationRequest
 

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 def execute(request: ExportRequest) -> None:
     """Write the directory, and print how it is loaded."""
-    from trainer.runs.directory import check_models
-
-    check_models(request.checkpoint)
     from trainer.commands.console import set_up_console
 
     set_up_console()

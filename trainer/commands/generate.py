@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 def execute(request: GenerationRequest) -> None:
     """Print one continuation as it grows, several with their prompts at the end."""
-    from trainer.runs.directory import check_models
-
-    check_models(request.checkpoint)
     from trainer.commands.console import show
     from trainer.workflows.generate import continue_prompts
 

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.checkpoint import MANIFEST
 from trainer.common.errors import UserError
 from trainer.common.files import checksum, write_atomically
 from trainer.common.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
-from trainer.runs.checkpoints import MANIFEST
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, near_path, renaming
+from trainer.checkpoint import MANIFEST, find_checkpoint, load_decoder, model_config, read_state
+from trainer.common.errors import UserError
 from trainer.common.files import checksum
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
-from trainer.interchange.hub import KEY as HUB_KEY
 from trainer.interchange.hub import find_pretrained
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.token_files import stop_ids
@@ -24,19 +25,10 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoints import (
-    MANIFEST,
-    find_checkpoint,
-    load_decoder,
-    model_config,
-    read_state,
-)
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
-from trainer.runs.directory import may_be_on_hub, nothing_at, saved_config
-from trainer.runs.origins import longest_context
+from trainer.runs.directory import saved_config
 from trainer.runs.phases import training_length_at
-from trainer.runs.saved_state import saved_eos
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
@@ -123,10 +115,7 @@ class Candidate:
     @property
     def longest_context(self) -> int:
         """The longest context that the model was ever trained with, in tokens."""
-        stored = self.stored_length or self.layout.training_length
-        if self.run is None:
-            return stored
-        return longest_context(self.run, self.state["step"], stored)
+        return self.stored_length or self.layout.training_length
 
     @property
     def home(self) -> Path:
@@ -154,16 +143,6 @@ class Candidate:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def find_candidate(reference: str, key: str = "checkpoint") -> Candidate:
-    """Find the model that ``checkpoint=`` or another ``key`` names.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    with renaming(checkpoint=key):
-        return _find(reference)
-
-
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Give the models distinct names.
 
@@ -173,10 +152,6 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     Raises:
         UserError: a model appears twice, or two names remain equal.
     """
-    paths = Counter((c.path.resolve(), c.computed_by) for c in candidates)
-    for candidate in candidates:
-        if paths[candidate.path.resolve(), candidate.computed_by] > 1:
-            raise UserError.at("compare", f"{candidate.reference!r} is named twice.")
     shared = Counter(candidate.name for candidate in candidates)
     for marks in ([c.home.resolve().name for c in candidates], [c.reference for c in candidates]):
         names = [
@@ -185,35 +160,28 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
         ]
         if len(set(names)) == len(names):
             return [replace(c, name=name) for c, name in zip(candidates, names, strict=True)]
-    twice = next(name for name, times in Counter(names).items() if times > 1)
-    raise UserError.at(
-        "compare", f"two models are called {twice!r}; give one of the runs a label=."
-    )
+    raise UserError(f"compare: {names} are named twice")
 
 
 def published_place(reference: str) -> Path | None:
     """Return the directory or ``.gguf`` file of published weights, or None if a run is named.
 
-    Raises:
-        UserError: there is no such file, or neither a run of that name nor a model of the hub.
+    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
     """
     path = Path(reference)
-    if path.suffix == ".gguf" and not path.is_file():
-        near = near_path(path, "*.gguf")
-        raise UserError.at("checkpoint", f"there is no file {reference!r}.", near)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         return path
-    if not may_be_on_hub(reference):
-        return None
-    try:
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists():
         return find_pretrained(reference)
-    except UserError as error:
-        neither = f"{nothing_at(reference).message} As a model of the hub: "
-        problems = (replace(p, message=neither + p.message) for p in error.problems)
-        raise UserError(*(p.renamed({HUB_KEY: "checkpoint"}) for p in problems)) from error
+    return None
 
 
-def _find(reference: str) -> Candidate:
+def find_candidate(reference: str) -> Candidate:
+    """Find the model that ``checkpoint=`` or ``compare=`` names.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
     if reference.startswith(PREFIX):
         adapted = read_adapted(reference)
         return Candidate(
@@ -247,8 +215,7 @@ def _find(reference: str) -> Candidate:
         ).ending_at(published.stops)
     path = find_checkpoint(reference)
     state = read_state(path)
-    # Only read, not checked: that would run the plugins a checkpoint names.
-    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
+    config = saved_config(state["config"])
     candidate = Candidate(
         reference,
         checkpoint_label(config, state["step"], path.name),
@@ -261,7 +228,7 @@ def _find(reference: str) -> Candidate:
         partial(load_decoder, path, state),
         role(config, is_dropped(config, state["step"])),
         state,
-        eos=saved_eos(state),
+        eos=(state["end_of_text"],),
     )
     stops = stop_ids(state.get("token_files", {}), candidate.tokenizer)
     candidate = candidate.ending_at(stops)

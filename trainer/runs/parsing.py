@@ -16,7 +16,7 @@ from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.fields import checked, value_at
 from trainer.common.plugins import load_plugins
 from trainer.runs.config import MAIN, NAME, RunConfig
-from trainer.runs.directory import nothing_at, saved_run
+from trainer.runs.directory import saved_run
 from trainer.runs.layouts import layout_problems
 from trainer.runs.phases import branch_problems, phase_problems, with_lengths
 
@@ -286,7 +286,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     if own_checkpoint(config) is not None:
         return _as_it_began(config)
     if model.from_run and not os.path.lexists(model.from_run):
-        raise UserError(nothing_at(model.from_run, "model.from_run"))
+        raise UserError(f"model.from_run: there is no run {model.from_run!r}")
     # Reading weights needs torch, which a wrong configuration must not wait for.
     from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
 
@@ -325,7 +325,7 @@ def own_checkpoint(config: RunConfig) -> Path | None:
         return None
     if not (run / "config.yaml").is_file():
         return None
-    from trainer.runs.checkpoints import regular_checkpoints
+    from trainer.checkpoint import regular_checkpoints
 
     checkpoints = regular_checkpoints(run / "checkpoints")
     if not checkpoints or saved_run(run).model.from_run != source:

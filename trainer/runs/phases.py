@@ -23,8 +23,9 @@ from trainer.runs.config import (
     RescaleConfig,
     RunConfig,
 )
-from trainer.runs.saved_state import RECALIBRATION
 
+RECALIBRATION = "recalibrate"
+"""The phase after the drop of a run that names no phases."""
 ORDERS = 1_000_003
 """Distance between the seeds of two orders of samples in a run."""
 

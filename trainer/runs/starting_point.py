@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.common.errors import UserError, renaming
+from trainer.checkpoint import (
+    STATE,
+    Reader,
+    find_checkpoint,
+    model_config,
+    newest_checkpoint,
+    read_state,
+    regular_checkpoints,
+    remove_leftovers,
+)
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.interchange.pretrained import Pretrained, read_pretrained
@@ -23,41 +32,22 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoints import (
-    damage_together,
-    find_checkpoint,
-    model_config,
-    newest_sound_checkpoint,
-    read_state,
-    regular_checkpoints,
-    remove_leftovers,
-    set_aside,
-    step_of,
-)
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import is_dropped, label, without_home
+from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
-from trainer.runs.index import read_index
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of
 from trainer.runs.ranks import on_rank_zero
-from trainer.runs.saved_state import RunState, read_run_state, saved_eos
-from trainer.runs.state import check_shapes, load, tensors_in
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a run: a checkpoint, or none.
-
-    ``state`` is its ``state.json`` as plain values, ``run_state`` the part that training resumes
-    from; None without a checkpoint, and for a checkpoint that training does not resume from.
-    """
+    """Starting point of a run: a checkpoint with its ``state.json``, or none."""
 
     checkpoint: Path | None
     state: dict[str, Any]
-    run_state: RunState | None = None
 
     @property
     def step(self) -> int:
@@ -67,50 +57,25 @@ class Start:
 
 def starting_point(config: RunConfig, branch: Path | None) -> Start:
     """Find the starting point: newest sound checkpoint, branch, or none; cut the metrics file to
-    it.
-
-    All ranks call this together: each reads a share of the files, and all get the same result.
+    it. All ranks call this together.
 
     Raises:
-        UserError: all checkpoints of the run are damaged, or the branch's.
+        UserError: all checkpoints of the run are damaged, or the branch is.
     """
-    run_dir = Path(config.run_dir)
-    on_rank_zero(lambda: _tidy(run_dir / "checkpoints"))
-    newest = newest_sound_checkpoint(run_dir)
-    if newest is None and branch is not None:
-        damage_together(branch)  # remembers sound files, so that they are not read again
-    return on_rank_zero(lambda: _begin(run_dir, newest, branch))
+    return on_rank_zero(lambda: _starting_point(Path(config.run_dir), branch))
 
 
-def _tidy(directory: Path) -> None:
+def _starting_point(run_dir: Path, branch: Path | None) -> Start:
+    directory = run_dir / "checkpoints"
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-
-
-def _begin(run_dir: Path, newest: Path | None, branch: Path | None) -> Start:
-    if newest is not None:
-        later = regular_checkpoints(run_dir / "checkpoints")
-        set_aside([p for p in later if step_of(p) > step_of(newest)])
-    elif branch is not None and not branch.is_dir():
-        raise UserError.at(
-            "controls", f"{str(branch)!r}, where this run branches off, was not written."
-        )
-    start = newest or branch
-    state = read_state(start) if start is not None else {}
-    run_state = None
+    start = newest_checkpoint(directory) or branch
+    state = read_state(start, hashed=start is branch) if start is not None else {}
     if start is not None:
-        if "tally" in state:  # missing from earlier versions, which are refused with a reason
-            run_state = read_run_state(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     source = branch.parent.parent / "metrics.csv" if branch is not None else None
-    left_out = continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
-    if start is None and left_out:
-        log.warning(
-            "%s has no checkpoint: begins again from nothing, without the rows of metrics.csv "
-            "until step %d",
-            *(without_home(str(run_dir)), left_out[-1]["step"]),
-        )
-    return Start(start, state, run_state)
+    continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
+    return Start(start, state)
 
 
 def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
@@ -128,27 +93,8 @@ def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
 
 def texts_read(run_dir: Path) -> list[str] | None:
     """Return fingerprints of the texts that the run in a directory has read, or None."""
-    for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
-        try:
-            return json.loads((path / "state.json").read_bytes())["data"]["texts"]
-        except (OSError, ValueError, KeyError, TypeError):  # validated on resume
-            continue
-    return None
-
-
-NUMERICS = {
-    "fp32": "float32",
-    "bf16": "bfloat16 activations and products, float32 weights, gradients and optimizer",
-}
-"""Dtypes of a run by ``trainer.precision``, the same under every strategy."""
-
-
-def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
-    """Log that a run resumes with a precision other than its checkpoint's."""
-    now, trained = NUMERICS[config.trainer.precision], state["config"]["trainer"]["precision"]
-    before = state.get("numerics", f"{trained} as an earlier version computed it")
-    if before != now and (trained, config.trainer.precision) != ("fp32", "fp32"):
-        log.warning("Goes on from step %d in %s; until there: %s", state["step"], now, before)
+    paths = regular_checkpoints(run_dir / "checkpoints")
+    return json.loads((paths[-1] / STATE).read_bytes())["data"]["texts"] if paths else None
 
 
 def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
@@ -183,44 +129,26 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
     Raises:
         UserError: the checkpoint was trained on other samples.
     """
-    if "data" not in state:
-        raise UserError.at(
-            "checkpoint",
-            "an earlier version of this program wrote it, whose order of samples this one does "
-            "not have; evaluate, analyze and export read it, training does not go on: "
-            "overwrite=true starts again.",
-        )
     phase = phase_before(phases_of(config), state["step"])
     if state["data"] != data_fingerprints(corpus, phase):
-        raise UserError.at(
-            "data",
-            "the checkpoint was trained on other text, or in another order, than this command "
-            "reads (changed files, another version of Python, another seed); give the same, or "
-            "overwrite=true.",
+        raise UserError(
+            "data: the checkpoint was trained on other text, or in another order, than this run"
         )
-
-
-FROM_RUN = "model.from_run"
-OF_MODEL = "model."
-"""How the names of a checkpoint's weights begin."""
 
 
 def starting_weights(config: ModelConfig) -> Pretrained | None:
     """Return the model that ``model.from_pretrained`` or ``model.from_run`` names, or None.
 
-    Reads and hashes no weights; see ``damage_together`` for the process that does.
+    Reads no weights.
 
     Raises:
         UserError: the model does not exist or is damaged, or both keys are set.
     """
     if config.from_pretrained is not None and config.from_run is not None:
-        raise UserError.at("model", "from_pretrained and from_run are given; leave out one.")
+        raise UserError("model: expected one of from_pretrained and from_run, got both")
     if config.from_pretrained is not None:
         return read_pretrained(config.from_pretrained)
-    if config.from_run is None:
-        return None
-    with renaming(checkpoint=FROM_RUN):
-        return _of_run(config.from_run)
+    return None if config.from_run is None else _of_run(config.from_run)
 
 
 def normalizes(layout: Layout) -> bool:
@@ -240,11 +168,8 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
     Raises:
         UserError: there is no checkpoint, or it is damaged.
     """
-    with renaming(checkpoint=FROM_RUN):
-        path = _checkpoint(reference)
-        state = read_state(path, hashed=False)
-    file = f"the configuration in {str(path)!r}"
-    config, step = saved_config(state["config"], FROM_RUN, file), state["step"]
+    state = read_state(find_checkpoint(reference), hashed=False)
+    config, step = saved_config(state["config"]), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     dropped = is_dropped(config, step)
     for phase in phases_of(config):
@@ -263,15 +188,15 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
 
 
 def _of_run(reference: str) -> Pretrained:
-    path = _checkpoint(reference)
-    state, index = read_state(path, hashed=False), read_index(path)
+    path = find_checkpoint(reference)
+    state, reader = read_state(path, hashed=False), Reader(path)
     config, layout = model_config(state), Layout.from_dict(state["layout"])
     with torch.device("meta"):
         shapes = dict(Decoder(config, layout).named_parameters())
-    check_shapes({OF_MODEL + n: p for n, p in shapes.items()}, tensors_in(index), path.name)
+    reader.check({f"model.{name}": parameter for name, parameter in shapes.items()})
     wait = not normalizes(layout)
     tensors = {
-        name: _Saved(name, tuple(p.shape), path, index)
+        name: _Saved(name, tuple(p.shape), reader)
         for name, p in shapes.items()
         if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
     }
@@ -281,8 +206,8 @@ def _of_run(reference: str) -> Pretrained:
         layout,
         Tokenizer.from_str(state["tokenizer"]),
         tensors,
-        token_files=lambda: state.get("token_files", {}),
-        eos=saved_eos(state),
+        token_files=lambda: state["token_files"],
+        eos=(state["end_of_text"],),
     )
 
 
@@ -292,20 +217,10 @@ class _Saved:
 
     name: str
     shape: tuple[int, ...]
-    checkpoint: Path
-    index: Metadata
+    reader: Reader
 
     def read_into(self, out: Tensor) -> None:
         """Fill ``out``, converting to its dtype; each rank reads independently."""
         saved = torch.empty(self.shape)
-        load({OF_MODEL + self.name: saved}, self.checkpoint, self.index, alone=True)
+        self.reader.load({f"model.{self.name}": saved}, alone=True)
         out.copy_(saved)
-
-
-def _checkpoint(reference: str) -> Path:
-    if not reference:
-        raise UserError.at(
-            "model.from_run",
-            "expected a run directory or a checkpoint, got nothing; null begins from nothing.",
-        )
-    return find_checkpoint(reference)

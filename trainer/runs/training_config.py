@@ -97,10 +97,6 @@ class TrainerConfig:
     just skipped; the one before the drop is always kept."""
     keep_every: Count | None = None
     """Steps between checkpoints that are all kept; null: none."""
-    keep_best: Natural = 0
-    """Number of checkpoints of least training loss to keep."""
-    async_checkpoint: bool = True
-    """Train on while a checkpoint is written."""
     max_time: OptionalText = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
     end of its SLURM job, if it has one."""

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
+from trainer.checkpoint import check_same_model, damage, regular_checkpoints, step_name, step_of
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
 from trainer.common.words import same_command
@@ -23,22 +24,15 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoints import (
-    check_same_model,
-    damage_together,
-    healthy_checkpoints,
-    step_name,
-)
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
-from trainer.runs.saved_state import Effect
+from trainer.runs.saved_state import Effect, run_state
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
     samples_of,
-    say_other_numerics,
     starting_point,
     starting_weights,
 )
@@ -136,8 +130,10 @@ def _divergence(config: RunConfig, last_good: int, step: int, branch: Path | Non
     ``last_good``: the step before the first of the skipped updates, which end with ``step``.
     """
     directory = Path(config.run_dir) / "checkpoints"
-    healthy = on_rank_zero(lambda: healthy_checkpoints(directory, last_good))
-    path = next(iter(healthy), branch)
+    paths = on_rank_zero(lambda: regular_checkpoints(directory))
+    # Skipped updates leave the weights as they are.
+    healthy = [path for path in paths if step_of(path) <= last_good] or paths[-1:]
+    path = next(reversed(healthy), branch)
     return DivergedError.at(
         "trainer.max_steps",
         f"{label(config)} stopped: the loss or the gradient was not finite in steps "
@@ -184,8 +180,9 @@ def _train_stretch(
         step = Step(stretch, module, ranks, progress, user_callbacks, start_time)
         loggers = [MetricsFile(Path(config.run_dir) / "metrics.csv"), *other_loggers(config)]
         in_order = [*step.callbacks(), *callbacks]
-        if start.checkpoint is not None and start.run_state is not None:
-            in_order.insert(0, Resume(step, start.checkpoint, start.run_state, start.step))
+        if start.checkpoint is not None:
+            state = run_state(start.state)
+            in_order.insert(0, Resume(step, start.checkpoint, state, start.step))
         trainer = make_trainer(stretch.config, ranks, loggers, in_order)
         backend = module.choose_attention(stretch.config, trainer.strategy.root_device.type)
         count = sum(p.numel() for p in model.parameters())
@@ -203,9 +200,9 @@ def _train_stretch(
                 trainer.fit(module, datamodule=data)
             _raise_if_stopped(trainer, step, loggers)
         else:  # the checkpoint is the last one of the run
-            assert start.run_state is not None
-            step.transitions.restore(start.run_state)
-            step.divergence.judge(start.step, int(start.run_state.tally.skipped_in_a_row))
+            state = run_state(start.state)
+            step.transitions.restore(state)
+            step.divergence.judge(start.step, int(state.tally.skipped_in_a_row))
             on_rank_zero(partial(close, loggers))
     diverged, request = step.divergence.diverged, step.stopping.request
     return TrainedStretch(end, step.transitions.effects, diverged, request)
@@ -233,21 +230,13 @@ def _decoder(
     Also returns the source of trained weights, if the run begins with them.
     """
     weights = starting_weights(config.model) if start.checkpoint is None else None
-    if weights is not None and len(names := set(all_gather(weights.name))) > 1:
-        raise UserError.at(
-            "model.from_run",
-            f"ranks found different checkpoints ({', '.join(sorted(names))}); name "
-            "one, since the run still trains.",
-        )
     if weights is not None and config.model.from_run is not None:
         path = Path(weights.name)
-        if (damage := damage_together(path)) is not None:
-            raise UserError.at("model.from_run", f"{path.name!r} is damaged: {damage}.")
+        if (wrong := on_rank_zero(lambda: damage(path))) is not None:
+            raise UserError(f"model.from_run: {path.name!r} is damaged: {wrong}")
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)
-        if ranks.is_rank_zero:
-            say_other_numerics(start.state, config)
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     return model, weights

@@ -36,15 +36,14 @@ from typing import Any
 
 import lightning as L
 
+from trainer.checkpoint import restore
 from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
-from trainer.runs.checkpoints import description
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before
 from trainer.runs.ranks import Ranks
-from trainer.runs.saved_state import RunState, SavedData
-from trainer.runs.starting_point import NUMERICS, data_fingerprints, epochs_read
-from trainer.runs.state import restore
+from trainer.runs.saved_state import RunState, description
+from trainer.runs.starting_point import data_fingerprints, epochs_read
 from trainer.training.callbacks.guards import Divergence, make_guards
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.monitors import Monitors
@@ -53,7 +52,6 @@ from trainer.training.callbacks.stopping import Stopping
 from trainer.training.callbacks.transitions import Transitions, effect_batch
 from trainer.training.lightning_trainer import set_steps_done
 from trainer.training.module import LanguageModule
-from trainer.training.optimizers import global_norm
 from trainer.training.user_callbacks import load_states, states_of
 
 log = logging.getLogger(__name__)
@@ -124,17 +122,14 @@ class Step:
         """Return the contents of ``state.json``; all ranks call this together."""
         stretch, step, transitions = self.stretch, trainer.global_step, self.transitions
         phase = phase_before(stretch.phases, step)
-        norm = global_norm(p.detach() for p in self.module.model.parameters())
         state = RunState(
-            data=SavedData(**data_fingerprints(stretch.corpus, phase)),
+            data=data_fingerprints(stretch.corpus, phase),
             tally=self.module.tally.state(),
             pending_metrics=self.metrics.pending,
             effects=transitions.effects,
             lengths=self.monitors.reaches,
             benchmarks=self.monitors.milestones,
-            numerics=NUMERICS[stretch.run.trainer.precision],
             loss=self.metrics.last_loss,
-            finite_parameters=bool(norm.isfinite()),
             world_size=self.ranks.world_size,
             user_callbacks=states_of(self.user_callbacks),
             wandb_id=next((str(x.version) for x in trainer.loggers if x.version), None),

@@ -20,6 +20,7 @@ from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
+from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import Problem, UserError, raise_all, renaming
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
@@ -42,9 +43,7 @@ from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.report.pages import GeometryReport, write_geometry_report
-from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
-from trainer.runs.directory import check_writable
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
 from trainer.workflows.requests import LAYERS_KEY, AnalysisConfig, AnalysisRequest
@@ -69,7 +68,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
     output = Path(request.output or candidate.home / "analysis" / (name or kind))
-    check_writable(str(output), "output")
+    output.mkdir(parents=True, exist_ok=True)
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])
@@ -169,7 +168,7 @@ def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candida
     if kind not in COMPARING:
         known = f"{', '.join(COMPARING[:-1])} and {COMPARING[-1]}"
         raise UserError.at("compare", f"only for +analysis={known}, not for {kind!r}.")
-    other = find_candidate(request.compare, "compare")
+    other = find_candidate(request.compare)
     words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
     if words[0] != words[1]:
         raise UserError.at(

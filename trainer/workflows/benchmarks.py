@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint import versions
 from trainer.common.errors import UserError, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
@@ -31,8 +32,7 @@ from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.store import Store, all_fields, fingerprint
 from trainer.model.language_model import LanguageModel
-from trainer.runs.checkpoints import versions
-from trainer.runs.directory import check_writable, free_place
+from trainer.runs.directory import free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
@@ -99,11 +99,11 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         raise_all(missing_tasks(config))
     torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
-    others = [find_candidate(path, "compare") for path in request.compare]
+    others = [find_candidate(path) for path in request.compare]
     length = config.training_length
     candidates = distinct([c.with_training_length(length) for c in [first, *others]])
     output = Path(request.output or first.home / "evaluation")
-    check_writable(str(output), "output")
+    output.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]

@@ -19,7 +19,6 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, made_now
 from trainer.runs.directory import (
     FREE_TO_CHANGE,
-    check_writable,
     differences,
     plain,
     saved_run,
@@ -53,7 +52,7 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     """
     places = [Path(path) for path in request.runs]
     if request.output:
-        check_writable(request.output, "output")
+        Path(request.output).mkdir(parents=True, exist_ok=True)
     if len(places) == 1 and (places[0] / RECORD).is_file():
         place, sweep = places[0], compared(places[0])
     else:
@@ -65,7 +64,7 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         place = place_of_sweep(PARENT, runs)
         sweep = _beside_each_other(runs, place)
         if not request.output:
-            check_writable(str(PARENT), "output")
+            PARENT.mkdir(parents=True, exist_ok=True)
             open_sweep(PARENT, runs)
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 

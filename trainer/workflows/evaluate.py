@@ -31,7 +31,7 @@ from trainer.runs.descriptions import (
     reference_first,
     without_home,
 )
-from trainer.runs.directory import check_writable, free_place
+from trainer.runs.directory import free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.ranks import Ranks, join_evaluation
@@ -71,12 +71,12 @@ def evaluate_lengths(
     torch.set_num_threads(request.threads or threads)
     # before reading checkpoints, which takes long for large models
     if request.output:
-        check_writable(request.output, "output")
+        Path(request.output).mkdir(parents=True, exist_ok=True)
     first = find_candidate(str(request.checkpoint))
-    others = [find_candidate(path, "compare") for path in request.compare]
+    others = [find_candidate(path) for path in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
-    check_writable(str(output), "output")
+    output.mkdir(parents=True, exist_ok=True)
     length = request.evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])

@@ -7,17 +7,16 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import Problem, raise_all
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
 from trainer.evaluation.results import Report, write_csv
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
-from trainer.runs.checkpoints import BEFORE_DROP, step_name
 from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.directory import (
     check_run_directory,
-    check_writable,
     locked,
     log_to_file,
     open_run_directory,
@@ -143,7 +142,6 @@ def start_problems(arms: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
         ],
         of_phase=[lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size)],
     )
-    check_writable(arms[MAIN].run_dir)
     return problems + control_problems(arms)
 
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer
 
+from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_of_text
@@ -28,15 +29,12 @@ from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.report.tables import EFFECTIVE_LEGEND
-from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
-from trainer.runs.directory import check_writable, saved_config
+from trainer.runs.directory import saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import published_place
-from trainer.runs.origins import longest_context, origins
 from trainer.runs.phases import phases_of, training_length_at
-from trainer.runs.saved_state import saved_eos
 from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
@@ -53,13 +51,13 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     torch.set_num_threads(request.threads or usual_threads())
     to = Path(request.to)
     check_destination(to)
-    check_writable(str(to), "to")
+    to.mkdir(parents=True, exist_ok=True)
     if (published := published_place(request.checkpoint)) is not None:
         return _export_again(request, published, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
-    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
+    config = saved_config(state["config"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
     stored = model.layout.training_length
@@ -75,7 +73,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     return export_model(
         model,
         tokenizer,
-        end_of_text(tokenizer, saved_eos(state)),
+        end_of_text(tokenizer, (state["end_of_text"],)),
         to,
         card=lambda plan, difference: model_card(
             path, state, model, plan, difference, request.temperature_at
@@ -83,7 +81,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         tolerance=request.tolerance,
         dtype=request.dtype,
         token_files=_token_files(state, config),
-        longest=longest_context(config, state["step"], stored) if has_context else None,
+        longest=stored if has_context else None,
     )
 
 
@@ -193,7 +191,7 @@ def model_card(
     ``difference``: largest difference of logits, None without a comparison. ``temperature_at``:
     length in training lengths whose fitted temperature the weights have.
     """
-    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
+    config = saved_config(state["config"])
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (
@@ -227,26 +225,17 @@ def model_card(
 
 
 def _published_beginning(config: RunConfig) -> str | None:
-    """Return the published weights with which the training began, through any number of runs.
-
-    None if there are none, or if a run in between is no longer on this machine or is damaged: the
-    weights do not depend on it, and the card then leaves the licence open.
-    """
-    *_, (first, _) = origins(config, 0)
-    return None if first.model.from_run else first.model.from_pretrained
+    """Return the published weights with which the training began, if any."""
+    return config.model.from_pretrained
 
 
 def _is_changed(config: RunConfig, step: int) -> bool:
-    """Whether a drop or a rescaling has changed the encoding since training began.
+    """Whether the run may have changed the encoding by a drop or a rescaling.
 
-    If not, a model that was trained on shorter sequences last still has its context. True if a run
-    in between cannot be read.
+    If not, a model that was trained on shorter sequences last still has its context.
     """
-    runs = [*origins(config, step)]
-    return runs[-1][0].model.from_run is not None or any(
-        phase.start < steps and (phase.drop or phase.rescale)
-        for run, steps in runs
-        for phase in phases_of(run)
+    return config.model.from_run is not None or any(
+        phase.start < step and (phase.drop or phase.rescale) for phase in phases_of(config)
     )
 
 

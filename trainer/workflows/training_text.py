@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from trainer.checkpoint import read_state
 from trainer.common.errors import Problem, raise_all
 from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -18,11 +19,9 @@ from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.runs.arms import arm_problems, arms_of
-from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
-from trainer.runs.saved_state import saved_eos
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
 
@@ -170,7 +169,7 @@ def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
     """
     if not config.tokenizer.path and (checkpoint := own_checkpoint(config)) is not None:
         state = read_state(checkpoint, hashed=False)
-        return TextTokenizer(Tokenizer.from_str(state["tokenizer"]), saved_eos(state))
+        return TextTokenizer(Tokenizer.from_str(state["tokenizer"]), (state["end_of_text"],))
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return TextTokenizer(start.require_tokenizer(), start.eos)
