@@ -42,7 +42,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.scoring import Prompt, Stop, exact_number
-from trainer.interchange.export.directory import export_model
+from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state

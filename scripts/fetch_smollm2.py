@@ -45,12 +45,15 @@ def download(directory: Path) -> Path:
 
 def fetch(target: Path) -> None:
     """Convert the model to ``target``, which is created only when it is complete."""
-    from trainer.interchange.gguf import convert_gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
     try:
-        convert_gguf(download(partial / "download"), partial / NAME)
+        file = download(partial / "download")
+        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        for kind in (AutoTokenizer, AutoModelForCausalLM):
+            kind.from_pretrained(**place).save_pretrained(partial / NAME)
         try:
             (partial / NAME).rename(target)
         except OSError:

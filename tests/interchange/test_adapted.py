@@ -25,8 +25,6 @@ from trainer.evaluation.likelihood import Request, log_likelihoods
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
-from trainer.interchange.export.directory import write_files
-from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import position_interpolation, yarn
@@ -438,59 +436,20 @@ def test_the_text_model_of_a_model_that_reads_images_too():
     torch.testing.assert_close(model(IDS), hf(IDS).logits, rtol=0, atol=1e-4)
 
 
-def test_an_export_with_code_is_computed_here_and_not_by_transformers(tiny_decoder, tmp_path):
-    model = tiny_decoder(layers=["alibi"])
-    plan = make_plan(model.config, model.layout)
-    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(50)}, unk_token="0"))
-    write_files(model, plan, tokenizer, 0, tmp_path, "float32")
-    with pytest.raises(UserError, match="leave out hf: and this program computes it itself"):
-        read_adapted(f"hf:{tmp_path}")
-
-
-def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
-    def problem_of(directory):
-        with pytest.raises(UserError) as caught:
-            read_adapted(f"hf:{directory}")
-        (problem,) = map(str, caught.value.problems)
-        return problem
-
-    assert "none at" in problem_of(f"{saved}x")
-    assert saved.name in problem_of(f"{saved}x")
-    assert "config.json" in problem_of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (tmp_path / "pytest_model.bin").write_bytes(b"pickle")
-    assert "there is no 'model.safetensors'" in problem_of(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes((saved / "model.safetensors").read_bytes())
-    assert "tokenizer.json" in problem_of(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+def test_models_that_need_code_or_elsewhere_are_refused(saved):
     values = json.loads((saved / "config.json").read_text())
-    own_code = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "code.Mine"}}
-    (tmp_path / "config.json").write_text(json.dumps(values | own_code))
-    assert "code of a model is never run" in problem_of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
-    assert "tensors that are missing: 'model.layers.3." in problem_of(tmp_path)
-    for key, sub in (("attn_implementation", None), ("_attn_implementation", "text_config")):
-        kernel = {key: "someone/kernel"}
-        changed = values | (kernel if sub is None else {sub: kernel})
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        assert f"config.json: {key}: expected 'eager', 'sdpa', " in problem_of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(values | {"transformers_weights": "../x"}))
-    assert "transformers_weights: not supported" in problem_of(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    assert "adapter_config.json: an adapter names another model" in problem_of(tmp_path)
-    (tmp_path / "adapter_config.json").unlink()
-    (tmp_path / "outside").mkdir()
-    moved = weights.rename(tmp_path / "outside" / "x.safetensors")
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside/x.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "names files outside its directory" in problem_of(tmp_path)
-    moved.rename(weights)
-    weights.write_bytes(weights.read_bytes()[:100])
-    assert "transformers cannot compute it" in problem_of(tmp_path)
-    monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)
-    assert "pip install 'unrope[transformers]'" in problem_of(saved)
+
+    def refused(message, **changes):
+        (saved / "config.json").write_text(json.dumps(values | changes))
+        with pytest.raises(UserError, match=message):
+            read_adapted(f"hf:{saved}")
+
+    refused("code of a model is never run", model_type="mine")
+    refused("attn_implementation", attn_implementation="someone/kernel")
+    refused("attn_implementation", text_config={"_attn_implementation": "someone/kernel"})
+    refused("transformers_weights", transformers_weights="../x")
+    (saved / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    refused("adapter_config")
 
 
 def test_a_batch_is_checked_by_its_longest_row_after_others_with_as_short_a_one():

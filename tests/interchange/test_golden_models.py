@@ -16,7 +16,6 @@ from tests.golden.files import GOLDEN
 from tests.program import ROOT
 from trainer.commands import evaluate as evaluate_command
 from trainer.commands.hydra import composing as configuration
-from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
@@ -68,30 +67,6 @@ def test_a_drope_checkpoint_may_name_its_type_alone_and_no_rotation(tmp_path, na
     assert (read.config, read.layout) == (whole.config, whole.layout)
     assert not any(spectrum.rotates for spectrum in read.layout.spectra)
     assert read.layout.training_length == 64
-
-
-def test_every_problem_of_a_drope_checkpoint_is_named(tmp_path):
-    path = changed(
-        "drope_llama_nope", tmp_path, attention_type="rope", softmax_scale=-1, hidden_act="relu"
-    )
-    with pytest.raises(UserError) as error:
-        read_pretrained(path)
-    attention, scale, activation = map(str, error.value.problems)
-    assert "attention_type: expected 'nope' or 'qk_norm_nope' or 'q_norm_nope'" in attention
-    assert "softmax_scale: expected a number from 1e-06 to 1e+06, got -1." in scale
-    assert "hidden_act='relu' is not supported" in activation
-
-
-def test_a_norm_of_queries_is_missing_where_the_type_reads_it(tmp_path):
-    path = changed("drope_llama_nope", tmp_path, attention_type="q_norm_nope")
-    with pytest.raises(UserError, match=r"missing: 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
-        read_pretrained(path)
-
-
-def test_norms_are_extra_where_no_type_has_them(tmp_path):
-    path = changed("drope_llama_q_norm", tmp_path, attention_type="nope")
-    with pytest.raises(UserError, match=r"no place for: .*k_norm\.weight"):
-        read_pretrained(path)
 
 
 @pytest.mark.weekly

@@ -1,7 +1,6 @@
 """Spectra out of rope_parameters against transformers' own frequencies and attention factors."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.positional.examples import encode, one_layer, slowed
 from tests.reference import turned
-from trainer.common.errors import UserError
 from trainer.interchange.hf_rope import ROPE_TYPES, spectrum_from_rope_parameters
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, position_interpolation
@@ -194,84 +192,4 @@ def test_a_rescaling_takes_the_place_of_growth_with_the_length():
         assert slow == pytest.approx(longrope.long.inv_freq[-1] / 4), name
 
 
-def test_all_problems_come_at_once():
-    with pytest.raises(UserError) as error:
-        ours({"rope_type": "llama3", "factr": 8.0, "low_freq_factor": 0, "high_freq_factor": 4.0})
-    unknown, missing, small = map(str, error.value.problems)
-    assert unknown == "rope_parameters: unknown key 'factr'. Did you mean 'factor'?"
-    assert missing.startswith("rope_parameters.factor: missing; the type 'llama3' needs")
-    assert small == f"rope_parameters.low_freq_factor: {NUMBER} 0, got 0."
-
-
 NUMBER = "expected a number greater than"
-WRONG = [
-    ({"rope_theta": 1}, f"rope_theta: {NUMBER} 1, got 1."),
-    (
-        {"original_max_position_embeddings": 1},
-        f"original_max_position_embeddings: {NUMBER} 1, got 1.",
-    ),
-    *(
-        ({key: 0}, f"{key}: {NUMBER} 0, got 0.")
-        for key in (
-            "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
-            "high_freq_factor",
-        )
-    ),
-    *(({key: -1}, f"{key}: {NUMBER} -1, got -1.") for key in ("mscale", "mscale_all_dim")),
-    ({"rope_theta": math.inf}, f"rope_theta: {NUMBER} 1, got inf."),
-    ({"rope_theta": 10**400}, f"rope_theta: {NUMBER} 1, got 1{'0' * 39}."),
-    ({"factor": 1e-320}, f"factor: {NUMBER} 0, got 1e-320."),
-    ({"factor": True}, f"factor: {NUMBER} 0, got True."),
-    *(
-        (
-            {"partial_rotary_factor": share},
-            f"partial_rotary_factor: expected a number from 0 to 1, got {share!r}.",
-        )
-        for share in (-0.1, 1.1, "1", True)
-    ),
-    (
-        {"partial_rotary_factor": 0.27},
-        "partial_rotary_factor: 0.27 of 64 channels is 17; expected an even number.",
-    ),
-    *(
-        (
-            {key: value},
-            f"{key}: expected a list of 32 positive numbers, one for each rotated pair.",
-        )
-        for key in ("short_factor", "long_factor")
-        for value in ([1.0] * 31, [1.0] * 31 + [0], [1.0] * 31 + [True], 1.0)
-    ),
-    (
-        LLAMA3 | {"factor": 8.0, "high_freq_factor": 1.0},
-        "high_freq_factor: expected more than low_freq_factor.",
-    ),
-    ({"rope_type": "yarm", "factor": 2.0}, "rope_type: unknown type 'yarm'. Did you mean 'yarn'?"),
-    (
-        {"rope_type": "linear"},
-        "factor: missing; the type 'linear' needs rope_theta, factor.",
-    ),
-    (
-        {"rope_type": "longrope", "short_factor": [1.0] * 32},
-        "long_factor: missing; the type 'longrope' needs rope_theta, short_factor, long_factor.",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("values", "message"), WRONG, ids=str)
-def test_each_wrong_value_has_one_sentence(values, message):
-    with pytest.raises(UserError) as error:
-        ours(values)
-    assert tuple(map(str, error.value.problems)) == (f"rope_parameters.{message}",)
-
-
-def test_values_at_the_bounds_are_read():
-    assert not ours({"partial_rotary_factor": 0}).rotates
-    assert ours({"partial_rotary_factor": 1}) == ours({})
-    small = {"mscale": 0, "mscale_all_dim": -0.5, "beta_slow": 1e-9, "attention_factor": 1e-9}
-    assert ours({"rope_type": "yarn", "factor": 1e-9} | small).rotary_scale == 1e-9
-    odd = {"rope_type": "proportional", "partial_rotary_factor": 0.27}
-    assert sum(f > 0 for f in ours(odd).inv_freq) == 8
-    near = LLAMA3 | {"factor": 8.0, "high_freq_factor": 1.0001}
-    assert ours(near).rotates
-    with pytest.raises(UserError, match=r"rope_theta: missing; the type 'linear' needs rope_theta"):
-        spectrum_from_rope_parameters({"type": "linear", "factor": 2.0}, D, C)

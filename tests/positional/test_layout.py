@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.positional.examples import one_layer
 from trainer.positional.layout import Intervention, LayerEncoding, Layout, layer_problems
 from trainer.positional.rescaling import (
-    RESCALINGS,
     dynamic,
     longrope,
     ntk_aware,
@@ -114,38 +113,6 @@ def test_spectra_that_follow_the_length_are_constant_within_the_training_length(
 def test_the_temperature_of_a_query_is_the_same_in_all_sequences():
     layout = one_layer(C, Spectrum(temperature=Temperature(0.3, per="query")))
     assert not layout.follows_length
-
-
-def test_the_first_checkpoints_knew_neither_scales_nor_frequencies_that_follow_the_length():
-    spectrum = {"training_length": C, "inv_freq": [0.5], "alibi": False, "temperature": {}}
-    layers = [{"heads": [0, 0], "window": None, "qk_norm": False}]
-    assert Layout.from_dict({"spectra": [spectrum], "layers": layers}) == one_layer(C, A, A)
-
-
-@pytest.mark.parametrize("name", RESCALINGS)
-@pytest.mark.parametrize("length", [C // 2, C, 3 * C])
-def test_frequencies_that_follow_the_length_are_read_from_the_first_format(name, length):
-    """There the method stood by its name, C in every spectrum, and a spectrum for every head."""
-    inv_freq = [1.0, 0.1, 0.01]
-    spectrum = {
-        "training_length": C,
-        "inv_freq": inv_freq,
-        "temperature": {"coefficient": 0.2, "exponent": 1.0, "scale": 1.0, "per": "sequence"},
-        "alibi": False,
-        "rotary_scale": 1.0,
-        "beyond": {"length": C, "inv_freq": inv_freq, "growth": 1.0, "rescaling": name},
-    }
-    still = spectrum | {"inv_freq": [], "beyond": None}
-    old = {
-        "spectra": [spectrum, still],
-        "layers": [{"heads": [0, 0, 1], "window": 8, "qk_norm": True}],
-    }
-    tempered = Temperature(0.2)
-    moving = dynamic(Spectrum(tuple(inv_freq), tempered), RESCALINGS[name], C)
-    still_now = Spectrum(temperature=tempered)
-    expected = one_layer(C, moving, moving, still_now, window=8, qk_norm=True)
-    assert Layout.from_dict(old) == expected
-    assert Layout.from_dict(old).at(length) == expected.at(length)
 
 
 def test_a_layer_of_spectra_for_query_heads_keeps_what_is_done_to_each_key():

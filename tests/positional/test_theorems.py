@@ -17,7 +17,7 @@ def watched(model, ids, *, embeddings=None):
     attention of every layer."""
     maps, states = [], []
 
-    def attend(q, k, v, mask, _):
+    def attend(q, k, v, mask):
         q, k, v = (x.double() for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         future = torch.ones(len(ids), len(ids)).triu(1).bool()

@@ -29,11 +29,11 @@ HELP = """
 python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
 
 Writes config.json, model.safetensors (several files if the model is large), the tokenizer and a
-model card, from a run, an earlier export or a published model. A temperature that was fitted for a
-run is left out, unless temperature_at=LENGTH writes it into the weights. A native architecture of
+short README, from a run, an earlier export or a published model. A temperature that was fitted for
+a run is left out, unless temperature_at=LENGTH writes it into the weights. A native architecture of
 transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen if one computes the same; otherwise
-the model's code is written too. If transformers is installed, a fresh process loads the export and
-compares its logits; nothing is kept if they differ by more than tolerance.
+the model's code is written too. transformers loads the export and its logits are compared; nothing
+is kept if they differ by more than tolerance.
 """
 COMMAND = Command(
     "export",

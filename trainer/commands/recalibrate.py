@@ -60,7 +60,7 @@ def completed(composed: Composed) -> tuple[str, dict[str, Any], list[str]]:
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
     from trainer.workflows.recalibrate import chosen, source_of
 
-    stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name.removesuffix(".gguf")).lstrip("-.+")
+    stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name).lstrip("-.+")
     words: dict[str, Any] = {"name": f"{stem}-drope", f"model.{source_of(model)}": model}
     if keys.text:
         words["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
@@ -106,7 +106,7 @@ HELP = """
 python -m trainer recalibrate MODEL text=FILES [minutes=20] [name=NAME] [KEY=VALUE ...]
 
 Drops the positional encoding of a trained model and recalibrates it on the text, in the minutes
-given. MODEL is a directory or hub id of published weights, a .gguf file, or a run of this program.
+given. MODEL is a directory or hub id of published weights, or a run of this program.
 Length, batch, steps, learning rate, warm-up and QK-norm follow from the model, the measured speed
 and the time (docs/pretrained.md); a word for any key of a run overrides one. Then the model is
 measured beside what it was, and exported for transformers. Interrupted, the same command resumes.

@@ -14,7 +14,7 @@ from trainer.commands.evaluate import (
     kind_problem,
 )
 from trainer.commands.hydra.command import Command, Named
-from trainer.common.errors import Problem, UserError, listed, raise_all
+from trainer.common.errors import Problem, listed
 from trainer.common.words import override_value
 
 if TYPE_CHECKING:
@@ -43,40 +43,9 @@ def read(composed: Composed) -> Named[RunConfig]:
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.interchange.hub import MissingWeights
 
-    config: RunConfig | None = None
-    problems: tuple[Problem, ...] = ()
-    try:
-        config = read_run(composed)
-    except UserError as error:
-        missing = [p for p in error.problems if isinstance(p, MissingWeights) and p.is_published]
-        if not missing:
-            raise
-        problems = (*error.problems, *_alternatives(composed))
-    raise_all(problems)
-    assert config is not None
+    config = read_run(composed)
     return Named(config.name, config, composed.words)
-
-
-def _alternatives(composed: Composed) -> list[Problem]:
-    """Return what a run without its published weights needs as well, and experiments that show the
-    same without these weights."""
-    import torch
-
-    tokens = composed.values["trainer"]["max_tokens"]
-    problems = [
-        Problem(
-            "experiment",
-            "on any machine +experiment=drope_smollm2_135m_local drops the encoding of published "
-            "weights too (python scripts/fetch_smollm2.py gets them), and +experiment=drope_demo "
-            "that of a model it trains, in minutes.",
-        )
-    ]
-    if isinstance(tokens, int) and tokens > CPU_TOKENS and not torch.cuda.is_available():
-        message = f"{tokens:,} tokens take GPUs, and torch sees none."
-        problems.insert(0, Problem("trainer.max_tokens", message))
-    return problems
 
 
 def read_run(
@@ -90,7 +59,6 @@ def read_run(
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.interchange.hub import MissingWeights
     from trainer.runs.config import RunConfig
     from trainer.runs.parsing import parse
 
@@ -102,13 +70,7 @@ def read_run(
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    try:
-        return parse(RunConfig, values, problems, weights=weights)
-    except UserError as error:
-        if not any(isinstance(problem, MissingWeights) for problem in error.problems):
-            raise
-        # A plan then takes the shape from the command line.
-        raise UserError(*(p for p in error.problems if p not in of_weights)) from error
+    return parse(RunConfig, values, problems, weights=weights)
 
 
 def _ignored(composed: Composed, source: str) -> list[Problem]:

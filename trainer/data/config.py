@@ -195,7 +195,7 @@ class TokenizerConfig:
     """The tokenizer, read from a file or trained."""
 
     path: OptionalText = None
-    """A tokenizer.json, a .gguf file or a model on the hub; null: train a byte-level BPE on the
+    """A tokenizer.json or a model on the hub; null: train a byte-level BPE on the
     training text."""
     vocab_size: Integer = 1024
     """Entries of the tokenizer that is trained."""

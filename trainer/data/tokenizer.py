@@ -70,7 +70,7 @@ def load_tokenizer(path: str) -> TextTokenizer:
     if is_tokenizer_file(path):
         tokenizer = tokenizer_from_file(path)
         if Path(path).name == "tokenizer.json":
-            eos = eos_ids(read_token_files(Path(path).parent, to_publish=False), tokenizer)
+            eos = eos_ids(read_token_files(Path(path).parent), tokenizer)
     else:
         from huggingface_hub import hf_hub_download
 

@@ -1,58 +1,39 @@
 """Published weights: checked by their headers, and read into a decoder one tensor at a time.
 
 A model is a directory as Hugging Face publishes it (``config.json``, ``model.safetensors`` or
-shards with an index, ``tokenizer.json``), one of our exports, a hub id, or a ``.gguf`` file. Only
-tensors are read; no code in a file is run.
+shards with an index, ``tokenizer.json``), one of our exports, or a hub id. Only tensors are read;
+no code in a file is run.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.common.errors import Problem, UserError
-from trainer.common.formats import read_plain
-from trainer.interchange.hf_config import (
-    code_remark,
-    from_drope_config,
-    from_hf_config,
-    from_own_config,
-    is_drope,
-    is_own,
-    is_unused,
-    named_bos,
-)
+from trainer.common.errors import UserError
+from trainer.interchange.hf_config import is_unused, named_bos, shape_and_layout
 from trainer.interchange.hub import find_pretrained, tokenizer_from_file
-from trainer.interchange.tensor_files import FileTensor, read_headers
-from trainer.interchange.token_files import CONFIG, eos_ids, read_token_files, stop_ids
+from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
 
-log = logging.getLogger(__name__)
-
-NAMES_SHOWN = 5
-DEEP, MATRICES = 256, 7
-"""Layers that take long to be compared with tensors one by one; matrices of a layer."""
-T = TypeVar("T")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE = 1 << 22
+"""Elements that are read at a time."""
 
 
 class StoredTensor(Protocol):
     """A tensor in a file, to be read later."""
-
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,6 +42,42 @@ class StoredTensor(Protocol):
 
     def read_into(self, out: Tensor) -> None:
         """Fill ``out`` (contiguous, of this shape), converting to its type."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor in a safetensors file, under its name there."""
+
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill ``out`` (of this shape), converting to its type.
+
+        The file is opened anew for every slice: mapped pages count as memory once they were
+        touched, so otherwise a model would need its size twice.
+        """
+        rows = max(1, PIECE * len(out) // max(out.numel(), 1))
+        for index, part in enumerate(out.detach().split(rows)):
+            with safe_open(self.path, framework="pt") as file:
+                part.copy_(file.get_slice(self.name)[index * rows : (index + 1) * rows])
+
+
+def read_headers(directory: Path) -> dict[str, FileTensor]:
+    """Return every tensor of the model in ``directory``, sharded or not, by its name there."""
+    names = [SINGLE]
+    if not (directory / SINGLE).is_file() and (directory / INDEX).is_file():
+        index = json.loads((directory / INDEX).read_text("utf-8"))
+        # Files beside the index only.
+        names = sorted({Path(name).name for name in index["weight_map"].values()})
+    tensors: dict[str, FileTensor] = {}
+    for name in names:
+        with safe_open(directory / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                shape = tuple(file.get_slice(key).get_shape())
+                tensors[key] = FileTensor(key, shape, directory / name)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -113,175 +130,77 @@ class Pretrained:
             UserError: the model came without one.
         """
         if self.tokenizer is None:
-            raise UserError.at(
-                self.name, "there is no tokenizer.json; put the model's beside its weights."
-            )
+            raise UserError(f"{self.name}: there is no tokenizer.json beside its weights")
         return self.tokenizer
 
 
 def read_pretrained(location: str) -> Pretrained:
     """Check the files of a model without reading weights.
 
-    ``location``: a directory, a hub id or a ``.gguf`` file.
+    ``location``: a directory or a hub id.
 
     Raises:
-        UserError: the model is not found, not supported, or its files are incomplete or damaged;
-            names every problem.
+        UserError: the model is not supported, or its tensors are not those of its configuration.
+        OSError: a file is missing.
     """
     path = find_pretrained(location)
-    problems: list[Problem] = []
-
-    def attempt(function: Callable[..., T], *args: Any, place: str = location) -> T | None:
-        try:
-            return function(*args)
-        except UserError as error:
-            problems.extend(problem.in_file(place) for problem in error.problems)
-            return None
-
-    values: dict[str, Any] | None
-    tensors: Mapping[str, StoredTensor] | None
-    token_files = partial(read_token_files, path)
-    settings: dict[str, str] | None
-    if path.suffix == ".gguf":
-        from trainer.interchange.gguf import gguf_token_files, read_gguf
-
-        token_files = partial(gguf_token_files, path)
-        place = f"{location}: metadata"
-        values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
-        settings = {CONFIG: json.dumps({"eos_token_id": (values or {}).get("eos_token_id")})}
-    else:
-        place = f"{location}: config.json"
-        values = attempt(read_config, path)
-        tensors = attempt(read_headers, path)
-        tokenizer = attempt(read_tokenizer, path)
-        read_settings = partial(read_token_files, path, to_publish=False)
-        settings = None if values is None else attempt(read_settings)
-    model = attempt(_shape, values, place=place) if values is not None else None
-    if values is None or model is None or tensors is None:
-        raise UserError(*problems)
-    config, layout = model
-    if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:
-        raise UserError.at(
-            location,
-            f"num_hidden_layers: {len(tensors)} tensors are no model of "
-            f"{config.num_hidden_layers} layers.",
-        )
+    values, tensors, tokenizer = read_config(path), read_headers(path), read_tokenizer(path)
+    try:
+        config, layout = shape_and_layout(values)
+    except ValueError as error:
+        raise UserError(f"{location}: config.json: {error}") from error
+    ours = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not is_unused(values, name)
+    }
     with torch.device("meta"):
         shapes = {
             name: tuple(parameter.shape)
             for name, parameter in Decoder(config, layout).named_parameters()
             if not waits(name, layout)
         }
-    ours = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if not is_unused(values, name)
-    }
-    attempt(_check, shapes, ours, config.tie_word_embeddings)
-    if problems:
-        raise UserError(*problems)
-    if remark := code_remark(values, location):
-        log.warning(remark)
-    wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
-    eos: tuple[int, ...] = ()
-    stops: frozenset[int] = frozenset()
-    if tokenizer is not None and settings is not None:
-        eos, stops = eos_ids(settings, tokenizer), stop_ids(settings, tokenizer)
-    others = bos_token, token_files, eos, stops
-    return Pretrained(location, config, layout, tokenizer, wanted, *others)
-
-
-def _shape(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
-    """Return shape and layout from any supported kind of configuration."""
-    if is_own(values):
-        return from_own_config(values)
-    if is_drope(values):
-        return from_drope_config(values)
-    return from_hf_config(values)
+    redundant = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    wrong = [
+        f"{name}: expected {list(shapes.get(name, ())) or 'no such tensor'}, "
+        f"got {list(ours[name].shape) if name in ours else 'none'}"
+        for name in sorted(shapes.keys() | ours.keys())
+        if (name in shapes or not (name in redundant or name.endswith("rotary_emb.inv_freq")))
+        and (name not in ours or name not in shapes or ours[name].shape != shapes[name])
+    ]
+    if wrong:
+        raise UserError(f"{location}: tensor {'; '.join(wrong[:5])}")
+    files = read_token_files(path)
+    return Pretrained(
+        location,
+        config,
+        layout,
+        tokenizer,
+        {name: ours[name] for name in shapes},
+        named_bos(values),
+        partial(read_token_files, path),
+        () if tokenizer is None else eos_ids(files, tokenizer),
+        frozenset() if tokenizer is None else stop_ids(files, tokenizer),
+    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read ``config.json``.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise UserError.at("", f"there is no 'config.json' in {str(directory)!r}.")
-    try:
-        values = read_plain(path)
-    except (OSError, ValueError) as error:
-        raise UserError.at("", f"'config.json' cannot be read: {error}.") from error
+    """Read ``config.json``."""
+    values = json.loads((directory / "config.json").read_text("utf-8"))
     if not isinstance(values, dict):
-        raise UserError.at("", "'config.json' holds no keys.")
+        raise UserError(f"{directory}: config.json: expected keys and values")
     return values
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Read ``tokenizer.json``, or return None if there is none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read ``tokenizer.json``, or return None if there is none."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        return tokenizer_from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError.at("", f"'tokenizer.json' is damaged ({error}).") from error
-
-
-def _check(
-    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor], tied: bool
-) -> None:
-    """Check that the tensors are those of a decoder with parameters of these shapes."""
-    missing = [published_name(name) for name in shapes if name not in tensors]
-    extra = [
-        tensor.name
-        for name, tensor in tensors.items()
-        if name not in shapes and not _is_harmless(name, tensors, tied)
-    ]
-    problems = [
-        Problem(
-            "",
-            f"tensor {tensors[name].name!r} has the shape {list(tensors[name].shape)}; the "
-            f"configuration asks for {list(shape)}.",
-        )
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if extra:
-        problems.insert(
-            0, Problem("", f"tensors that the model has no place for: {_listed(extra)}.")
-        )
-    if missing:
-        problems.insert(0, Problem("", f"tensors that are missing: {_listed(missing)}."))
-    if problems:
-        raise UserError(*problems)
-
-
-def _is_harmless(name: str, tensors: Mapping[str, StoredTensor], tied: bool) -> bool:
-    """Whether an extra tensor is redundant: a table of rotations, or a copy of tied embeddings."""
-    head, embeddings = tensors[name], tensors.get("embed_tokens.weight")
-    return name.endswith("rotary_emb.inv_freq") or (
-        tied
-        and name == "lm_head.weight"
-        and isinstance(head, FileTensor)
-        and isinstance(embeddings, FileTensor)
-        and head.equals(embeddings)
-    )
+    return tokenizer_from_file(str(path)) if path.is_file() else None
 
 
 def published_name(name: str) -> str:
     """Return a parameter's name in Hugging Face's Llama."""
     return name if name.startswith("lm_head") else f"model.{name}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(map(repr, names[:NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def waits(name: str, layout: Layout) -> bool:

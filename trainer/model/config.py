@@ -63,7 +63,7 @@ class ModelConfig:
     attention_backend: Literal["auto", "sdpa", "flash", "flex"] = "auto"
     """Kernel of attention: auto, sdpa, flash, flex."""
     from_pretrained: OptionalText = None
-    """Directory, hub id or .gguf file with weights to start from, with their shape, positions
+    """Directory or hub id with weights to start from, with their shape, positions
     and tokenizer; null: random weights."""
     from_run: OptionalText = None
     """A run of this program, or one of its checkpoints, to start from, with its shape, positions

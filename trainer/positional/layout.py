@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import Integer, adapter
-from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rebased, rescaled
+from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum, Temperature
 
 Factors = tuple[tuple[float, ...], ...]
@@ -288,8 +290,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layout:
-        """Build a layout from values of :meth:`to_dict`, also of the first format."""
-        values = from_first_format(values)
+        """Build a layout from values of :meth:`to_dict`."""
         spectra = adapter(list[Spectrum]).validate_python(values["spectra"])
         return cls(
             values["training_length"],
@@ -330,36 +331,46 @@ def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Prob
     ]
 
 
-def from_first_format(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert a stored layout of the first version to today's format; return newer ones unchanged.
+Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 
-    The first version stored C in every spectrum, one spectrum's index per head, and for frequencies
-    that follow the length the name of a method.
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """Layer of a stored layout; groups are (index of a spectrum, number of key-value heads)."""
+
+    groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
+    window: Length | None
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """Layout as :meth:`Layout.to_dict` writes it."""
+
+    training_length: Length
+    spectra: list[Spectrum]
+    layers: list[StoredLayer]
+
+
+def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
+    """Read the stored layout of a model with ``layers`` layers, ``heads`` key-value heads in each
+    and ``head_size`` channels per head.
+
+    Raises:
+        ValueError: it is damaged or does not fit the model.
     """
-    if "training_length" in values:
-        return values
-    return {
-        "training_length": values["spectra"][0]["training_length"],
-        "spectra": [_spectrum_of_first_format(spectrum) for spectrum in values["spectra"]],
-        "layers": [
-            {**layer, "groups": [[index, 1] for index in layer["heads"]]}
-            for layer in values["layers"]
-        ],
-    }
-
-
-def _spectrum_of_first_format(values: dict[str, Any]) -> dict[str, Any]:
-    length, long = values["training_length"], values.get("beyond")
-    others = {
-        key: value for key, value in values.items() if key not in ("training_length", "beyond")
-    }
-    if long is None:
-        return others | {"long": None}
-    changed = {"length": long["length"], "inv_freq": long["inv_freq"]}
-    if long.get("growth"):
-        method = RESCALINGS[long.get("rescaling", "ntk")]
-        stretch = asdict(method(tuple(long["inv_freq"]), length))
-        changed |= {"stretch": stretch, "growth": long["growth"], "reference": length}
-    else:
-        changed |= {"stretch": None, "growth": 1.0}
-    return others | {"long": changed}
+    stored: StoredLayout = adapter(StoredLayout).validate_python(values)
+    fits = len(stored.layers) == layers and all(
+        sum(count for _, count in layer.groups) == heads
+        and all(index < len(stored.spectra) for index, _ in layer.groups)
+        for layer in stored.layers
+    )
+    for spectrum in stored.spectra:
+        long = spectrum.long
+        stretch = () if long is None or long.stretch is None else long.stretch.kept
+        counts = {len(x) for x in (() if long is None else long.inv_freq, stretch) if x}
+        fits &= spectrum.rotary_dim <= head_size and counts <= {len(spectrum.inv_freq)}
+    if not fits:
+        raise ValueError(f"layout: expected one of {layers} layers of {heads} heads of {head_size}")
+    return Layout.from_dict(values)

@@ -164,12 +164,12 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def published_place(reference: str) -> Path | None:
-    """Return the directory or ``.gguf`` file of published weights, or None if a run is named.
+    """Return the directory of published weights, or None if a run is named.
 
     OWNER/NAME is looked for on the hub if there is no directory OWNER here.
     """
     path = Path(reference)
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         return path
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists():
         return find_pretrained(reference)

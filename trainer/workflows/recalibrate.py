@@ -18,7 +18,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.evaluation.results import Report
-from trainer.interchange.export.directory import check_destination
+from trainer.interchange.export import check_destination
 from trainer.interchange.hub import find_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops

@@ -46,7 +46,7 @@ class ModelsRequest:
     """The keys that all kinds of evaluation have."""
 
     checkpoint: OptionalText = None
-    """A run directory, a checkpoint, a published model's directory or .gguf file, or
+    """A run directory, a checkpoint, a published model's directory, or
     hf:DIRECTORY of a model that transformers is to compute."""
     compare: list[str] = field(default_factory=list)
     """More models, measured on the same trials."""
@@ -197,7 +197,7 @@ class AnalysisRequest:
     """Request of the analyze command."""
 
     checkpoint: OptionalText = None
-    """A run directory, a checkpoint, a published model's directory or .gguf file, or
+    """A run directory, a checkpoint, a published model's directory, or
     hf:DIRECTORY of a model that transformers is to compute."""
     compare: OptionalText = None
     """Model before the drop, for drop (null: the run's checkpoint from just before it), or

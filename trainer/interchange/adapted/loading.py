@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError, did_you_mean, first_line, near_path
 from trainer.interchange.hf_config import is_own, named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
-from trainer.interchange.tensor_files import weights_problem
 from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
@@ -80,14 +79,12 @@ def read_adapted(name: str) -> Adapted:
         )
     try:
         values = read_config(path)
-        if problem := weights_problem(path):
-            raise UserError.at("", problem)
         tokenizer = read_tokenizer(path)
         if tokenizer is None:
             raise UserError.at(
                 "", "there is no tokenizer.json; put the model's beside its weights."
             )
-        settings = read_token_files(path, to_publish=False)
+        settings = read_token_files(path)
         _check_type(values)
         _check_own_files(path, values)
         model = _read(path)

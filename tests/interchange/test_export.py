@@ -1,0 +1,300 @@
+"""Exported models, as transformers loads them, compute what ours compute."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.common.errors import UserError
+from trainer.data.tokenizer import train_tokenizer
+from trainer.interchange import export as module
+from trainer.interchange.export import export_model
+from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.token_files import read_token_files
+from trainer.model.config import QKNormConfig
+from trainer.positional.config import TemperatureConfig
+from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
+from trainer.recalibration.drop import drop
+
+IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
+TOKENIZER = train_tokenizer(["some text and words "], 270, [])
+WORD = TOKENIZER.id_to_token
+PER_HEAD, FULL = QKNormConfig("always"), QKNormConfig("always", "full")
+
+
+def layout_changed(change):
+    def apply(model):
+        model.layout = model.layout.map(change)
+
+    return apply
+
+
+def by_method(rescaling, factor):
+    def apply(model):
+        model.layout = model.layout.rescaled(rescaling, factor)
+
+    return apply
+
+
+def dropped(**options):
+    def apply(model):
+        model.layout = drop(model.layout, **options)
+
+    return apply
+
+
+def tempered(**changes):
+    return layout_changed(lambda s: s.with_temperature(**changes))
+
+
+def long_factors(spectrum):
+    if not spectrum.rotates:
+        return spectrum
+    return longrope(spectrum, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0), 32)
+
+
+AFTER = {"qk_norm": QKNormConfig("after_drop")}
+NATIVE = {
+    "RoPE": ("Llama", "default", {}, None),
+    "RoPE, untied": ("Llama", "default", {"model": {"tie_word_embeddings": False}}, None),
+    "wide heads": ("Llama", "default", {"model": {"head_dim": 16}}, None),
+    "undivided width": (
+        "Mistral",
+        "default",
+        {"model": {"hidden_size": 30, "head_dim": 8}},
+        None,
+    ),
+    "before its drop": ("Llama", "default", {"model": AFTER}, None),
+    "after its drop": ("Qwen3", "llama3", {"model": AFTER}, dropped(qk_norm=True)),
+    "after a drop without QK-norm": ("Llama", "llama3", {}, dropped()),
+    "iRoPE": ("SmolLM3", "default", {"layers": ["rope", "nope"]}, None),
+    "QK-norm": ("Qwen3", "default", {"model": {"qk_norm": PER_HEAD}}, None),
+    "biases": ("Qwen2", "default", {"model": {"qkv_bias": True}}, None),
+    "biases, half RoPE, tempered": (
+        "Qwen2",
+        "proportional",
+        {"model": {"qkv_bias": True}, "layers": ["half_rope"]},
+        tempered(scale=1.3),
+    ),
+    "half RoPE": ("Llama", "proportional", {"layers": ["half_rope"]}, None),
+    "half RoPE, QK-norm, tempered": (
+        "Qwen3",
+        "proportional",
+        {"model": {"qk_norm": PER_HEAD}, "layers": ["half_rope"]},
+        tempered(scale=1.3),
+    ),
+    "a quarter RoPE, larger and tempered": (
+        "Llama",
+        "proportional",
+        {"model": {"head_dim": 16}, "encodings": {"rope": {"rotary_fraction": 0.25}}},
+        layout_changed(lambda s: replace(s, rotary_scale=1.2).with_temperature(scale=1.3)),
+    ),
+    "angles of iRoPE": (
+        "Llama",
+        "linear",
+        {"encodings": {"rope": {"angle_scale": 0.25}}},
+        None,
+    ),
+    "p-RoPE": ("Llama", "proportional", {"layers": ["p_rope"]}, None),
+    "HoPE": ("Llama", "proportional", {"layers": ["hope"]}, None),
+    "high frequency": ("Llama", "default", {"layers": ["high_frequency"]}, None),
+    "RoPE-ID untempered": (
+        "Llama",
+        "proportional",
+        {
+            "layers": ["rope_id"],
+            "training_length": 80,
+            "encodings": {"rope_id": {"temperature": 0}},
+        },
+        None,
+    ),
+    "constant temperature": ("Llama", "default", {}, tempered(scale=1.7)),
+    "tempered NoPE among RoPE": (
+        "SmolLM3",
+        "default",
+        {"layers": ["rope", "nope"]},
+        tempered(scale=0.7),
+    ),
+    "YaRN": ("Llama", "yarn", {"model": {"head_dim": 16}}, by_method(yarn, 4.0)),
+    "Llama 3": (
+        "Llama",
+        "llama3",
+        {"model": {"head_dim": 32}},
+        by_method(llama3, 8.0),
+    ),
+    "dynamic NTK": (
+        "Llama",
+        "dynamic",
+        {},
+        layout_changed(lambda s: dynamic(s, ntk_aware, 32, 2.0)),
+    ),
+    "LongRoPE": ("Llama", "longrope", {}, layout_changed(long_factors)),
+    "windows": ("Mistral", "default", {"windows": [7]}, None),
+    "windows in some layers": ("SmolLM3", "default", {"windows": [7, None]}, None),
+    "RNoPE-SWA": ("SmolLM3", "default", {"layers": ["rope", "nope"], "windows": [7, None]}, None),
+}
+CUSTOM = {
+    "QK-norm over the full projection": ({"model": {"qk_norm": FULL}}, "QK-norm over the full"),
+    "QK-norm of keys": ({"model": {"qk_norm": QKNormConfig("always", targets="k")}}, "one side"),
+    "ALiBi": ({"layers": ["alibi", "rope"]}, "ALiBi"),
+    "RoPE-ID": ({"layers": ["rope_id"], "training_length": 70}, "temperature that changes"),
+    "Llama 4's temperature": (
+        {
+            "layers": ["rope", "nope"],
+            "temperature": TemperatureConfig(
+                coefficient=0.3, reference=8, steps=True, heads="free"
+            ),
+        },
+        "temperature that changes",
+    ),
+    "the logarithm of the length": (
+        {"temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1)},
+        "temperature that changes",
+    ),
+    "the logarithm of the keys in a window": (
+        {
+            "temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1),
+            "windows": [7, None],
+        },
+        "temperature that changes",
+    ),
+    "half of the heads": ({"heads": {"nope": 0.5}}, "heads of one layer"),
+    "windows of two sizes": ({"windows": [7, 20]}, "several sizes"),
+    "two bases": ({"layers": ["rope", "high_frequency"]}, "rotate differently"),
+    "biases and NoPE in one layer": (
+        {"model": {"qkv_bias": True}, "layers": ["rope", "nope"]},
+        "layers without rotation",
+    ),
+}
+
+
+@pytest.fixture
+def decoder(tiny_decoder):
+    """Build a decoder with a vocabulary of the tokenizer's size."""
+
+    def build(**options):
+        vocab = {"vocab_size": TOKENIZER.get_vocab_size()}
+        return tiny_decoder(**options | {"model": vocab | options.get("model", {})})
+
+    return build
+
+
+@torch.no_grad()
+def exported(model, tmp_path, **options):
+    """Export and read again; return the result and the files' config.json."""
+    to = tmp_path / "export"
+    result = export_model(model, TOKENIZER, 0, to, tolerance=1e-5, **options)
+    read = read_pretrained(str(to))
+    torch.testing.assert_close(read.decoder()(IDS), model(IDS), rtol=1e-5, atol=1e-5)
+    values = json.loads((to / "config.json").read_text())
+    return result, values, read
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_architectures(decoder, tmp_path, name):
+    architecture, rope_type, shape, change = NATIVE[name]
+    model = decoder(**{"training_length": 32, **shape})
+    if change is not None:
+        change(model)
+    result, values, _ = exported(model, tmp_path)
+    assert result.plan.is_native
+    assert values["architectures"] == [f"{architecture}ForCausalLM"]
+    assert values["rope_parameters"]["rope_type"] == rope_type
+    assert not (tmp_path / "export" / "modeling_unrope.py").exists()
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_what_no_architecture_computes_comes_with_its_code(decoder, tmp_path, name):
+    shape, reason = CUSTOM[name]
+    model = decoder(**{"training_length": 32, **shape})
+    result, values, read = exported(model, tmp_path)
+    assert not result.plan.is_native
+    assert any(reason in refusal for refusal in result.plan.refusals.values())
+    assert values["architectures"] == ["UnropeForCausalLM"]
+    assert read.layout == model.layout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tempered(coefficient=0.5, per="sequence"),
+        layout_changed(lambda s: dynamic(s, ntk_aware, 32, 2.0)),
+        layout_changed(lambda s: dynamic(s, yarn, 32)),
+    ],
+)
+def test_the_code_follows_the_length(decoder, tmp_path, change):
+    model = decoder(training_length=32, heads={"nope": 0.5})
+    change(model)
+    exported(model, tmp_path)
+
+
+def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_changes", lambda *_: ())
+    model = decoder(layers=["half_rope"])
+    with pytest.raises(UserError, match="logits as transformers computes them differ"):
+        export_model(model, TOKENIZER, 0, tmp_path / "export")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_directory_that_holds_something_is_refused(decoder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="expected a new or empty directory"):
+        export_model(decoder(), TOKENIZER, 0, tmp_path)
+
+
+@torch.no_grad()
+def test_half_the_size_in_bfloat16(decoder, tmp_path):
+    model = decoder(layers=["half_rope"])
+    model.layout = model.layout.map(lambda s: s.with_temperature(scale=1.3))
+    export_model(model, TOKENIZER, 0, tmp_path / "a", dtype="bfloat16")
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    rounded = read_pretrained(str(tmp_path / "a")).decoder()
+    torch.testing.assert_close(rounded(IDS), model(IDS), rtol=0.05, atol=0.1)
+
+
+def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
+    from transformers import AutoTokenizer
+
+    export_model(decoder(), TOKENIZER, 7, tmp_path / "export", longest=999, card="A card.")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
+    assert tokenizer.eos_token == WORD(7)
+    values = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (values["max_position_embeddings"], values["bos_token_id"]) == (999, 7)
+    assert (tmp_path / "export" / "README.md").read_text() == "A card."
+
+
+def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
+    published = tmp_path / "published"
+    export_model(decoder(), TOKENIZER, 0, published)
+    config, settings = published / "config.json", published / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": [3, 4]}))
+    of_tokens = json.loads(settings.read_text())
+    more = {"eos_token": WORD(3), "chat_template": "{{ x }}", "auto_map": {"AutoTokenizer": "evil"}}
+    settings.write_text(json.dumps(of_tokens | more | {"add_bos_token": False}))
+    (published / "generation_config.json").write_text('{"eos_token_id": [4], "max_length": 9}')
+    (published / "chat_template.jinja").write_text("{{ y }}")
+    files = read_token_files(published)
+
+    def again(name: str, as_published: bool) -> Path:
+        options = {"token_files": files, "as_published": as_published}
+        export_model(decoder(), TOKENIZER, 0, tmp_path / name, **options)
+        return tmp_path / name
+
+    for place in (again("tuned", as_published=False), again("copy", as_published=True)):
+        written = json.loads((place / "tokenizer_config.json").read_text())
+        assert (written["eos_token"], written["chat_template"]) == (WORD(3), "{{ x }}")
+        assert "auto_map" not in written
+        assert ("add_bos_token" in written) == (place.name == "copy")
+        generation = json.loads((place / "generation_config.json").read_text())
+        assert generation == {"eos_token_id": [4]} | (
+            {"max_length": 9} if place.name == "copy" else {}
+        )
+        assert json.loads((place / "config.json").read_text())["eos_token_id"] == [3, 4]
+        assert (place / "chat_template.jinja").read_text() == "{{ y }}"
+        read = read_pretrained(str(place))
+        assert (read.eos, read.stops) == ((3, 4), {4})

@@ -1,0 +1,78 @@
+"""Exports of runs: before and after the drop, with a fitted temperature, from published weights."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.small_runs import trained_in
+from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
+from trainer.workflows.export import export_checkpoint
+from trainer.workflows.requests import ExportRequest
+
+pytestmark = pytest.mark.slow
+
+
+def export(checkpoint, to, **options):
+    return export_checkpoint(ExportRequest(str(checkpoint), str(to), threads=1, **options))
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """The directory of a run of four steps that drops after two."""
+    place = tmp_path_factory.mktemp("run") / "tiny"
+    steps = {"max_steps": 4, "checkpoint_every": 2}
+    trained_in(place, base, drop={"at": 2}, trainer=steps)
+    return place
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("step", "kind"), [(None, "Qwen3"), (BEFORE_DROP, "Llama")])
+def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, step, kind):
+    checkpoint = trained / "checkpoints" / step if step else find_checkpoint(str(trained))
+    export(checkpoint, tmp_path / "out")
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(hf).__name__ == f"{kind}ForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("Sentence 7", return_tensors="pt")["input_ids"]
+    ours = load_decoder(checkpoint, read_state(checkpoint))(ids)
+    torch.testing.assert_close(hf(ids).logits, ours, rtol=0, atol=1e-4)
+    assert "# tiny" in (tmp_path / "out" / "README.md").read_text()
+
+
+@torch.no_grad()
+def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    path = find_checkpoint(str(run))
+    kept = {"per": "sequence", "lengths": [64], "text": "a", "tokens": 9, "coefficient": 0.2}
+    keep_temperature(path, kept)
+    export(path, tmp_path / "out", temperature_at=2)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours = load_decoder(path, read_state(path))
+    ours.layout, _ = with_fitted_temperature(ours.layout, path)
+    ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("drop", "length"), [({"at": None}, 32), ({"at": 0}, 32), ({"at": 0, "layers": [0]}, 24)]
+)
+def test_a_model_has_the_longest_context_that_it_was_trained_with(base, tmp_path, drop, length):
+    """Engines refuse longer prompts. Where a drop leaves positions, its training length counts."""
+    values = base | {"model": base["model"] | {"qk_norm": {"when": "never"}}}
+    short = {"trainer": {"max_steps": 2}, "drop": {"at": None}}
+    trained_in(tmp_path / "long", values, **short)
+    export(tmp_path / "long", tmp_path / "published")
+    start = {"from_pretrained": str(tmp_path / "published")}
+    again = {"data": {"sequence_length": 24, "needles": {"share": 0.0}}, "model": start}
+    trained_in(tmp_path / "short", values, **short | again | {"drop": drop})
+    export(tmp_path / "short", tmp_path / "to")
+    written = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert written["max_position_embeddings"] == length
+    export(tmp_path / "to", tmp_path / "again", dtype="bfloat16")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again == written | {"dtype": "bfloat16"}

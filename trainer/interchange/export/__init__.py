@@ -1,1 +1,0 @@
-"""Export to directories that transformers loads: architecture, weights, and verification."""

@@ -1,1 +1,0 @@
-"""Code that goes with models no architecture of transformers can hold; copied, never imported."""
