@@ -51,7 +51,7 @@ def speed(paths: list[str], workers: int) -> None:
 
     config = DataConfig(source="files", files=paths)
     with tempfile.TemporaryDirectory() as directory:
-        texts = list(documents(config, None, Path(directory)))
+        texts = list(documents(config))
         print(f"{sum(map(len, texts)) / 1e6:,.0f} million characters, {len(texts):,} documents")
         path = f"{directory}/tokenizer.json"
         sample = texts[:: max(len(texts) // 20_000, 1)]

@@ -32,6 +32,7 @@ import transformers
 from benchmarks import random_decoder, ratio, table_of, take_turns
 from rich.console import Console
 from tokenizers import Tokenizer
+from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
 from trainer.commands.train import read_config
 from trainer.common.errors import UserError
@@ -45,7 +46,6 @@ from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
-from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
 STATEMENTS = "statements"
 

@@ -27,7 +27,7 @@ MEMBERS = {
 def benchmark_directory() -> Path:
     """Return the directory of the questions, next to the prepared corpora."""
     from trainer.data.config import DataConfig
-    from trainer.data.prepared import cache_directory
+    from trainer.data.sources import cache_directory
 
     return cache_directory(DataConfig()) / "benchmarks"
 

@@ -21,7 +21,6 @@ from trainer.data.encoding import cut, document_hash, split_of
 from trainer.data.prepared import (
     Manifest,
     TokenFile,
-    cache_directory,
     directory_of,
     is_prepared,
     open_prepared,
@@ -29,6 +28,7 @@ from trainer.data.prepared import (
     request_of,
     split_bounds,
 )
+from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
 BPE = TokenizerConfig(vocab_size=300)

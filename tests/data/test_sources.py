@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import textwrap
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def files_of(*paths, **keys):
 
 
 def read(config, tmp_path):
-    return list(documents(config, None, tmp_path / "cache"))
+    return list(documents(replace(config, cache_dir=str(tmp_path / "cache"))))
 
 
 def test_stdlib_docs_are_megabytes_of_clean_prose_that_pydoc_shows():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from trainer.data.encoding import Split
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class HeldOutPart:
     stream: Tokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeldOutText:
     """One held-out split of all texts of a run; ``name`` says which.
 
@@ -34,9 +32,6 @@ class HeldOutText:
 
     name: Split
     parts: tuple[HeldOutPart, ...]
-    _named: set[tuple[str, int, int]] = field(
-        default_factory=set, init=False, repr=False, compare=False
-    )
 
     def __len__(self) -> int:
         """Return the number of tokens of all parts."""
@@ -47,18 +42,12 @@ class HeldOutText:
         """Number of tokens of the longest window."""
         return max(len(part.stream) for part in self.parts)
 
-    @property
-    def of_longest(self) -> str:
-        """Words behind :attr:`longest` if that is one of several texts."""
-        return " in the longest of its texts" if len(self.parts) > 1 else ""
-
     def shares(self, count: int, length: int, apart: int | None = None) -> list[int]:
         """Divide ``count`` windows of ``length`` tokens among the parts by their weights.
 
-        A part with too little text gives what it has and the others give the rest; this is logged
-        once for each part, count and length. One window has no shares. ``apart``: least distance
-        between two windows (None: they may overlap). Together the parts may have fewer windows than
-        ``count``.
+        A part with too little text gives what it has and the others give the rest, with a warning.
+        ``apart``: least distance between two windows (None: they may overlap). Together the parts
+        may have fewer windows than ``count``.
         """
 
         def most(part: HeldOutPart) -> int:
@@ -69,19 +58,14 @@ class HeldOutText:
 
         weights, available = [part.weight for part in self.parts], [*map(most, self.parts)]
         shares = divided(count, weights, available)
-        for part, wanted, has in zip(
-            self.parts, divided(count, weights, [count] * len(weights)), available, strict=True
-        ):
-            key = (part.name, count, length)
-            if wanted > has and count > 1 and len(self.parts) > 1 and key not in self._named:
-                self._named.add(key)
-                log.warning(
-                    "data.mixture.%s: its %s text of %s tokens gives %d of the %d windows of %s "
-                    "tokens that its weight asks for, and the other texts the rest; give more of "
-                    "this text, or a larger data.%s",
-                    *(part.name, self.name, f"{len(part.stream):,}", has, wanted, f"{length:,}"),
-                    self.name,
-                )
+        wanted = divided(count, weights, [count] * len(weights))
+        names = [part.name for part in self.parts]
+        if count > 1 and len(names) > 1 and shares != wanted:  # one window has no shares
+            warnings.warn(
+                f"windows of {length:,} tokens of the texts {names}: expected {wanted} by their "
+                f"weights, got {shares}, since {self.name} text is short",
+                stacklevel=2,
+            )
         return shares
 
     def windows(

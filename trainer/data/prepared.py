@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -44,7 +45,14 @@ from trainer.data.encoding import (
 )
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
-from trainer.data.sources import LONGEST, describe, documents, revision_of, state_of
+from trainer.data.sources import (
+    LONGEST,
+    cache_directory,
+    describe,
+    documents,
+    revision_of,
+    state_of,
+)
 from trainer.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -62,7 +70,7 @@ PIECES = 100
 """Documents that a text of one or two documents is cut into."""
 BATCH = 1 << 18
 """Characters of the documents that are tokenized together."""
-SAVED = 1 << 28
+SAVED = 1 << 26
 """Tokens after which the manifest is written; an interrupted preparation resumes there."""
 
 
@@ -169,13 +177,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def cache_directory(config: DataConfig) -> Path:
-    """Return the directory of prepared data: ``data.cache_dir``, ``$UNROPE_CACHE`` or the user's
-    cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or Path(root) / "unrope")
-
-
 def is_prepared(directory: Path) -> bool:
     """Whether a text is complete."""
     return (directory / "manifest.json").is_file() and Manifest.load(directory).is_complete
@@ -280,13 +281,13 @@ def _begin(
 ) -> None:
     """Decide on the splits and the tokenizer, and write both."""
     revision = revision_of(config)
-    few = list(islice(documents(config, revision, cache_directory(config)), 3))
+    few = list(islice(documents(config, revision), 3))
     longest = LONGEST
     if len(few) < 3:  # something of it must be held out
         longest = max(sum(map(len, few)) // PIECES, 1)
 
     def texts() -> Iterator[str]:
-        return _cut(documents(config, revision, cache_directory(config)), longest)
+        return _cut(documents(config, revision), longest)
 
     bounds = split_bounds(texts(), config.validation, config.test)
     if tokenizer_config.path:
@@ -345,7 +346,7 @@ def _write(directory: Path, config: DataConfig, workers: int) -> None:
     manifest = Manifest.load(directory)
     tokenizer = (directory / "tokenizer.json").read_text()
     arguments = (tokenizer, manifest.end_of_text, manifest.bounds, manifest.dtype)
-    texts = _cut(documents(config, manifest.revision, cache_directory(config)), manifest.longest)
+    texts = _cut(documents(config, manifest.revision), manifest.longest)
     texts = islice(texts, manifest.read, None)
     unsaved = 0
     with ExitStack() as stack:
@@ -355,7 +356,8 @@ def _write(directory: Path, config: DataConfig, workers: int) -> None:
         for split, file in files.items():  # what an interrupted preparation wrote after its record
             file.truncate(manifest.tokens[split] * np.dtype(manifest.dtype).itemsize)
         encoded = stack.enter_context(_encoders(workers, arguments))
-        bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=1))
+        often = 1 if sys.stderr.isatty() else 60
+        bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=often))
         for count, splits in encoded(_batches(texts)):
             manifest.read += count
             for split, ids in splits.items():

@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
 from trainer.common.plugins import REGISTRIES
-from trainer.data.config import SourceConfig
+from trainer.data.config import DataConfig
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
@@ -52,7 +52,7 @@ def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterabl
     return function
 
 
-def state_of(config: SourceConfig) -> Any:
+def state_of(config: DataConfig) -> Any:
     """Return what tells two states of a source apart, without a network.
 
     Raises:
@@ -71,14 +71,14 @@ def state_of(config: SourceConfig) -> Any:
     return hashlib.sha256(inspect.getsource(_function(config)).encode()).hexdigest()[:16]
 
 
-def _function(config: SourceConfig) -> Callable[..., Iterable[str]]:
+def _function(config: DataConfig) -> Callable[..., Iterable[str]]:
     if config.source not in TEXT_SOURCES:
         known = ", ".join([*BUILT_IN, *TEXT_SOURCES])
         raise UserError(f"data.source: expected one of {known}, got {config.source!r}")
     return TEXT_SOURCES[config.source]
 
 
-def revision_of(config: SourceConfig) -> str | None:
+def revision_of(config: DataConfig) -> str | None:
     """Return the commit of a dataset on the hub as it is now; otherwise the configured revision."""
     if config.source != "hub" or Path(str(config.hub_name)).is_dir():
         return config.revision
@@ -87,30 +87,37 @@ def revision_of(config: SourceConfig) -> str | None:
     return HfApi().dataset_info(str(config.hub_name), revision=config.revision).sha
 
 
-def documents(config: SourceConfig, revision: str | None, cache: Path) -> Iterator[str]:
+def cache_directory(config: DataConfig) -> Path:
+    """Return the directory of prepared data: ``data.cache_dir``, ``$UNROPE_CACHE`` or the user's
+    cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or Path(root) / "unrope")
+
+
+def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
     """Yield the documents of the source that have text.
 
-    ``revision``: commit of a dataset on the hub. ``cache``: directory for what `datasets` stores.
+    ``revision``: commit of a dataset on the hub.
     """
     if config.source == "stdlib_docs":
         rows: Iterable[str | None] = stdlib_docs()
     elif config.source == "files":
-        rows = _of_files(config, cache)
+        rows = _of_files(config)
     elif config.source == "hub":
         name, of_name = str(config.hub_name), config.hub_config
-        rows = _stream(config, cache, name, of_name, revision=revision, split=config.hub_split)
+        rows = _stream(config, name, of_name, revision=revision, split=config.hub_split)
     else:
         rows = _function(config)(**config.arguments)
     return (row for row in rows if row and not row.isspace())
 
 
-def _of_files(config: SourceConfig, cache: Path) -> Iterator[str | None]:
+def _of_files(config: DataConfig) -> Iterator[str | None]:
     for kind, of_kind in groupby(find_files(config), kind_of):
         paths = list(of_kind)
         if kind is None:
             raise UserError(f"data.files: expected {', '.join(KINDS)}, got {paths[0]!r}")
         if kind != "text":
-            yield from _stream(config, cache, kind, data_files=paths, split="train")
+            yield from _stream(config, kind, data_files=paths, split="train")
             continue
         for path in paths:
             # Not by `datasets`, which reads a file of text as a whole.
@@ -119,10 +126,13 @@ def _of_files(config: SourceConfig, cache: Path) -> Iterator[str | None]:
                     yield text + file.readline(1024)
 
 
-def _stream(config: SourceConfig, cache: Path, *names: str | None, **how: Any) -> Iterator[str]:
+def _stream(config: DataConfig, *names: str | None, **how: Any) -> Iterator[str]:
     import datasets
+    import huggingface_hub.constants
 
-    rows = datasets.load_dataset(*names, streaming=True, cache_dir=str(cache), **how)
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    cache = str(cache_directory(config) / "datasets")
+    rows = datasets.load_dataset(*names, streaming=True, cache_dir=cache, **how)
     rows = rows.select_columns([config.text_field]).with_format("arrow")
     for table in rows.iter(AT_ONCE):
         yield from table[config.text_field].to_pylist()
@@ -134,7 +144,7 @@ def kind_of(path: str) -> str | None:
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def find_files(config: SourceConfig) -> list[str]:
+def find_files(config: DataConfig) -> list[str]:
     """Return the files that the configured paths, directories, globs and lists name, in order.
 
     Directories and globs name the files that can be read.
@@ -165,7 +175,7 @@ def _is_hidden(name: str, root: str) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
-def _addresses(config: SourceConfig) -> Iterator[str]:
+def _addresses(config: DataConfig) -> Iterator[str]:
     """Yield the configured addresses, each ``@LIST`` as its lines that match a pattern."""
     wanted = config.allow_patterns or ["*"]
     for pattern in config.files:
@@ -177,7 +187,7 @@ def _addresses(config: SourceConfig) -> Iterator[str]:
         yield from (line for line in lines if any(fnmatchcase(line, glob) for glob in wanted))
 
 
-def describe(config: SourceConfig) -> str:
+def describe(config: DataConfig) -> str:
     """Name the source in a few words."""
     if config.source == "hub":
         return f"{config.hub_name} {config.hub_config or ''}".strip()

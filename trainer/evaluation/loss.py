@@ -55,7 +55,7 @@ def windows_with_common_ends(
     if text.longest < longest:
         raise UserError.at(
             key,
-            f"the {name} text has {text.longest} tokens{text.of_longest}, fewer than the longest "
+            f"the {name} text has {text.longest} tokens, fewer than the longest "
             f"window of {longest}; give more text, larger data.validation and data.test, or "
             "shorter lengths.",
         )

@@ -240,7 +240,7 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
     if text.longest < longest * C:
         raise UserError.at(
             "monitor.lengths",
-            f"the validation text has {text.longest} tokens{text.of_longest}, fewer than "
+            f"the validation text has {text.longest} tokens, fewer than "
             f"{longest} times the training length of {C:,}; give more text, larger "
             "data.validation, or shorter lengths.",
         )
