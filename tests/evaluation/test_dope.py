@@ -25,11 +25,10 @@ from trainer.positional.rescaling import RESCALINGS
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
 SHAPE = {"num_hidden_layers": 3}
 VARIANTS = {
-    f"{variant}, {removal}, {unit}": DopeSettings(variant, removal=removal, unit=unit)
-    for variant, removal, unit in (
-        *product(("by_parts", "by_all"), ("unrotate", "zero"), ("head", "group")),
-        ("by_gaussian", "zero", "head"),
-        ("by_gaussian", "zero", "group"),
+    f"{variant}, {removal}": DopeSettings(variant, removal=removal)
+    for variant, removal in (
+        *product(("by_parts", "by_all"), ("unrotate", "zero")),
+        ("by_gaussian", "zero"),
     )
 }
 every_variant = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
@@ -113,17 +112,13 @@ def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeyp
 @pytest.mark.parametrize(
     ("entropy", "r"), [("vanilla", 1), ("trunc", 1), ("trunc", 4), ("trunc", None)]
 )
-@pytest.mark.parametrize("unit", ["head", "group"])
-def test_heads_are_ranked_over_all_layers(model, unit, entropy, r, order):
-    """By the analysis; a key-value head has the mean score of its queries."""
-    settings = DopeSettings(entropy=entropy, r=r, order=order, unit=unit, heads=5, stage="pre_ntk")
+def test_heads_are_ranked_over_all_layers(model, entropy, r, order):
+    settings = DopeSettings(entropy=entropy, r=r, order=order, heads=5, stage="pre_ntk")
     layers = captured(model, model.layout)
     entropies = [matrix_entropy_of(heads, "query", "pre_ntk", model.layout) for heads in layers]
     table = torch.stack(
         [e.band_mean if entropy == "vanilla" else e.effective_rank(r) for e in entropies]
     )
-    if unit == "group":
-        table = table.unflatten(1, (2, 2)).mean(dim=-1)
     ranked = table.flatten().argsort(descending=order == "descending")
     assert places(select(model, IDS, settings)) == [
         divmod(int(i), table.shape[1]) for i in ranked[:5]
@@ -209,23 +204,21 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
-@pytest.mark.parametrize("unit", ["head", "group"])
-def test_unrotated_bands_pass_and_the_others_turn(model, unit, variant, change):
+def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
     """With the temperature and the attention factor that they had."""
     layout = change(model.layout).map(lambda s: s.with_temperature(scale=1.7))
-    selection = chosen_by_hand(model, DopeSettings(variant, unit=unit), 0, 1)
+    selection = chosen_by_hand(model, DopeSettings(variant), 0, 1)
     before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
     scale = layout.at(40).spectra[0].rotary_scale
     still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     turning = [c for c in range(8) if c not in still]
-    queries, copies = ([1], 2) if unit == "head" else ([2, 3], 1)
-    for name, heads, factor in (("q", queries, 1.7 * scale), ("k", [1], scale)):
+    for name, heads, factor in (("q", [1], 1.7 * scale), ("k", [1], scale)):
         plain, old, new = (
             getattr(x, side + name)
             for x, side in ((after, ""), (before, "rotated_"), (after, "rotated_"))
         )
         if name == "k":
-            old = old.repeat_interleave(copies, dim=1)
+            old = old.repeat_interleave(2, dim=1)
         torch.testing.assert_close(new[:, heads][..., still], factor * plain[:, heads][..., still])
         assert torch.equal(new[:, heads][..., turning], old[:, heads][..., turning])
         others = [h for h in range(new.shape[1]) if h not in heads]
@@ -233,16 +226,14 @@ def test_unrotated_bands_pass_and_the_others_turn(model, unit, variant, change):
 
 
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
-@pytest.mark.parametrize(("unit", "changed"), [("head", [1]), ("group", [2, 3])])
-def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant, unit, changed):
+def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant):
     """Eq. 34 and 35 put them into queries and keys; a product needs but one zero."""
-    selection = chosen_by_hand(model, DopeSettings(variant, removal="zero", unit=unit), 0, 1)
+    selection = chosen_by_hand(model, DopeSettings(variant, removal="zero"), 0, 1)
     before, after = (captured(model, x)[0] for x in (model.layout, apply(model.layout, selection)))
     gone = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     expected_q, expected_k = before.rotated_q.clone(), before.rotated_k.repeat_interleave(2, dim=1)
-    for h in changed:
-        expected_q[:, h, :, gone] = 0
-        expected_k[:, h, :, gone] = 0
+    expected_q[:, 1, :, gone] = 0
+    expected_k[:, 1, :, gone] = 0
     torch.testing.assert_close(
         after.rotated_q @ after.rotated_k.repeat_interleave(2, dim=1).mT,
         expected_q @ expected_k.mT,
@@ -262,60 +253,29 @@ def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
 
 
-@pytest.mark.parametrize(("unit", "count"), [("head", 4), ("group", 1)])
-def test_noise_has_the_deviations_of_the_retained_heads(model, unit, count):
+def test_noise_has_the_deviations_of_the_retained_heads(model):
     """Of queries and of the keys that they read (Eq. 36 and 37)."""
-    selection = select(model, IDS, DopeSettings("by_gaussian", unit=unit, heads=count))
+    selection = select(model, IDS, DopeSettings("by_gaussian", heads=4))
     layers = captured(model, model.layout)
-    each = 1 if unit == "head" else 2
     for chosen in selection.heads:
         heads = layers[chosen.layer]
-        lost = [
-            h
-            for layer, u in places(selection)
-            if layer == chosen.layer
-            for h in range(u * each, (u + 1) * each)
-        ]
+        lost = [h for layer, h in places(selection) if layer == chosen.layer]
         retained = [h for h in range(4) if h not in lost]
         sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
         expected = [float(x[:, retained].double().std(correction=0)) for x in sides]
         assert chosen.noise == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_layer_that_retains_nothing_has_the_noise_of_the_model(model):
-    settings = DopeSettings("by_gaussian", unit="group", heads=5)
-    selection = select(model, IDS, settings)
-    (retained,) = {(layer, head) for layer in range(3) for head in range(2)} - set(
-        places(selection)
-    )
-    layers = captured(model, model.layout)
-    x = layers[retained[0]].rotated_k[:, retained[1]]
-    expected = float(x.double().std(correction=0))
-    assert [c.noise[1] for c in selection.heads] == pytest.approx([expected] * 5, rel=1e-5)
-    everything = select(model, IDS, replace(settings, heads=6))
-    every = torch.stack([heads.rotated_k for heads in layers])
-    expected = float(every.double().std(correction=0))
-    assert [c.noise[1] for c in everything.heads] == pytest.approx([expected] * 6, rel=1e-5)
-
-
-@pytest.mark.parametrize(("unit", "queries", "keys"), [("head", [2], [2]), ("group", [2, 3], [1])])
-def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(
-    model, unit, queries, keys
-):
-    settings = DopeSettings("by_gaussian", unit=unit, heads=6, sigma=1.0)
+def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model):
+    settings = DopeSettings("by_gaussian", heads=6, sigma=1.0)
     selection = select(model, IDS, settings)
     assert {chosen.noise for chosen in selection.heads} == {(1.0, 1.0)}
-    single = replace(
-        selection,
-        heads=(
-            replace(selection.heads[0], layer=1, head=queries[0] // (1 if unit == "head" else 2)),
-        ),
-    )
+    single = replace(selection, heads=(replace(selection.heads[0], layer=1, head=2),))
     before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, single)))
     copies = after.rotated_k.shape[1] // 2
     for new, old, heads in (
-        (after.rotated_q, before.rotated_q, queries),
-        (after.rotated_k, before.rotated_k.repeat_interleave(copies, dim=1), keys),
+        (after.rotated_q, before.rotated_q, [2]),
+        (after.rotated_k, before.rotated_k.repeat_interleave(copies, dim=1), [2]),
     ):
         noise = new[:, heads]
         assert torch.equal(noise[0], noise[1])  # of the position, not of the text
@@ -350,24 +310,22 @@ def test_one_head_more_changes_the_factors_of_a_layer_that_has_some(model):
 
 def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
-    for unit, most, kind in (("group", 2, "key-value"), ("head", 4, "query")):
-        settings = DopeSettings(unit=unit, heads=most)
-        chosen = places(select(model, IDS, settings))
-        assert {layer for layer, _ in chosen} == {0, 2}
-        assert {head for _, head in chosen} == ({0, 1} if most == 4 else {0})
-        message = f"evaluation.dope.heads: expected at most {most}, the {kind} heads"
-        with pytest.raises(UserError, match=message):
-            select(model, IDS, replace(settings, heads=most + 1))
+    settings = DopeSettings(heads=4)
+    chosen = places(select(model, IDS, settings))
+    assert {layer for layer, _ in chosen} == {0, 2}
+    assert {head for _, head in chosen} == {0, 1}
+    with pytest.raises(UserError, match=r"evaluation\.dope\.heads: expected at most 4"):
+        select(model, IDS, replace(settings, heads=5))
 
 
 def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
-    with pytest.raises(UserError, match=r"evaluation.dope: .* without rotation"):
+    with pytest.raises(UserError, match=r"evaluation.dope: expected a model"):
         select(tiny_decoder(layers=["nope"]), IDS, DopeSettings(heads=1))
 
 
 def test_gains_that_are_there_already_are_not_overwritten(model):
     settings = DopeSettings(removal="zero", heads=1)
-    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 4, 8)
+    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)
     once = apply(model.layout, selection)
     assert isinstance(once, Layout)
     with pytest.raises(ValueError, match="intervention already"):

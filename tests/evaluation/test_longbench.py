@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import zipfile
 from difflib import SequenceMatcher
 from hashlib import sha256
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.longbench import (
     FOURTEEN,
-    KEY,
     KINDS,
     LongBenchRow,
     LongBenchSettings,
@@ -27,14 +23,11 @@ from trainer.evaluation.longbench import (
     classification,
     code_similarity,
     count,
-    label,
     longbench_tasks,
     longest_common_subsequence,
     middle_out,
     qa_f1,
-    read_rows,
     retrieval,
-    root,
     rouge_l,
 )
 from trainer.evaluation.measurements import Prompted
@@ -300,79 +293,6 @@ def make_tasks(tmp_path, byte_tokenizer):
     return make
 
 
-def test_a_row_is_read_as_it_is_distributed(write_rows):
-    # U+2028 is a line end to str.splitlines, and stands unescaped in such files.
-    file = write_rows("qasper", {"context": "one\u2028two {braces}"}, {"answers": ["a", "b"]})
-    first, second = read_rows(file, LongBenchRow, KEY)
-    assert first == LongBenchRow("Who?", "one\u2028two {braces}", ["Alice"], 3)
-    assert second.answers == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("{", "Invalid JSON"),
-        ("[]", "object"),
-        ('{"context": "c", "answers": ["a"], "length": 1}', "input: Field required"),
-        ('{"input": "i", "context": 5, "answers": ["a"], "length": 1}', "context: .*string"),
-        ('{"input": "i", "context": "c", "answers": [], "length": 1}', "answers: .*at least 1"),
-        ('{"input": "i", "context": "c", "answers": [1], "length": 1}', "answers.0: .*string"),
-    ],
-)
-def test_the_first_malformed_line_is_named(write_rows, line, fault):
-    file = write_rows("qasper", {}, {})
-    file.write_text(file.read_text() + f"\n{line}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=rf"{KEY}: '{re.escape(str(file))}' line 4: .*{fault}"):
-        read_rows(file, LongBenchRow, KEY)
-
-
-def test_empty_and_binary_files_are_refused(tmp_path):
-    file = tmp_path / "qasper.jsonl"
-    for content, fault in [(b"\n", "is empty"), (b"\xff\xfe", "not UTF-8"), (None, "cannot be")]:
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(UserError, match=fault):
-            read_rows(file, LongBenchRow, KEY)
-
-
-def test_the_hubs_archive_is_read_without_unpacking(write_rows, tmp_path, monkeypatch):
-    file = write_rows("qasper", {"input": "Wo saß Ärne?"})
-    archive = tmp_path / "data.zip"
-    with zipfile.ZipFile(archive, "w") as written:
-        written.write(file, "data/qasper.jsonl")
-    asked = []
-
-    def download(*where, **kind):
-        asked.append((where, kind))
-        return str(archive)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    rows = read_rows(root(None) / "qasper.jsonl", LongBenchRow, KEY)
-    assert [row.input for row in rows] == ["Wo saß Ärne?"]
-    # What is on this machine is not asked for.
-    where = ("THUDM/LongBench", "data.zip")
-    assert asked == [(where, {"repo_type": "dataset", "local_files_only": True})]
-    assert not (root(None) / "lcc.jsonl").is_file()
-
-
-def test_without_hub_or_directory_the_error_names_the_directory(monkeypatch, tmp_path):
-    def fail(*_, **__):
-        raise OSError("no network\nand much more")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(UserError) as caught:
-        root(None)
-    assert len(caught.value.problems) == 1
-    assert "no network" in str(caught.value)
-    assert "more" not in str(caught.value)
-    (tmp_path / "no.zip").write_bytes(b"no archive")
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: tmp_path / "no.zip")
-    with pytest.raises(UserError, match="not a zip file"):
-        root(None)
-    assert root("here") == Path("here")
-
-
 def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
     write_rows("hotpotqa", {"context": "Passage 1: {x} é", "length": 4000})
     (task,) = make_tasks("hotpotqa", bos=5)
@@ -388,7 +308,7 @@ def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
     )
     assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
     assert task.name == "longbench_hotpotqa"
-    assert prompt.label == "Multi-Document QA|4–8K words|0–4K tokens|0–2× ctx"
+    assert prompt.label == "4–8K words|0–4K tokens|0–2× ctx"
 
 
 @pytest.mark.parametrize("bos", [None, 5])
@@ -419,7 +339,7 @@ def test_the_cut_keeps_both_ends_and_fits(size, room):
 def test_a_length_without_room_for_a_question_is_refused(write_rows, make_tasks, byte_tokenizer):
     write_rows("gov_report", {})
     (task,) = make_tasks("gov_report")
-    with pytest.raises(UserError, match=r"evaluation.lengths: .* 514 or more, got 513"):
+    with pytest.raises(UserError, match=r"evaluation.lengths: expected 514 or more .*, got 513"):
         task.prompts(513)
     (prompt,) = task.prompts(514)
     assert byte_tokenizer.decode(prompt.tokens) == "Y:"
@@ -437,12 +357,6 @@ def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(
     assert others == [(), (), ()]
 
 
-def test_a_classification_without_classes_is_refused(write_rows, make_tasks):
-    write_rows("trec", {})
-    with pytest.raises(UserError, match=r"trec\.jsonl' line 1: all_classes"):
-        make_tasks("trec")
-
-
 @pytest.mark.parametrize(("name", "differ"), [("trec", True), ("qasper", False)])
 def test_a_stored_score_is_for_the_classes_that_it_was_computed_with(
     write_rows, make_tasks, byte_tokenizer, name, differ
@@ -456,7 +370,7 @@ def test_a_stored_score_is_for_the_classes_that_it_was_computed_with(
 
 
 def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):
-    file = write_rows("qasper", {})
+    write_rows("qasper", {})
     settings = LongBenchSettings(str(tmp_path))
     tasks, notes = longbench_tasks(settings, byte_tokenizer, None, 2048)
     assert [task.name for task in tasks] == ["longbench_qasper"]
@@ -464,9 +378,6 @@ def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp
     assert notes[0] == (
         f"LongBench's narrativeqa was not run: there is no file '{tmp_path / 'narrativeqa.jsonl'}'."
     )
-    file.unlink()
-    with pytest.raises(UserError, match=r"holds none of the tasks' files, such as .*\.jsonl"):
-        longbench_tasks(settings, byte_tokenizer, None, 2048)
 
 
 def test_a_limit_draws_the_same_questions_every_time(write_rows, make_tasks):
@@ -480,24 +391,3 @@ def test_a_limit_draws_the_same_questions_every_time(write_rows, make_tasks):
     assert len(ten) == 10
     assert ten == sorted(ten) == asked(limit=10) != asked(limit=10, seed=1)
     assert asked(limit=200) == asked() == [f"{i:03}" for i in range(100)]
-
-
-def test_all_problems_of_settings_are_reported_together(tmp_path):
-    task, directory = map(str, LongBenchSettings(str(tmp_path / "none"), ["quasper"]).problems())
-    assert task == "evaluation.longbench.tasks: unknown task 'quasper'. Did you mean 'qasper'?"
-    assert "there is no directory" in directory
-
-
-@pytest.mark.parametrize(
-    ("edge", "bucket", "contexts"),
-    [(4, "4–8K", "2–4×"), (8, "8–16K", "4–8×"), (16, "16–32K", "8–16×"), (32, "32K+", "16×+")],
-)
-def test_buckets_begin_at_their_edges(edge, bucket, contexts):
-    """Thousands of words (LongBench-E); tokens and contexts as in DroPE's Tables 9 and 10, for
-    SmolLM with its 2,048 tokens."""
-    assert label("QA", 1000 * edge, 1024 * edge, 2048) == (
-        f"QA|{bucket} words|{bucket} tokens|{contexts} ctx"
-    )
-    below = label("QA", 1000 * edge - 1, 1024 * edge - 1, 2048)
-    assert not any(part.startswith(bucket) for part in below.split("|"))
-    assert label("QA", 0, 5000, 1024).endswith("4–8K tokens|4–8× ctx")

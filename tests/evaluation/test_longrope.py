@@ -248,10 +248,3 @@ def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fittin
     model = tiny_decoder(training_length=C, layers=["nope"])
     with pytest.raises(UserError, match="longrope needs heads that rotate"):
         fitted_factors(fitting(model), LongRopeSettings(), S, model.layout)
-
-
-def test_the_key_of_a_search_has_its_settings():
-    """And the rows that it reads: an earlier version read the first ones."""
-    usual, rows = LongRopeSettings(), {"rows": "rows spread evenly"}
-    assert usual.of_choice == {"evaluations": 64, "windows": 4, "seed": 0, **rows}
-    assert replace(usual, search="needles").of_choice != usual.of_choice

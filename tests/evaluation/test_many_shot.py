@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
-from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.many_shot import (
     ManyShotSettings,
@@ -15,7 +13,6 @@ from trainer.evaluation.many_shot import (
     final_answer,
     many_shot_tasks,
     normalised,
-    read_problems,
 )
 
 
@@ -142,7 +139,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     file = math_file(*rows, rows[0], {"problem": "Q", "solution": "S", "answer": r"\text{A}"})
     settings = ManyShotSettings(file=file, new_tokens=50)
     made, notes = many_shot_tasks(settings, tokenizer, None)
-    assert notes == ["Many-shot prompts ask 31 problems: evaluation.many_shot.file has no more."]
+    assert notes == []
     prompts = made[1].prompts(1400)
     assert len(prompts) == 31
     for prompt in prompts:  # nearly all others are examples, the question never
@@ -154,47 +151,6 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     assert made[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
     (default, *_), _ = many_shot_tasks(ManyShotSettings(file=file), tokenizer, None)
     assert default.new_tokens == 2048
-
-
-@pytest.mark.parametrize(
-    ("rows", "fault"),
-    [
-        ([{"problem": "Q"}], "line 1: solution: Field required"),
-        ([{"problem": "Q", "solution": "17"}], r"no answer to 'Q'.*\\boxed"),
-        ([], "is empty"),
-    ],
-)
-def test_a_malformed_file_is_refused_with_its_fault(math_file, rows, fault):
-    with pytest.raises(UserError, match=f"evaluation.many_shot.file: '.*math.jsonl'.*{fault}"):
-        read_problems(math_file(*rows))
-
-
-def test_lengths_that_cannot_be_filled_are_refused(tasks, math_file, tokenizer):
-    for name in tasks:
-        with pytest.raises(UserError, match=r"evaluation.lengths: .* needs \d+ tokens or more"):
-            tasks[name].prompts(60)
-    rows = [{"problem": f"{i}?", "solution": "S", "answer": str(i)} for i in range(9)]
-    settings = ManyShotSettings(["many_shot_skip"], math_file(*rows), trials=2, new_tokens=9)
-    (few,), _ = many_shot_tasks(settings, tokenizer, None)
-    assert len(few.prompts(200)) == 2
-    needed = r"evaluation.lengths: many_shot_skip needs (\d+) tokens or more for a question"
-    with pytest.raises(UserError, match=needed) as short:
-        few.prompts(20)
-    (least,) = map(int, re.findall(needed, str(short.value)))
-    assert {len(prompt.tokens) for prompt in few.prompts(least)} == {least - 9}
-    with pytest.raises(UserError, match=f"needs {least} tokens or more .*, got {least - 1}"):
-        few.prompts(least - 1)
-    with pytest.raises(UserError, match=r"the 9 solved problems .* leave \d+ of 2000 tokens empty"):
-        few.prompts(2000)
-
-
-def test_all_problems_of_settings_are_reported_together():
-    wrong = ManyShotSettings(["many_shot_skp"], "none.jsonl", depths=[])
-    problems = [*map(str, wrong.problems())]
-    assert len(problems) == 3
-    assert "Did you mean 'many_shot_skip'?" in problems[0]
-    assert all(problem.startswith("evaluation.many_shot.") for problem in problems)
-    assert not ManyShotSettings().problems()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.common.errors import UserError
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
@@ -226,25 +224,6 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, 
     settings = replace(CONFIG.temperature, fit=fit)
     config = replace(CONFIG, lengths=[1.001], temperature=settings)
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
-
-
-def test_published_factors_are_taken_as_they_are(fitting, tmp_path):
-    """In short sequences too; nothing is read, and the choice is the file's content."""
-    path = tmp_path / "factors.json"
-    path.write_text(json.dumps({"short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}))
-    have, config = fitting(), replace(CONFIG, longrope=LongRopeSettings(factors=str(path)))
-    (before,) = have.model.layout.spectra
-    for factor, length, divisors in ((1.0, 32, [1, 1, 2, 2]), (2.0, 64, [1, 2, 3, 4])):
-        (spectrum,) = layout_of("longrope", have, factor, config).at(length).spectra
-        expected = np.array(before.inv_freq) / divisors
-        np.testing.assert_allclose(spectrum.inv_freq, expected)
-    made = recipe("longrope", have.model.layout, config)
-    assert made.fits(2.0) == set()
-    path.write_text(json.dumps({"short_factor": [1] * 4, "long_factor": [1] * 4}))
-    assert recipe("longrope", have.model.layout, config).settings != made.settings
-    path.write_text(json.dumps({"short_factor": [1] * 3, "long_factor": [1] * 3}))
-    with pytest.raises(UserError, match="expected 4 factors"):
-        recipe("longrope", have.model.layout, config)
 
 
 @pytest.mark.parametrize("text", [None, {64: np.random.default_rng(8).integers(1, 50, (3, 64))}])

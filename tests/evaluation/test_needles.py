@@ -13,7 +13,6 @@ from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import (
-    FILLER,
     NEEDLE_TASKS,
     NeedleTaskSettings,
     draw_keys,
@@ -51,7 +50,7 @@ def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
         assert len(answer) <= prompt.new_tokens
 
 
-NUMBERS = [name for name in NEEDLE_TASKS if name not in ("passkey", "sentence")]
+NUMBERS = [name for name in NEEDLE_TASKS if name != "sentence"]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -97,21 +96,6 @@ def test_all_values_of_a_key_are_asked_for(haystack):
         assert {value for _, value in needles} == set(prompt.answers)
         asked = f"What are all the special magic numbers for {needles[0][0]} mentioned"
         assert text.count(asked) == 1
-
-
-def test_a_pass_key_is_in_one_sentence_of_a_text_that_repeats(haystack):
-    task = NEEDLE_TASKS["passkey"](haystack, SETTINGS)
-    for prompt in task.prompts(700):
-        text = text_of(haystack, prompt)
-        (key,) = prompt.answers
-        assert re.fullmatch(r"\d{5}", key)
-        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
-        assert text.count(needle) == 1
-        assert text.count(key) == 2
-        assert text.endswith("What is the pass key? The pass key is")
-        hay = " ".join(text.replace(needle, "").split("What is the")[0].split())
-        endless = " ".join([FILLER] * 100)
-        assert hay.rstrip("\u2047 ") in endless or endless.startswith(hay[:-8])
 
 
 def test_a_sentence_stands_in_a_book_and_is_asked_for_behind_it(haystack):
@@ -205,9 +189,9 @@ def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_the_least_length_that_is_named_is_the_least_there_is(haystack, name):
     task = NEEDLE_TASKS[name](haystack, SETTINGS)
-    with pytest.raises(UserError, match=f"evaluation.lengths: .* for {name}, .* got 10") as error:
+    with pytest.raises(UserError, match=f"evaluation.lengths: .* for {name}, got 10") as error:
         task.prompts(10)
-    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    least = int(re.search(r"expected (\d+)", str(error.value))[1])
     assert len(task.prompts(least)[0].tokens) + task.new_tokens == least
     with pytest.raises(UserError):
         task.prompts(least - 1)
@@ -234,9 +218,3 @@ def test_keys_and_values_are_different_ones(count, seed):
 
 def test_lists_are_written_as_in_english():
     assert [listed(list(items)) for items in ("a", "ab", "abc")] == ["a", "a and b", "a, b, and c"]
-
-
-def test_settings_without_a_depth_are_named():
-    assert SETTINGS.problems() == []
-    (problem,) = replace(SETTINGS, depths=()).problems()
-    assert problem.key == "evaluation.needles.depths"

@@ -18,7 +18,7 @@ from trainer.analysis.positional_bias.rescaling import scaling_factors
 from trainer.data.config import DataConfig
 from trainer.evaluation import weighted_rope
 from trainer.evaluation.dope import select
-from trainer.evaluation.layouts import PublishedFactors, tempered, with_factors, with_published
+from trainer.evaluation.layouts import tempered, with_factors
 from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
 from trainer.evaluation.method_config import DopeSettings, WeightedRopeSettings
 from trainer.model.config import ModelConfig
@@ -244,20 +244,6 @@ def test_the_critical_pair_is_the_first_that_does_not_turn_once():
     assert critical_pair(PHI, LATER) == [f * LATER < 2 * math.pi for f in slow].index(True)
     dropped = replace(spectrum_of(), inv_freq=(0.0,) * 9 + spectrum_of().inv_freq[9:])
     assert critical_pair(dropped, C) == critical_pair(spectrum_of(), C)
-
-
-def test_published_factors_divide_what_the_model_has():
-    """LongRoPE's attention factor, sqrt(1 + ln s / ln L), composes over stages."""
-    published = PublishedFactors((1.0,) * 32, LONG)
-    layout, factor = one_layer(C, spectrum_of()), 1.0
-    for length, s in ((C, FIRST), (LATER, SECOND)):
-        layout = with_published(replace(layout, training_length=length), published, s)
-        factor *= math.sqrt(1 + math.log(s) / math.log(length))
-    (spectrum,) = layout.spectra
-    assert spectrum.rotary_scale == pytest.approx(factor, rel=1e-12)
-    assert factor == pytest.approx(math.sqrt(math.log(LAST) / math.log(C)), rel=1e-12)
-    twice = [f / w**2 for f, w in zip(spectrum_of().inv_freq, LONG, strict=True)]
-    assert spectrum.at(LAST, LATER).inv_freq == pytest.approx(twice, rel=1e-12)
 
 
 NULL = TemperatureConfig(coefficient=0.4, per="sequence")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.report.examples import report as reported
 from tests.small_runs import trained_in
-from trainer.checkpoint import load_decoder
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.method_config import (
     ChoiceSettings,
     DopeSettings,
@@ -27,11 +23,10 @@ from trainer.evaluation.method_config import (
 )
 from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.results import Report
-from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.model.backends import BACKENDS
+from trainer.evaluation.ruler import RulerSettings
 from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
-from trainer.runs.models import distinct, find_candidate
+from trainer.runs.models import find_candidate
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
 from trainer.workflows.requests import EvaluationRequest
@@ -44,12 +39,7 @@ from trainer.workflows.requests import EvaluationRequest
         ({}, True),
         ({"name": "another"}, True),
         ({"config": {"evaluation": {"seed": 1}}}, False),
-        ({"made": {"Of": "y"}}, False),
-        ({"made": {}}, False),
         ({"training_length": 7}, False),
-        ({"methods": {"none": "as is"}}, False),
-        ({"tasks": {}}, False),
-        ({"task": {"needles": 9}}, False),
         ({"environment": {"corpus": "b", "models": {"A": "1"}}}, False),
         ({"environment": {"corpus": "a", "models": {"A": "2"}}}, False),
         ({"environment": {"corpus": "a", "models": {"B": "1"}}}, False),
@@ -114,9 +104,8 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     }
     assert report.task["training_share"] == 0.5
     assert report.methods == {"none": "as is", "yarn": "YaRN", "temperature": "temperature"}
-    assert any(re.match("DroPE has no rotation, .* for YaRN", note) for note in report.notes)
     assert {p.name for p in output.iterdir()} >= {
-        "cells", "figures", "report.html", "report.json", "table.csv", "table.md", "table.tex",
+        "cells", "figures", "report.html", "report.json", "results.csv",
     }  # fmt: skip
     written = json.loads((output / "report.json").read_text())
     assert len(written["cells"]) == len(report.cells) == 20
@@ -155,19 +144,12 @@ def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, t
     assert all(0 <= score <= 1 for score in cell.scores)
     (chosen,) = (output / "cells").glob("longrope-*")
     assert "needles" in json.loads(chosen.read_text())["key"]["settings"][1].values()
-    (stored,) = (output / "cells").glob("cell-*")
-    earlier = json.loads(stored.read_text())
-    del earlier["value"]["groups"], earlier["sha256"]
-    stored.write_text(json.dumps(earlier))
-    again, _ = evaluate_lengths(asked)
-    assert again.cells == report.cells
-    assert json.loads(stored.read_text()) == earlier
 
 
 def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     first, output = evaluate_lengths(request(runs, tmp_path))
     written = (output / "report.json").read_bytes()
-    for cell in sorted((output / "cells").glob("cell-*"))[:3]:
+    for cell in sorted((output / "cells").glob("part-*"))[:3]:
         cell.unlink()
     second, _ = evaluate_lengths(request(runs, tmp_path))
     timeless = [replace(c, seconds=0.0) for c in second.cells]
@@ -198,31 +180,6 @@ def test_an_evaluation_on_other_text_or_of_other_weights_leaves_the_first_where_
     assert evaluate_lengths(moved)[1] == tmp_path / "out-4"
 
 
-def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_runs_here(
-    runs, tmp_path, monkeypatch
-):
-    read, seen, read_part = [], set(), Perplexity.read
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def load(path, state, device, dtype):
-        read.append((path.name, device, dtype))
-        model = load_decoder(path, state, device, dtype)
-        model.config = replace(model.config, attention_backend="flash")
-        return model
-
-    def looking(task, reading):
-        model = reading.model
-        seen.update((model.norm.weight.dtype, block.self_attn.attend) for block in model.layers)
-        return read_part(task, reading)
-
-    monkeypatch.setattr("trainer.runs.models.load_decoder", load)
-    monkeypatch.setattr(Perplexity, "read", looking)
-    evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
-    half = torch.bfloat16  # never float32 on the device first
-    assert read == [("before-drop", "cpu", half), ("step-000012", "cpu", half)]
-    assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
-
-
 def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, monkeypatch):
     """The results are those of one pass up to rounding, and the report says in which precision."""
     asked = {"lengths": [2], "tasks": ["perplexity"], "methods": ["none"]}
@@ -241,23 +198,6 @@ def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, mo
     assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
 
 
-def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):
-    """And what was measured with other heads is not taken for it."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("So it goes, and on and on it went. " * 40)
-    change = {"methods": ["none", "dope"], "tasks": ["perplexity"], "lengths": [1]}
-    first, output = evaluate_lengths(request(runs, tmp_path / "here", **change))
-    choice = ChoiceSettings("file", str(file), length=2, texts=3)
-    second, place = evaluate_lengths(request(runs, output, choice=choice, **change))
-    (note,) = (n for n in second.notes if "chosen on" in n)
-    tokens = 2 * second.training_length
-    assert note.endswith(f", chosen on 3 texts of {tokens} tokens (file)")
-    assert second.config["evaluation"]["choice"] == asdict(choice)
-    assert note in (place / "report.html").read_text()
-    cells = list((output / "cells").glob("cell-*"))
-    assert len(cells) == len(first.cells) + 1 == 4
-
-
 def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path))
     second, place = evaluate_lengths(request(runs, tmp_path))
@@ -272,9 +212,7 @@ def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
     places = [evaluate_lengths(request(runs, output, lengths=[1]))[1] for _ in range(2)]
     assert places == [tmp_path / "here-2"] * 2
     assert (output / "report.json").read_bytes() == before
-    assert {path.name for path in places[0].iterdir()} == {
-        "figures", "report.html", "report.json", "table.csv", "table.md", "table.tex",
-    }  # fmt: skip
+    assert (places[0] / "results.csv").is_file()
     page = (places[0] / "report.html").read_text()
     assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
@@ -290,29 +228,6 @@ def without_temperature(runs):
     remove()
     yield
     remove()
-
-
-def test_a_temperature_fitted_for_the_first_stage_of_rope_id_is_not_kept_for_the_second(
-    base, tmp_path
-):
-    """Counted from the first stage's length, the second stage's weights get one all the same."""
-    stages = {
-        "short": {"steps": 2, "sequence_length": 16},
-        "long": {"steps": 2, "sequence_length": 32},
-    }
-    encoding = {"layers": ["rope_id"], "encodings": {"rope_id": {"fastest_wavelength": 4.0}}}
-    rest = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
-    rest |= {"data": {"needles": {"share": 0.0}, "sequence_length": 16}}
-    trained_in(tmp_path / "run", base, positional=encoding, phases=stages, **rest)
-    several = TemperatureSettings(grid=[0.3, 0.4], models="all")
-    config = replace(CONFIG, methods=["none", "temperature"], tasks=["perplexity"])
-    config = replace(config, temperature=several, training_length=16)
-    for step, is_kept in (("step-000002", True), ("step-000004", False)):
-        path = tmp_path / "run" / "checkpoints" / step
-        asked = EvaluationRequest(checkpoint=str(path), output=str(tmp_path / step), threads=1)
-        report, _ = evaluate_lengths(replace(asked, evaluation=config))
-        assert report.temperature
-        assert (path / FILE).exists() == is_kept
 
 
 @pytest.mark.usefixtures("without_temperature")
@@ -340,16 +255,12 @@ def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tasks": ["standard"]}, r"evaluation.lengths: expected at least \d+ tokens for standard"),
+        ({"tasks": ["standard"]}, r"evaluation.lengths: expected \d+ tokens or more for standard"),
         ({"lengths": [1, 500]}, "the held-out text has"),
-        ({"tasks": ["ruler"]}, "evaluation.lengths: expected at least"),
+        ({"tasks": ["ruler"]}, "evaluation.lengths: expected more tokens"),
         (
             {"methods": ["none", "yarn+dope"], "dope": DopeSettings(heads=5)},
-            r"^evaluation.dope.heads: expected at most 4, the query heads that rotate, got 5\.$",
-        ),
-        (
-            {"methods": ["dope"], "dope": DopeSettings(heads=3, unit="group")},
-            "^evaluation.dope.heads: expected at most 2, the key-value heads that rotate, got 3",
+            r"^evaluation.dope.heads: expected at most 4, the query heads that rotate, got 5$",
         ),
         (
             {"methods": ["dope"], "choice": ChoiceSettings(length=0.04)},
@@ -375,46 +286,6 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
     with pytest.raises(UserError, match=said):
         evaluate_lengths(request(runs, tmp_path, **changes))
     assert not list(tmp_path.iterdir())
-
-
-def test_every_task_that_does_not_fit_is_named_at_once(runs, tmp_path):
-    with pytest.raises(UserError) as error:
-        evaluate_lengths(request(runs, tmp_path, tasks=["standard", "multi_key", "ruler"]))
-    named = {
-        re.search(r"tokens for (?:RULER's )?(\w+)", problem)[1]
-        for problem in map(str, error.value.problems)
-    }
-    assert named > {"standard", "multi_key", "niah_single_1", "vt"}
-
-
-def test_a_method_that_applies_to_no_checkpoint_is_refused(runs, tmp_path):
-    alone = replace(request(runs, tmp_path), checkpoint=str(runs), compare=[])
-    alone = replace(alone, evaluation=replace(CONFIG, methods=["yarn"]))
-    with pytest.raises(UserError, match=r"DroPE has no rotation, so .* for YaRN"):
-        evaluate_lengths(alone)
-
-
-def test_the_same_model_twice_is_refused(runs, tmp_path):
-    twice = replace(request(runs, tmp_path), compare=[str(runs), str(runs)])
-    with pytest.raises(UserError, match="is named twice"):
-        evaluate_lengths(twice)
-
-
-def test_two_seeds_of_a_recipe_are_told_apart_by_their_directories(runs, tmp_path):
-    other = shutil.copytree(runs, tmp_path / "second")
-    little = {"lengths": [1], "methods": ["none"], "tasks": ["perplexity"]}
-    asked = request(runs, tmp_path / "out", **little)
-    report, _ = evaluate_lengths(replace(asked, checkpoint=str(runs), compare=[str(other)]))
-    assert [cell.model for cell in report.cells] == ["DroPE (tiny)", "DroPE (second)"]
-
-
-def test_models_whose_directories_have_one_name_are_told_apart_by_their_paths(runs):
-    first = find_candidate(str(runs))
-    other = replace(first, reference="elsewhere/tiny", path=Path("elsewhere/tiny/checkpoints/last"))
-    names = [candidate.name for candidate in distinct([first, other])]
-    assert names == [f"DroPE ({runs})", "DroPE (elsewhere/tiny)"]
-    with pytest.raises(UserError, match=r"two models are called 'DroPE \(elsewhere/tiny\)'"):
-        distinct([first, other, replace(first, name=names[1], path=Path("third"))])
 
 
 def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
@@ -463,7 +334,7 @@ def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, m
     longer = find_candidate(str(runs)).with_training_length(64)
     found = evaluate.find_candidate
     monkeypatch.setattr(
-        evaluate, "find_candidate", lambda given, *key: longer if key else found(given)
+        evaluate, "find_candidate", lambda name: longer if name == str(runs) else found(name)
     )
     with pytest.raises(UserError, match=r"length of 64 tokens, the first one of 32; evaluation.tr"):
         evaluate_lengths(request(runs, tmp_path / "out"))

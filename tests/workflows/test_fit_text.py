@@ -12,7 +12,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tests.data.streams import held_out
-from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import train_tokenizer
@@ -113,35 +112,6 @@ def test_prompts_of_many_shots_have_one_length(haystack, name, tmp_path):
         said = haystack.tokenizer.decode(row[1:])
         assert said.endswith("Solution:")
         assert said.count("boxed") > 5
-
-
-def test_of_a_file_of_prompts_the_last_tokens_are_read(haystack, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    prompts = ["short", "a" * 50 + "the end", "b" * 90]
-    rows = [{"prompt": prompts[0]}, {"problem": prompts[1], "answer": "7"}, {"prompt": prompts[2]}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = texts(haystack, 20, text="file", file=str(file))
-    assert [haystack.tokenizer.decode(row[1:]) for row in found.tolist()] == [
-        "a" * 12 + "the end",
-        "b" * 19,
-    ]
-    # One of just as many tokens is long enough.
-    lengths = [texts(haystack, n, text="file", file=str(file)).shape for n in (58, 59)]
-    assert lengths == [(2, 58), (1, 59)]
-    with pytest.raises(UserError, match=r"evaluation.choice.length: expected a prompt of 100"):
-        texts(haystack, 100, text="file", file=str(file))
-
-
-def test_of_running_text_windows_are_read(haystack, tmp_path):
-    file = tmp_path / "book.txt"
-    file.write_text("".join(chr(97 + i % 26) for i in range(100)))
-    found = texts(haystack, 31, text="file", file=str(file), texts=3)
-    ids = np.array(haystack.tokenizer.encode(file.read_text(), add_special_tokens=False).ids)
-    expected = [[BOS, *ids[start : start + 30]] for start in (0, 35, 70)]
-    assert found.tolist() == expected
-    with pytest.raises(UserError, match=r"evaluation.choice.length: expected 200 tokens"):
-        texts(haystack, 200, text="file", file=str(file))
-    assert texts(haystack, 101, text="file", file=str(file), texts=3).shape[1] == 101  # all of it
 
 
 @pytest.fixture

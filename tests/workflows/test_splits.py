@@ -18,7 +18,7 @@ from trainer.data.encoding import document_hash
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import TemperatureSettings
 from trainer.evaluation.needles import NeedleTaskSettings
-from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.ruler import RulerSettings
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse

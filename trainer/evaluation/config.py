@@ -10,12 +10,15 @@ from typing import Literal, Self
 from trainer.common.errors import Problem
 from trainer.common.fields import Count, Multiple, configuration
 from trainer.data.config import MOST_NAMES
+from trainer.evaluation.longbench import KINDS as LONGBENCH_TASKS
 from trainer.evaluation.longbench import LongBenchSettings
+from trainer.evaluation.many_shot import TASKS as MANY_SHOT_TASKS
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import Length, MethodsConfig
 from trainer.evaluation.needles import ALL_AT_ONCE, NEEDLE_TASKS, NeedleTaskSettings
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
-from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.ruler import TASKS as RULER_TASKS
+from trainer.evaluation.ruler import RulerSettings
 from trainer.evaluation.scoring import list_problems
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
@@ -41,7 +44,7 @@ class EvaluationConfig(MethodsConfig):
     )
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
     """perplexity, statements (for runs trained with data.needles), standard, noisy,
-    multi_key, multi_query, multi_value, passkey, sentence, ruler, longbench, many_shot."""
+    multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot."""
     windows: Count = 96
     """Held-out windows of the task perplexity at each length."""
     last: Count | None = None
@@ -120,8 +123,13 @@ class EvaluationConfig(MethodsConfig):
         if not (self.lengths if self.tokens is None else self.tokens):
             problems.append(Problem(self.lengths_key, "expected one or more, got none."))
         problems += self.method_problems()
-        for group in (self.needles, self.ruler, self.longbench, self.many_shot):
-            problems += group.problems()
+        known = {"ruler": RULER_TASKS, "longbench": LONGBENCH_TASKS, "many_shot": MANY_SHOT_TASKS}
+        for group, tasks in known.items():
+            asked = getattr(self, group).tasks
+            problems += list_problems(f"evaluation.{group}.tasks", asked, tasks)
+        if (changes := self.needles.changes) >= self.needles.needles:
+            key = "evaluation.needles.changes"
+            problems.append(Problem(key, f"expected fewer than the needles, got {changes}."))
         if problems or training_length is None:
             return problems
         keys = {"evaluation.lengths": self.lengths_key}

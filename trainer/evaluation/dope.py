@@ -2,10 +2,9 @@
 
 Source: Denoising Rotary Position Embedding, Sec. 4.3. Heads are chosen on a text, among all layers
 together (Sec. 5.1), and the layout is changed for them, on top of any rescaling. A head is a query
-head with a copy of the keys that it reads, as the paper counts, or optionally a key-value head with
-all its queries. Settings resolve the paper's ambiguities: it sorts both ways, and by-all multiplies
-queries and keys by 0 (Eq. 35), while the text removes their encoding "rather than completely
-zeroing out the head".
+head with a copy of the keys that it reads. Settings resolve the paper's ambiguities: it sorts both
+ways, and by-all multiplies queries and keys by 0 (Eq. 35), while the text removes their encoding
+"rather than completely zeroing out the head".
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from torch import Tensor
 from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy.measure import MatrixEntropy, at_stage, gram, matrix_entropy
-from trainer.common.errors import UserError
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import (
     DopeSettings,
-    heads_problems,
+    check_heads,
     rotating_heads,
     spectrum_of,
-    units,
 )
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
@@ -41,8 +38,8 @@ NAMED = 32
 class Chosen:
     """A chosen head.
 
-    ``head``: its index among the layer's units. ``bands``: pairs that it loses. ``noise``: standard
-    deviations of the noise that replaces its queries and keys.
+    ``head``: its index among the layer's query heads. ``bands``: pairs that it loses. ``noise``:
+    standard deviations of the noise that replaces its queries and keys.
     """
 
     layer: int
@@ -55,22 +52,17 @@ class Chosen:
 @dataclass(frozen=True)
 class Selection:
     """Chosen heads, in order, of a model with ``queries`` query heads per layer of ``head_dim``
-    channels.
-
-    ``units``: number of heads per layer that can be chosen: query heads or groups of them.
-    """
+    channels."""
 
     settings: DopeSettings
     heads: tuple[Chosen, ...] = ()
     queries: int = 0
-    units: int = 0
     head_dim: int = 0
 
     @property
     def words(self) -> str:
-        """The heads in words, in order: L for the layer, H for a query head, G for a group."""
-        unit = "H" if self.settings.unit == "head" else "G"
-        named = [f"L{chosen.layer}{unit}{chosen.head}" for chosen in self.heads[:NAMED]]
+        """The heads in words, in order: L for the layer, H for a query head."""
+        named = [f"L{chosen.layer}H{chosen.head}" for chosen in self.heads[:NAMED]]
         more = len(self.heads) - len(named)
         return ", ".join(named or ["no head"]) + (f" and {more} more" if more else "")
 
@@ -87,32 +79,26 @@ def select(
     """
     trained, config = model.layout, model.config
     require_rotation(trained, "evaluation.dope")
-    count, rotating = units(config, settings), rotating_heads(trained, config, settings)
-    if problems := heads_problems(trained, config, settings):
-        raise UserError(*problems)
+    check_heads(trained, config, settings)
+    count, rotating = config.num_attention_heads, rotating_heads(trained, config)
     if not settings.heads:
         return Selection(settings)
     grams: dict[int, Tensor] = {}
     pairs: dict[int, tuple[int, ...]] = {}
     moments: dict[int, Tensor] = {}
 
-    def by_unit(values: Tensor) -> Tensor:
-        """Average over the query heads of each unit, ``[..., Hq]`` to ``[..., units]``."""
-        return values.unflatten(-1, (count, -1)).mean(dim=-1)
-
     def on_layer(heads: Heads) -> None:
         layer, queries = heads.layer, heads.q.shape[1]
         grams[layer] = grams.get(layer, 0) + _grams(heads, settings, trained).cpu()
         pairs[layer] = pair_counts(heads.encoding, queries, heads.q.shape[-1])
         if settings.variant == "by_gaussian" and settings.sigma is None:
-            mean_of_text = by_unit(_moments(heads)).cpu() / len(ids)
-            moments[layer] = moments.get(layer, 0) + mean_of_text
+            moments[layer] = moments.get(layer, 0) + _moments(heads).cpu() / len(ids)
 
     with model.using(layout or trained):
         for text in ids:  # one at a time: all together would need the memory of all
             capture(model, text[None], on_layer)
     entropies = (matrix_entropy(grams[layer], pairs[layer]) for layer in sorted(grams))
-    table = torch.stack([by_unit(_scores(each, settings)) for each in entropies]).tolist()
+    table = torch.stack([_scores(each, settings) for each in entropies]).tolist()
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
     chosen = ranked[: settings.heads]
@@ -128,7 +114,7 @@ def select(
         spectrum = spectrum_of(trained.layers[layer], head, count)
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
-    return Selection(settings, tuple(heads), config.num_attention_heads, count, config.head_size)
+    return Selection(settings, tuple(heads), count, config.head_size)
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
@@ -221,14 +207,12 @@ def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
     settings, queries = selection.settings, selection.queries
     if settings.variant != "by_gaussian" and settings.removal == "zero":
         return _zeroed(encoding, chosen, selection)
-    if settings.unit == "head":
-        encoding = encoding.expanded(queries // len(encoding.spectra))
+    encoding = encoding.expanded(queries // len(encoding.spectra))
     if settings.variant == "by_gaussian":
         return _noised(encoding, chosen, selection)
     spectra = list(encoding.spectra)
-    by_place = _by_place(chosen, selection.units, len(spectra))
-    for place, head in by_place.items():
-        spectra[place] = _standing_still(spectra[place], head.bands)
+    for head in chosen:
+        spectra[head.head] = _standing_still(spectra[head.head], head.bands)
     return replace(encoding, groups=tuple((spectrum, 1) for spectrum in spectra))
 
 
@@ -244,7 +228,7 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
 
 def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
-    by_query = _by_place(chosen, selection.units, selection.queries)
+    by_query = {head.head: head for head in chosen}
 
     def row(head: int) -> tuple[float, ...]:
         if head not in by_query:
@@ -260,7 +244,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
 
 def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
     """Replace queries and keys by noise (Eq. 36 and 37)."""
-    by_query = _by_place(chosen, selection.units, selection.queries)
+    by_query = {head.head: head for head in chosen}
     copies = selection.queries // len(encoding.spectra)
 
     def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
@@ -274,13 +258,3 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     seed = selection.settings.seed * 1000 + chosen[0].layer
     intervention = Intervention(query, key, query_noise, key_noise, seed)
     return with_intervention(encoding, intervention)
-
-
-def _by_place(chosen: list[Chosen], units: int, places: int) -> dict[int, Chosen]:
-    """Return the chosen of ``units`` heads by their places, of which each has equally many.
-
-    The places are query heads, or the spectra of a layer: an earlier part of a method may have
-    given each query head its own.
-    """
-    each = places // units
-    return {unit.head * each + i: unit for unit in chosen for i in range(each)}

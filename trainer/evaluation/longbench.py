@@ -10,41 +10,38 @@ Metrics compare one continuation with one right answer, 0 to 1. Each equals the 
 ``metrics.py`` with the libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``,
 which uses Python's difflib. Neither has had a release since 2021, and the parts needed are short.
 
-Reports average questions by label: the category (RoPE-ID, Table 7) and the length of the text
-(DroPE, Tables 9 and 10).
+Questions have labels by the length of their text (DroPE, Tables 9 and 10), for averages in
+results.csv.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import zipfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from functools import cached_property
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError, first_line, os_reason
-from trainer.common.fields import Count, Natural, OptionalText, adapter, configuration
+from trainer.common.errors import UserError
+from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.scoring import Prompt, Task, list_problems
+from trainer.evaluation.scoring import Prompt, Task
 from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
 """The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""
-KEY = "evaluation.longbench.directory"
-T = TypeVar("T")
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -279,62 +276,22 @@ class LongBenchRow:
 
     input: str
     context: str
-    answers: Annotated[list[str], Field(min_length=1)]
+    answers: list[str]
     length: int
     all_classes: list[str] | None = None
 
 
-def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
-    """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
-
-    ``row``: a dataclass, whose fields are the keys of a line. ``key``: names the file in errors.
-
-    Raises:
-        UserError: the file cannot be read, is empty, or has a malformed line; names the first.
-    """
-    rows: list[T] = []
-    try:
-        with file.open("r", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    rows.append(adapter(row).validate_json(line))
-                except ValidationError as error:
-                    first: Any = error.errors()[0]
-                    place = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
-                    raise UserError.at(
-                        f"{key}: {str(file)!r} line {number}", f"{place}{first['msg']}."
-                    ) from None
-    except UnicodeDecodeError:
-        raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
-    except OSError as error:
-        raise UserError.at(key, f"{str(file)!r} cannot be read ({os_reason(error)}).") from error
-    if not rows:
-        raise UserError.at(key, f"{str(file)!r} is empty.")
-    return rows
+KEYS = tuple(field.name for field in fields(LongBenchRow))
 
 
 def root(directory: str | None) -> Traversable:
-    """Return the directory of ``TASK.jsonl``, or the archive from the hub or its cache.
-
-    Raises:
-        UserError: the archive is unavailable.
-    """
+    """Return the directory of ``TASK.jsonl``, or the archive from the hub or its cache."""
     if directory is not None:
         return Path(directory)
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
-        return zipfile.Path(path, "data/")
-    except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
-        raise UserError.at(
-            KEY,
-            f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
-            f"({first_line(error)}); give a directory with TASK.jsonl files.",
-        ) from error
+    path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
+    return zipfile.Path(path, "data/")
 
 
 @dataclass(frozen=True)
@@ -365,17 +322,16 @@ class LongBenchTask:
         kind = self.kind
         room = length - kind.new_tokens
         if room < 2:
-            raise UserError.at(
-                "evaluation.lengths",
-                f"{self.name} answers with up to {kind.new_tokens} tokens and so needs lengths of "
-                f"{kind.new_tokens + 2} or more, got {length}.",
+            least = kind.new_tokens + 2
+            raise UserError(
+                f"evaluation.lengths: expected {least} or more for {self.name}, got {length}"
             )
         return [
             Prompt(
                 tuple(middle_out(ids, room).tolist()),
                 tuple(row.answers),
                 kind.new_tokens,
-                label=label(kind.category, row.length, len(ids), self.training_length),
+                label=label(row.length, len(ids), self.training_length),
                 never_first=self._never_first,
                 classes=self._classes,
             )
@@ -430,20 +386,18 @@ CONTEXTS = (2, 4, 8, 16)
 """Training lengths."""
 
 
-def label(category: str, words: int, tokens: int, training_length: int) -> str:
-    """Return a question's label ``category|words|tokens|contexts``.
+def label(words: int, tokens: int, training_length: int) -> str:
+    """Return a question's label ``words|tokens|contexts``.
 
     LongBench-E uses ``words``, the benchmark's own length of the text, so that its buckets do not
     depend on the tokenizer. DroPE heads its columns "0-4K (0-2x ctx)" for models with a context of
     2,048 tokens, so it uses ``tokens`` of the whole prompt before truncation.
     """
-    contexts = tokens / training_length
     return "|".join(
         (
-            category,
             _bucket(words / 1000, EDGES, "K", "words"),
             _bucket(tokens / 1024, EDGES, "K", "tokens"),
-            _bucket(contexts, CONTEXTS, "×", "ctx"),
+            _bucket(tokens / training_length, CONTEXTS, "×", "ctx"),
         )
     )
 
@@ -469,13 +423,6 @@ class LongBenchSettings:
     seed: Natural = 42
     """Seed of the choice of questions."""
 
-    def problems(self) -> list[Problem]:
-        """Check the tasks and the directory."""
-        problems = list_problems("evaluation.longbench.tasks", self.tasks, KINDS)
-        if self.directory is not None and not Path(self.directory).is_dir():
-            problems.append(Problem(KEY, f"there is no directory {self.directory!r}."))
-        return problems
-
 
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
@@ -483,30 +430,20 @@ def longbench_tasks(
     """Return the tasks whose files exist, and a sentence for each missing file.
 
     ``training_length``: C in tokens, the unit of text lengths in reports.
-
-    Raises:
-        UserError: no file exists, the archive is unavailable, or a line is malformed.
     """
     tasks: list[Task] = []
     notes: list[str] = []
     files = root(settings.directory)
     for name in settings.tasks:
-        file = files / f"{name}.jsonl"
+        file, kind = files / f"{name}.jsonl", KINDS[name]
         if not file.is_file():
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
-        rows = read_rows(file, LongBenchRow, KEY)
-        if KINDS[name].metric is classification and not rows[0].all_classes:
-            raise UserError.at(
-                KEY, f"{str(file)!r} line 1: all_classes: expected names of classes."
-            )
-        if settings.limit is not None and settings.limit < len(rows):
-            sample = Random(f"{settings.seed} {name}").sample(range(len(rows)), settings.limit)
-            rows = [rows[index] for index in sorted(sample)]
-        kind, title = KINDS[name], f"longbench_{name}"
+        lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+        if settings.limit is not None and settings.limit < len(lines):
+            sample = Random(f"{settings.seed} {name}").sample(range(len(lines)), settings.limit)
+            lines = [lines[index] for index in sorted(sample)]
+        rows = [LongBenchRow(**{key: line.get(key) for key in KEYS}) for line in lines]
+        title = f"longbench_{name}"
         tasks.append(LongBenchTask(title, kind, rows, tokenizer, bos, training_length))
-    if not tasks:
-        raise UserError.at(
-            KEY, f"{str(files)!r} holds none of the tasks' files, such as {name}.jsonl."
-        )
     return tasks, notes

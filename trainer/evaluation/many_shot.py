@@ -8,9 +8,10 @@ two-digit numbers. Final answers are extracted and compared as in MATH.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -20,11 +21,10 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import UserError
 from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
-from trainer.evaluation.longbench import read_rows
-from trainer.evaluation.scoring import Prompt, Task, list_problems
+from trainer.evaluation.scoring import Prompt, Task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 LONG_TASKS = TASKS[:2]
@@ -55,24 +55,14 @@ class ManyShotSettings:
     seed: Natural = 42
     """Seed of the trials."""
 
-    def problems(self) -> list[Problem]:
-        """Check the tasks, the depths and the file."""
-        problems = list_problems("evaluation.many_shot.tasks", self.tasks, TASKS)
-        if not self.depths:
-            key = "evaluation.many_shot.depths"
-            problems.append(Problem(key, "expected one or more, got none."))
-        if self.file is not None and not Path(self.file).is_file():
-            problems.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
-        return problems
-
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """``answer``: the final answer; None: the boxed one at the end of the solution."""
+    """``answer``: the final answer."""
 
     problem: str
     solution: str
-    answer: str | None = None
+    answer: str
 
 
 def arithmetic() -> list[SolvedProblem]:
@@ -86,21 +76,15 @@ def arithmetic() -> list[SolvedProblem]:
 
 
 def read_problems(file: str) -> list[SolvedProblem]:
-    """Return the distinct problems of a file, with their answers.
-
-    Raises:
-        UserError: the file or a line is malformed, or no solution has a boxed answer.
-    """
+    """Return the distinct problems of a file, with their answers."""
     problems: dict[str, SolvedProblem] = {}
-    for row in read_rows(Path(file), SolvedProblem, FILE_KEY):
-        answer = boxed(row.solution) if row.answer is None else row.answer
+    for line in filter(str.strip, Path(file).read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        answer = row.get("answer") or boxed(row["solution"])
         if answer is None:
-            raise UserError.at(
-                FILE_KEY,
-                f"{file!r} has no answer to {row.problem[:60]!r}: expected the key "
-                r"'answer', or \boxed{...} in 'solution'.",
-            )
-        problems.setdefault(row.problem, replace(row, answer=answer))
+            raise UserError(f"{FILE_KEY}: expected an answer to {row['problem'][:60]!r}")
+        made = SolvedProblem(row["problem"], row["solution"], str(answer))
+        problems.setdefault(row["problem"], made)
     return list(problems.values())
 
 
@@ -163,14 +147,13 @@ class ManyShotTask:
     def _trial(self, asked: int, length: int) -> list[Prompt]:
         pool, before = self.pool, [] if self.bos is None else [self.bos]
         question, needle = pool.questions[asked], pool.examples[asked]
-        answers = (str(pool.problems[asked].answer),)
+        answers = (pool.problems[asked].answer,)
         room = length - len(before) - len(question) - self.new_tokens
         if self.name == "zero_shot":
             if room < 0:
-                raise UserError.at(
-                    "evaluation.lengths",
-                    f"zero_shot needs {length - room} tokens or more with this tokenizer, got "
-                    f"{length}.",
+                raise UserError(
+                    f"evaluation.lengths: expected {length - room} tokens or more for zero_shot, "
+                    f"got {length}"
                 )
             return [Prompt((*before, *question), answers, self.new_tokens)]
         if self.name == "many_shot_skip":
@@ -199,17 +182,10 @@ class ManyShotTask:
             if index != asked and sizes[index] <= room:
                 chosen.append(index)
                 room -= sizes[index]
-        if room > longest:
-            raise UserError.at(
-                "evaluation.lengths",
-                f"the {len(sizes)} solved problems of {self.name} leave {room} of {length} tokens "
-                f"empty; give more ({FILE_KEY}) or shorter lengths.",
-            )
-        if not chosen:
-            raise UserError.at(
-                "evaluation.lengths",
-                f"{self.name} needs {length + shortest - room} tokens or more for a question, its "
-                f"answer and an example, got {length}.",
+        if room > longest or not chosen:
+            raise UserError(
+                f"evaluation.lengths: {len(sizes)} solved problems do not fill {length} tokens, or "
+                f"none fits ({self.name})"
             )
         return np.array(chosen)
 
@@ -229,19 +205,11 @@ class ManyShotTask:
 def many_shot_tasks(
     settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """Return the tasks, and a sentence for each difference from the paper.
-
-    Raises:
-        UserError: the file is malformed.
-    """
+    """Return the tasks, and a sentence for each difference from the paper."""
     notes = []
     if settings.file is None:
         notes.append(f"Many-shot prompts are of arithmetic: {FILE_KEY} names no file of MATH.")
     pool = _Pool(arithmetic() if settings.file is None else read_problems(settings.file), tokenizer)
-    if settings.file is not None and len(pool.problems) < settings.trials:
-        notes.append(
-            f"Many-shot prompts ask {len(pool.problems)} problems: {FILE_KEY} has no more."
-        )
     new_tokens = settings.new_tokens or (FILE_TOKENS if settings.file else ARITHMETIC_TOKENS)
     return [ManyShotTask(name, pool, settings, new_tokens, bos) for name in settings.tasks], notes
 

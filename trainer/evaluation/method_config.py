@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import KW_ONLY, field
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainer.analysis.settings import USUAL
-from trainer.common.errors import Problem, collecting, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.common.fields import (
     Count,
     Integer,
@@ -22,11 +21,9 @@ from trainer.common.fields import (
     Natural,
     NotNegative,
     Number,
-    OptionalText,
     Share,
     configuration,
 )
-from trainer.evaluation.layouts import read_factors
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import list_problems
@@ -34,10 +31,6 @@ from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerChoice, LayerEncoding, Layout, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT, Spectrum
-
-SPREAD = "rows spread evenly"
-"""Windows of validation text that a search or choice reads. It is part of the keys of their
-results, because earlier versions read the first windows."""
 
 Length = Annotated[Integer, Field(ge=2, lt=1 << 31)]
 """Tokens of a sequence."""
@@ -95,27 +88,6 @@ class LongRopeSettings:
     """Held-out texts to try them on."""
     seed: Natural = 0
     """Seed of the search."""
-    factors: OptionalText = None
-    """JSON file of published factors, the rope_scaling of a Hugging Face config.json; null:
-    search."""
-
-    @property
-    def of_choice(self) -> dict[str, Any]:
-        """All inputs of the factors besides model and text."""
-        if self.factors is not None:
-            return asdict(read_factors(self.factors))
-        search = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
-        if self.search == "perplexity":
-            return {**search, "rows": SPREAD}
-        return {"search": self.search, **search}
-
-    def problems(self) -> list[Problem]:
-        """Check the file of published factors."""
-        problems: list[Problem] = []
-        if self.factors is not None:
-            with collecting(problems):
-                read_factors(self.factors)
-        return problems
 
 
 @configuration
@@ -123,10 +95,8 @@ class ChoiceSettings:
     """Text on which dope chooses heads, and weighted_rope pairs."""
 
     text: str = "validation"
-    """validation, file, or the prompts of a task: standard, noisy, multi_key, multi_query,
-    multi_value, passkey, many_shot_needle, many_shot_skip."""
-    file: OptionalText = None
-    """File for text=file: a .jsonl of prompts (prompt or problem), or running text."""
+    """validation, or the prompts of a task: standard, noisy, multi_key, multi_query,
+    multi_value, many_shot_needle, many_shot_skip."""
     length: Multiple | None = None
     """Length of a text in multiples of the training length; null: the length evaluated."""
     texts: Count = 4
@@ -137,14 +107,6 @@ class ChoiceSettings:
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
             yield Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
-        if (self.text == "file") != (self.file is not None):
-            yield Problem(
-                "evaluation.choice.file",
-                "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
-                f"got {self.file!r} with {self.text!r}.",
-            )
-        elif self.file is not None and not Path(self.file).is_file():
-            yield Problem("evaluation.choice.file", f"there is no file {self.file!r}.")
 
 
 @configuration
@@ -171,9 +133,6 @@ class DopeSettings:
     """ascending (heads of low entropy first), descending."""
     heads: Natural = 1
     """Number of heads; the paper takes 5 of about a thousand."""
-    unit: Literal["head", "group"] = "head"
-    """What counts as a head: head (a query head with its keys, as the paper counts), group (a
-    key-value head with its queries)."""
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
     sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
@@ -232,7 +191,7 @@ SHORTEST = {"sequence": 6, "spectrum": USUAL.frame}
 
 def choice_texts() -> tuple[str, ...]:
     """Return the names for ``evaluation.choice.text``, including those of plugins."""
-    return ("validation", "file", *NEEDLE_TASKS, *LONG_TASKS)
+    return ("validation", *NEEDLE_TASKS, *LONG_TASKS)
 
 
 @configuration
@@ -300,7 +259,7 @@ class MethodsConfig(ABC):
                 )
         if "weighted_rope" in self.parts and not self.weighted_rope:
             yield Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
-        for group in (self.temperature, self.longrope, self.dope):
+        for group in (self.temperature, self.dope):
             yield from group.problems()
         yield from self.choice.problems(choice_texts())
 
@@ -343,11 +302,9 @@ def part_problems(name: str) -> list[Problem]:
     return problems
 
 
-def rotating_heads(
-    layout: Layout, config: ModelConfig, settings: DopeSettings
-) -> list[tuple[int, int]]:
-    """Return layer and index of every rotating head, in units of the settings."""
-    count = units(config, settings)
+def rotating_heads(layout: Layout, config: ModelConfig) -> list[tuple[int, int]]:
+    """Return layer and index of every query head that rotates."""
+    count = config.num_attention_heads
     return [
         (layer, head)
         for layer, encoding in enumerate(layout.layers)
@@ -356,26 +313,16 @@ def rotating_heads(
     ]
 
 
-def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[Problem]:
+def check_heads(layout: Layout, config: ModelConfig, settings: DopeSettings) -> None:
     """Check that the model has enough rotating heads; this needs no weights."""
-    available = len(rotating_heads(layout, config, settings))
-    if settings.heads <= available:
-        return []
-    kind = "query" if settings.unit == "head" else "key-value"
-    return [
-        Problem(
-            "evaluation.dope.heads",
-            f"expected at most {available}, the {kind} heads that rotate, got {settings.heads}.",
+    available = len(rotating_heads(layout, config))
+    if settings.heads > available:
+        raise UserError(
+            f"evaluation.dope.heads: expected at most {available}, the query heads that rotate, "
+            f"got {settings.heads}"
         )
-    ]
-
-
-def units(config: ModelConfig, settings: DopeSettings) -> int:
-    """Return the number of units per layer."""
-    by_head = settings.unit == "head"
-    return config.num_attention_heads if by_head else config.num_key_value_heads
 
 
 def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
-    """Return the spectrum of unit ``head`` out of ``count``."""
+    """Return the spectrum of query head ``head`` out of ``count``."""
     return encoding.spectra[head // (count // len(encoding.spectra))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from trainer.common.errors import UserError, raise_all
+from trainer.common.errors import UserError
 from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
@@ -22,21 +22,17 @@ from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_la
 from trainer.evaluation.layouts import (
     TITLES,
     LayoutAt,
-    check_published,
     is_free_of_positions,
-    read_factors,
     tempered,
     windowed,
     with_factors,
-    with_published,
 )
 from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.method_config import (
     BY_LAYER,
-    LongRopeSettings,
     MethodsConfig,
-    heads_problems,
+    check_heads,
 )
 from trainer.evaluation.outcomes import AS_IS, AS_IS_TITLE
 from trainer.positional.layout import Intervention, LayerChoice, Layout
@@ -120,7 +116,7 @@ def applicable(
             made = recipe(name, subject.layout, config, native=subject.native)
             if isinstance(made, Recipe):
                 if "dope" in made.settings:
-                    raise_all(heads_problems(subject.layout, subject.config, config.dope))
+                    check_heads(subject.layout, subject.config, config.dope)
                 recipes[subject.name].append(made)
             else:
                 idle.setdefault(name, []).append(f"{subject.name} {made}")
@@ -148,8 +144,6 @@ def recipe(
             f"evaluation.layers: expected indices of {count} layers, got {config.layers}"
         )
     config = replace(config, layers=layout.chosen(config.layers))
-    if "longrope" in keys and config.longrope.factors is not None:
-        check_published(layout.of_layers(config.layers), read_factors(config.longrope.factors))
 
     def make(fitting: Fitting, parts: Sequence[Part] = parts) -> Method:
         layout_at: LayoutAt = lambda factor: layout  # noqa: E731
@@ -253,7 +247,7 @@ def _plain(value: Any) -> Any:
     """Convert settings to JSON values."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value.of_choice if isinstance(value, LongRopeSettings) else asdict(value)
+    return asdict(value)
 
 
 def _identity(layout: Layout) -> str:
@@ -262,17 +256,14 @@ def _identity(layout: Layout) -> str:
 
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Divide each pair by its own factor: a published one, or one searched at each length."""
+    """Divide each pair by its own factor, which is searched at each length."""
     settings = config.longrope
-    if settings.factors is not None:
-        published = read_factors(settings.factors)
-        return lambda factor: with_published(before(factor), published, factor, config.layers)
 
     def layout_at(factor: float) -> Layout:
         layout = before(factor)
         if factor <= 1:
             return layout
-        key = [factor, settings.of_choice, _identity(layout), config.layers]
+        key = [factor, asdict(settings), _identity(layout), config.layers]
         search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
         factors = fitting.stored("longrope", key, search)
         return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)
@@ -283,9 +274,10 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
 def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
     settings, layers = config.temperature, config.layers
-    factors = config.factors if max(config.factors) > 1 else []
-    windows = fitting.windows_beyond((settings.lengths or factors) if factors else ())
-    if not windows:
+    if max(config.factors) <= 1:
+        return before
+    windows = fitting.windows_beyond(settings.lengths or config.factors)
+    if not windows:  # a factor of 1.001 may round to the training length
         return before
     C = fitting.model.layout.training_length
 
@@ -365,7 +357,7 @@ def _chosen_on(ids: Tensor, config: MethodsConfig) -> str:
 
 
 def _longrope_fits(config: MethodsConfig, factor: float) -> Iterable[float]:
-    return [factor] if factor > 1 and config.longrope.factors is None else []
+    return [factor] if factor > 1 else []
 
 
 def _temperature_fits(config: MethodsConfig, factor: float) -> Iterable[float]:

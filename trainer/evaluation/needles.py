@@ -20,12 +20,11 @@ import numpy as np
 import wonderwords
 from pydantic import Field
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import UserError
 from trainer.common.fields import Count, Natural, Share, configuration
 from trainer.common.plugins import REGISTRIES
-from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
-from trainer.evaluation.haystack import Excerpt, Haystack
+from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -148,16 +147,6 @@ class NeedleTaskSettings:
     seed: Natural = 1
     """Seed of the trials."""
 
-    def problems(self) -> list[Problem]:
-        """Check that there are depths, and statements enough for the changes."""
-        problems = []
-        if not self.depths:
-            problems.append(Problem("evaluation.needles.depths", "expected one or more, got none."))
-        if self.changes >= self.needles:
-            most = f"expected fewer than evaluation.needles.needles {self.needles}"
-            problems.append(Problem("evaluation.needles.changes", f"{most}, got {self.changes}."))
-        return problems
-
 
 @dataclass(frozen=True)
 class _Trial:
@@ -205,10 +194,8 @@ class NeedleTask:
         fixed = len(self._before) + self.new_tokens
         least = max(trial.tokens for trial in trials) + fixed + 1
         if length < least:
-            raise UserError.at(
-                "evaluation.lengths",
-                f"expected at least {least} tokens for {self.name}, which its needles, question "
-                f"and answer need, got {length}.",
+            raise UserError(
+                f"evaluation.lengths: expected {least} tokens or more for {self.name}, got {length}"
             )
         return [
             prompt
@@ -311,39 +298,6 @@ def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Make the task with several values of one key, all queried; the score is the share found."""
     task = multi_query(haystack, settings)
     return replace(task, name="multi_value", draw=all_values)
-
-
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The repeated haystack of pass keys (Mohtashami and Jaggi 2023)."""
-
-
-class _Filler(Haystack):
-    """Haystack that repeats its only document."""
-
-    @cached_property
-    def tokens(self) -> Integers:
-        """Tokens of one repetition."""
-        return np.array(self.encode(f" {self.documents[0]}"), dtype=np.int32)
-
-    def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
-        """Return ``length`` tokens from the beginning."""
-        return self.marked(np.resize(self.tokens, length))
-
-
-def _pass_key(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    (key,) = draw_values(1, 5, taken, random)
-    sentences = f"The pass key is {key}. Remember it. {key} is the pass key."
-    return Quiz((sentences,), "What is the pass key? The pass key is", (key,), (0,))
-
-
-@needle_task
-def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Hide a five-digit pass key at every depth of a repetitive text (Mohtashami and Jaggi 2023).
-
-    Uses only the tokenizer and ``bos`` of ``haystack``.
-    """
-    filler = _Filler(haystack.tokenizer, [FILLER], haystack.bos)
-    return replace(standard(filler, settings), name="passkey", draw=_pass_key)
 
 
 PLACE = "The best thing to do in San Francisco is"

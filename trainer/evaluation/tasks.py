@@ -19,7 +19,7 @@ from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
-from trainer.evaluation.ruler.tasks import ruler_tasks
+from trainer.evaluation.ruler import ruler_tasks
 
 HAYSTACK = 1 << 22
 """Tokens of held-out documents that haystacks are made of."""

@@ -23,7 +23,7 @@ from trainer.common.fields import (
 )
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.method_config import LAYERS_KEY, units
+from trainer.evaluation.method_config import LAYERS_KEY
 from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
@@ -276,7 +276,7 @@ class RunConfig:
                 "evaluation.methods",
                 "expected 'none' among them; a run is reported as it is first.",
             )
-        heads = units(self.model, dope) * self.model.num_hidden_layers
+        heads = self.model.num_attention_heads * self.model.num_hidden_layers
         if "dope" in evaluation.parts and dope.heads > heads:
             yield Problem(
                 "evaluation.dope.heads",

@@ -5,14 +5,11 @@ Source: DoPE, Sec. 5.1, Tables 3 and 4.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
@@ -51,7 +48,7 @@ def fit_text(
     chosen = [] if config.choice.length is None else [round(config.choice.length * C)]
     chooses = any(CHOICE in recipe.settings for recipe in recipes)
     searches = any("longrope" in recipe.key.split("+") for recipe in recipes)
-    by_needles = searches and longrope.search == "needles" and longrope.factors is None
+    by_needles = searches and longrope.search == "needles"
     text = corpus.validation
 
     def haystack() -> Haystack:
@@ -98,9 +95,6 @@ def choice_texts(
     if settings.text == "validation" or not lengths:
         return None
     straw = haystack()
-    if settings.file is not None:
-        rows = _file_prompts if settings.file.endswith(".jsonl") else _file_windows
-        return {n: rows(settings.file, straw, n, settings.texts) for n in lengths}
     task = _task(config, straw)
     return {n: _task_prompts(task, n, settings.texts, len(straw.bos)) for n in lengths}
 
@@ -125,26 +119,3 @@ def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:
     tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
-
-
-def _file_prompts(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """Return the last tokens of the first prompts that are long enough."""
-    rows = [json.loads(line) for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
-    prompts = [row["prompt"] if "prompt" in row else row["problem"] for row in rows]
-    encoded = straw.tokenizer.encode_batch(prompts, add_special_tokens=False)
-    behind = length - len(straw.bos)
-    long_enough = [e.ids[-behind:] for e in encoded if len(e.ids) >= behind]
-    if not long_enough:
-        raise UserError(f"{KEY}.length: expected a prompt of {length:,} tokens in {file!r}")
-    return np.array([[*straw.bos, *ids] for ids in long_enough[:texts]], dtype=np.int64)
-
-
-def _file_windows(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """Return windows evenly spread over running text."""
-    text = Path(file).read_text(encoding="utf-8")
-    ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-    behind = length - len(straw.bos)
-    if len(ids) < behind:
-        raise UserError(f"{KEY}.length: expected {length:,} tokens in {file!r}, got {len(ids):,}")
-    starts = np.linspace(0, len(ids) - behind, texts).astype(np.int64)
-    return np.array([[*straw.bos, *ids[start : start + behind]] for start in starts])

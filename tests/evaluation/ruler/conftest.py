@@ -8,8 +8,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.ruler.kinds import NOISE
-from trainer.evaluation.ruler.tasks import RulerSettings, ruler_tasks
+from trainer.evaluation.ruler import NOISE, RulerSettings, ruler_tasks
 
 BOS = 0
 DOCUMENTS = [" ".join(text.split()) for _, text in sorted(topics.items())][:60]
@@ -77,8 +76,8 @@ def question_files(tmp_path_factory):
 def task(tokenizer, question_files):
     """A function that makes one task by its name."""
 
-    def make(name, trials=5, seed=1, bos=BOS, published=False):
-        settings = RulerSettings([name], trials, seed, published, **question_files)
+    def make(name, trials=5, seed=1, bos=BOS):
+        settings = RulerSettings([name], trials, seed, **question_files)
         ((made,), _) = ruler_tasks(settings, tokenizer, DOCUMENTS, bos)
         return made
 

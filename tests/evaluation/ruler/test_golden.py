@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.golden.files import GOLDEN
-from trainer.evaluation.ruler.kinds import DEPTHS, vocabulary
-from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks
+from trainer.evaluation.ruler import DEPTHS, TASKS, RulerSettings, ruler_tasks, vocabulary
 
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())
@@ -173,7 +172,7 @@ def tasks(tmp_path_factory):
         path.write_text(json.dumps(FILE[name]))
         files[f"{name}_file"] = str(path)
     made, _ = ruler_tasks(
-        RulerSettings(trials=2, published=True, **files), words_and_marks(), [FILE["essay"]], None
+        RulerSettings(trials=2, **files), words_and_marks(), [FILE["essay"]], None
     )
     return {task.name: task for task in made}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -13,16 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.evaluation.ruler.conftest import squad
-from trainer.common.errors import UserError
-from trainer.evaluation.ruler.kinds import (
+from trainer.evaluation.ruler import (
+    TASKS,
     CommonWords,
     Essay,
     FrequentWords,
-    read_hotpotqa,
-    read_squad,
     vocabulary,
 )
-from trainer.evaluation.ruler.tasks import TASKS
 
 SENTENCES = ["One two. Three four? Five", "Six (seven.) Eight nine!"]
 
@@ -152,19 +148,3 @@ def test_a_length_beyond_all_paragraphs_repeats_them(texts):
         counts = Counter(paragraphs(text))
         assert len(counts) == 60
         assert max(counts.values()) - min(counts.values()) == 1
-
-
-def test_files_of_another_kind_are_named(tmp_path):
-    path = tmp_path / "file.json"
-    for content in ("no json", "[1]", "{}", '{"data": [{"paragraphs": 3}]}'):
-        path.write_text(content)
-        with pytest.raises(UserError, match=r"ruler\.squad_file: '.*file.json' is no SQuAD file"):
-            read_squad(str(path))
-    path.write_text(json.dumps(squad()))
-    with pytest.raises(UserError, match=r"ruler\.hotpotqa_file: '.*' is no HotpotQA file"):
-        read_hotpotqa(str(path))
-    path.write_text('{"data": []}')
-    with pytest.raises(UserError, match="holds no question with an answer"):
-        read_squad(str(path))
-    with pytest.raises(UserError, match="is no SQuAD file"):
-        read_squad(str(tmp_path / "none.json"))

@@ -1,6 +1,11 @@
-"""RULER's kinds of question, each with a haystack of any size: needles, chains, words, documents.
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks.
 
-Sections are those of the paper.
+These are eight searches for needles, one chase of a variable through assignments, two counts of
+words, and two sets of questions about paragraphs. Wording, numbers of needles, hops and words, and
+sizes are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``, its
+``synthetic.yaml``). The trials are not the benchmark's: each has its own order, and essay haystacks
+consist of the caller's documents instead of Paul Graham's. Published scores are therefore
+comparable, but not to the last digit.
 """
 
 from __future__ import annotations
@@ -8,20 +13,32 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any
+from typing import Annotated
 from uuid import UUID
 
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
+from trainer.common.fields import Count, Natural, OptionalText, configuration
+from trainer.evaluation.scoring import (
+    Prompt,
+    Score,
+    Stop,
+    Task,
+    after_all,
+    after_any,
+    string_match_all,
+    string_match_part,
+)
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A meaningless line of a haystack."""
@@ -68,14 +85,9 @@ class Essay:
     """Documents concatenated, and repeated from the first one after the last, as in RULER.
 
     Words are split on demand, however many documents there are.
-
-    Raises:
-        UserError: the documents contain no word.
     """
 
     def __init__(self, documents: Sequence[str]) -> None:
-        if not any(map(str.strip, documents)):
-            raise UserError.at("ruler", "the documents for the haystacks hold no text.")
         self._documents = cycle(documents)
         self._words: list[str] = []
         self._sentences: list[int] = []
@@ -370,40 +382,9 @@ class QuestionAnswering:
 
 
 def read_squad(file: str) -> QuestionAnswering:
-    """Read the questions of SQuAD that have an answer.
-
-    Raises:
-        UserError: the file is missing or of another kind.
-    """
-    return _read_questions("squad_file", file, "SQuAD", _squad_items)
-
-
-def read_hotpotqa(file: str) -> QuestionAnswering:
-    """Read the questions of HotpotQA, each with its ten paragraphs.
-
-    Raises:
-        UserError: the file is missing or of another kind.
-    """
-    return _read_questions("hotpotqa_file", file, "HotpotQA", _hotpotqa_items)
-
-
-def _read_questions(
-    key: str, file: str, name: str, items_of: Callable[[Any], Iterable[Item]]
-) -> QuestionAnswering:
-    try:
-        items = tuple(items_of(json.loads(Path(file).read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError.at(
-            f"evaluation.ruler.{key}", f"{file!r} is no {name} file ({error!r})."
-        ) from error
-    if not items:
-        raise UserError.at(f"evaluation.ruler.{key}", f"{file!r} holds no question with an answer.")
-    texts = {text for item in items for text in (*item.paragraphs, *item.related)}
-    return QuestionAnswering(items, tuple(sorted(texts)))
-
-
-def _squad_items(data: Any) -> Iterable[Item]:
-    for article in data["data"]:
+    """Read the questions of SQuAD's dev-v2.0.json that have an answer."""
+    items = []
+    for article in json.loads(Path(file).read_text(encoding="utf-8"))["data"]:
         texts = dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"])
         for paragraph in article["paragraphs"]:
             context = paragraph["context"]
@@ -411,13 +392,22 @@ def _squad_items(data: Any) -> Iterable[Item]:
             for row in paragraph["qas"]:
                 if not row.get("is_impossible"):
                     answers = tuple(answer["text"] for answer in row["answers"])
-                    yield Item(row["question"], answers, (context,), related)
+                    items.append(Item(row["question"], answers, (context,), related))
+    return _of_items(items)
 
 
-def _hotpotqa_items(data: Any) -> Iterable[Item]:
-    for row in data:
+def read_hotpotqa(file: str) -> QuestionAnswering:
+    """Read the questions of HotpotQA's hotpot_dev_distractor_v1.json, with ten paragraphs each."""
+    items = []
+    for row in json.loads(Path(file).read_text(encoding="utf-8")):
         texts = tuple(f"{title}\n{''.join(lines)}" for title, lines in row["context"])
-        yield Item(row["question"], (row["answer"],), texts)
+        items.append(Item(row["question"], (row["answer"],), texts))
+    return _of_items(items)
+
+
+def _of_items(items: Sequence[Item]) -> QuestionAnswering:
+    texts = {text for item in items for text in (*item.paragraphs, *item.related)}
+    return QuestionAnswering(tuple(items), tuple(sorted(texts)))
 
 
 RulerKind = Needles | VariableTracking | CommonWords | FrequentWords | QuestionAnswering
@@ -426,3 +416,176 @@ RulerKind = Needles | VariableTracking | CommonWords | FrequentWords | QuestionA
 ``question`` makes a trial with a haystack of ``units``, at least ``least``, for a prompt of about
 ``length`` tokens. ``new_tokens``: largest number of tokens in an answer.
 """
+
+PROBE = 64
+"""Units of the prompts that measure the tokens per unit."""
+TOKENS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One of the thirteen tasks, as a :class:`~trainer.evaluation.scoring.Task`.
+
+    ``bos`` begins every prompt unless it is None. A trial depends on ``seed``, the task, the length
+    and its own number.
+    """
+
+    name: str
+    kind: RulerKind
+    score: Score
+    stop: Stop
+    tokenizer: Tokenizer
+    bos: int | None
+    trials: int
+    seed: int
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """Return trials whose prompt and answer have at most ``length`` tokens.
+
+        As in the benchmark's programs, the first trial determines the number of units, and trials
+        that are too long lose units stepwise.
+
+        Raises:
+            UserError: the length is too short for the task.
+        """
+        units = size(self.kind, self._most_units(length), length)
+        sizes = dict.fromkeys(range(self.trials), units)
+        fitting: dict[int, Prompt] = {}
+        while missing := [number for number in sizes if number not in fitting]:
+            prompts = self._read(length, [(number, sizes[number]) for number in missing])
+            for number, prompt in zip(missing, prompts, strict=True):
+                if self._empty(length, prompt) >= 0:
+                    fitting[number] = prompt
+                    continue
+                sizes[number] -= step(self.kind, length)
+                if sizes[number] < self.kind.least:
+                    raise self._too_short(length)
+        return [fitting[number] for number in sizes]
+
+    def _most_units(self, length: int) -> int:
+        """Return the most units with which the first trial fits."""
+        low, high = self.kind.least - 1, math.inf
+        small, larger = self._read(length, [(0, low + 1), (0, low + 1 + PROBE)])
+        per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
+        units = low + 1 + max(0, math.floor(self._empty(length, small) / per_unit))
+        while high - low > 1:
+            (prompt,) = self._read(length, [(0, units)])
+            empty = self._empty(length, prompt)
+            low, high = (units, high) if empty >= 0 else (low, units)
+            guess = units + math.floor(empty / per_unit)
+            units = int(max(low + 1, min(guess, high - 1)))
+        if low < self.kind.least:
+            raise self._too_short(length)
+        return low
+
+    def _too_short(self, length: int) -> UserError:
+        return UserError(
+            f"evaluation.lengths: expected more tokens for RULER's {self.name}, got {length}"
+        )
+
+    def _empty(self, length: int, prompt: Prompt) -> int:
+        return length - prompt.new_tokens - len(prompt.tokens)
+
+    def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
+        """Yield trials by number and units, in batches that keep memory small."""
+        before = () if self.bos is None else (self.bos,)
+        size = max(1, TOKENS_AT_ONCE // length)
+        for start in range(0, len(wanted), size):
+            questions = []
+            for trial, units in wanted[start : start + size]:
+                draws = Random(f"{self.seed} {self.name} {length} {trial}")
+                questions.append(self.kind.question(draws, trial, units, length))
+            encoded = self.tokenizer.encode_batch_fast(
+                [question.text for question in questions], add_special_tokens=False
+            )
+            for question, encoding in zip(questions, encoded, strict=True):
+                tokens = (*before, *encoding.ids)
+                yield Prompt(tokens, question.answers, self.kind.new_tokens, question.depth)
+
+
+def step(kind: RulerKind, length: int) -> int:
+    """Return the units by which a haystack shrinks if its prompt is longer than ``length``."""
+    if isinstance(kind, Needles) and kind.essay:
+        return 500
+    if isinstance(kind, Needles):
+        return 25 if length >= LONG else 5
+    if isinstance(kind, VariableTracking):
+        return 10 if length >= LONG else 5
+    if isinstance(kind, FrequentWords):
+        return max(1, (length - kind.new_tokens) // 32)
+    return 10
+
+
+def size(kind: RulerKind, most: int, length: int) -> int:
+    """Return the initial number of units of all trials, if ``most`` fit the first one.
+
+    It is ``most``, except for frequent words, which grow by :func:`step` from a sixth of the
+    length.
+    """
+    if not isinstance(kind, FrequentWords):
+        return most
+    start = (length - kind.new_tokens) // 6
+    return most - (most - start) % step(kind, length)
+
+
+KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
+    "niah_single_1": lambda _, essay: Needles(),
+    "niah_single_2": lambda _, essay: Needles(essay),
+    "niah_single_3": lambda _, essay: Needles(essay, value="uuid"),
+    "niah_multikey_1": lambda _, essay: Needles(essay, keys=4),
+    "niah_multikey_2": lambda _, essay: Needles(distractors=True),
+    "niah_multikey_3": lambda _, essay: Needles(distractors=True, key="uuid", value="uuid"),
+    "niah_multivalue": lambda _, essay: Needles(essay, values=4),
+    "niah_multiquery": lambda _, essay: Needles(essay, keys=4, queries=4),
+    "vt": lambda tokenizer, _: VariableTracking(tokenizer),
+    "cwe": lambda *_: CommonWords(),
+    "fwe": lambda *_: FrequentWords(),
+}
+READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
+"""Tasks that need a file: its key and its reader."""
+
+TASKS = (*KINDS, *READERS)
+
+
+@configuration
+class RulerSettings:
+    """Settings of ruler."""
+
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    """Tasks of RULER to ask."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 500
+    """Prompts of a task and length."""
+    seed: Natural = 42
+    """Seed of the trials."""
+    squad_file: OptionalText = None
+    """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
+    hotpotqa_file: OptionalText = None
+    """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
+
+
+def ruler_tasks(
+    settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
+) -> tuple[list[Task], list[str]]:
+    """Return the available tasks, and a sentence for each unavailable or incomplete one.
+
+    ``documents``: English text for the haystacks, read from the beginning in every trial,
+    repeatedly if it is shorter than the length.
+    """
+    essay = Essay(documents)
+    tasks: list[Task] = []
+    notes: list[str] = []
+    for name in settings.tasks:
+        trials = settings.trials
+        kind: RulerKind
+        if name in KINDS:
+            kind, score, stop = KINDS[name](tokenizer, essay), string_match_all, after_all
+        else:
+            key, read = READERS[name]
+            file = getattr(settings, key)
+            if file is None:
+                notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
+                continue
+            kind = read(file)
+            score, stop, trials = string_match_part, after_any, min(trials, len(kind.items))
+        tasks.append(RulerTask(name, kind, score, stop, tokenizer, bos, trials, settings.seed))
+    return tasks, notes
