@@ -25,9 +25,9 @@ from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
 
-from trainer.generation.generate import generate
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.generate import generate
 
 SMOLLM2_135M = ModelConfig(576, 1536, 30, 9, 3, vocab_size=49_152)
 TINY = ModelConfig(64, 128, 2, 4, 2, vocab_size=512)

@@ -13,7 +13,7 @@ from trainer.commands.hydra.composing import compose_words
 from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.generation.generate import generate
+from trainer.model.generate import generate
 from trainer.workflows import generate as workflow
 from trainer.workflows.requests import GenerationRequest
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.generation.test_generate import changing
 from tests.model.test_cache import MODELS
+from tests.model.test_generate import changing
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation import answering
 from trainer.evaluation.scoring import Prompt
-from trainer.generation.generate import generate
 from trainer.model.flops import forward_flops
+from trainer.model.generate import generate
 
 WORDS = 256
 

@@ -18,7 +18,7 @@ from trainer.evaluation.dope import (
     apply,
     select,
 )
-from trainer.generation.generate import generate
+from trainer.model.generate import generate
 from trainer.positional.layout import Intervention, Layout
 from trainer.positional.rescaling import RESCALINGS
 

@@ -10,7 +10,7 @@ from trainer.analysis.frequency_entropy.measure import frequency_entropies
 from trainer.common.errors import UserError
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
-from trainer.generation.generate import generate
+from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (1, 1100), generator=torch.Generator().manual_seed(8))

@@ -22,10 +22,10 @@ from trainer.analysis.offset_features.measure import OffsetFeatureSearch
 from trainer.analysis.positional_bias.measure import prefix_spreads
 from trainer.common.errors import UserError
 from trainer.evaluation.likelihood import Request, log_likelihoods
-from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.pretrained import read_pretrained
+from trainer.model.generate import generate
 from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import position_interpolation, yarn
 from trainer.positional.spectrum import Spectrum

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.generation.generate import generate
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
+from trainer.model.generate import generate
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 

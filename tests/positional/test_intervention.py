@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import encoded, one_layer
-from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
+from trainer.model.generate import generate
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import Intervention

@@ -23,9 +23,9 @@ from trainer.data.order import Integers
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.passes import WHOLE, Piece, longest_first, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Stop
-from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
 from trainer.model.flops import forward_flops
+from trainer.model.generate import continue_from_cache, generate
 from trainer.model.language_model import LanguageModel
 
 WORTH_SHARING = 0.15

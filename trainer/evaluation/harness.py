@@ -19,9 +19,8 @@ from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
 from trainer.evaluation.passes import longest_first
-from trainer.generation.generate import generate
-from trainer.generation.sampling import Sampling
-from trainer.generation.text_stream import TextStream
+from trainer.model.config import Sampling
+from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
 KEY = "evaluation.tasks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -102,3 +102,17 @@ class ModelConfig:
         if heads % self.num_key_value_heads:
             message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
             yield Problem("model.num_key_value_heads", message)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of token sampling.
+
+    ``temperature`` divides the logits; 0 takes the most likely token. ``top_p`` draws from the
+    smallest set of most likely tokens with that total probability (Holtzman et al. 2020). Row r
+    draws from a generator seeded with ``seed + r``, so that it does not depend on the other rows.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0

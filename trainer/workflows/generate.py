@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.processes import usual_threads
 from trainer.data.tokenizer import end_tokens
-from trainer.generation.generate import generate
-from trainer.generation.text_stream import TextStream
+from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import find_candidate

@@ -29,7 +29,7 @@ from trainer.data.config import DataConfig
 from trainer.evaluation.benchmarks import BenchmarkConfig, HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.method_config import ON_TEXT, part_problems
-from trainer.generation.sampling import Sampling
+from trainer.model.config import Sampling
 from trainer.positional.layout import LayerChoice, layer_problems
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from trainer.data.tokenizer import end_of_text, train_tokenizer
-from trainer.generation.text_stream import TextStream
+from trainer.model.generate import TextStream
 
 WORDS = ["Grüße aus 中国 🙂 naïve", "the end of the text"]
 BYTE_LEVEL = train_tokenizer(WORDS, 270, [])

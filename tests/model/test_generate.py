@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
-from trainer.generation.generate import Sampler, generate
-from trainer.generation.sampling import Sampling
+from trainer.model.config import Sampling
+from trainer.model.generate import Sampler, generate
 from trainer.positional.rescaling import ntk_aware
 from trainer.positional.spectrum import LongFrequencies
 

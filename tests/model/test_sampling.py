@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.generation.generate import Sampler
-from trainer.generation.sampling import Sampling
+from trainer.model.config import Sampling
+from trainer.model.generate import Sampler
 
 LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 1.4])
 
