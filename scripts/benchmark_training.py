@@ -48,9 +48,9 @@ import torch
 from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
+from trainer.model.linear import onednn_product
 
 from trainer.model.config import ModelConfig, SoftmaxConfig
-from trainer.model.linear import onednn_product
 
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
 VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")

@@ -1,5 +1,4 @@
-"""Layers to analyse, attention written as plain float64 loops, and pictures by name, for the tests
-of this room."""
+"""Layers to analyse, attention written as plain float64 loops, and values of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.reference import softmax
-from trainer.analysis.capture import Heads
+from trainer.analysis.capture import Heads, capture
 from trainer.positional.encodings import alibi_slopes, make_spectrum
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rotation import rotary_table, rotate
@@ -56,7 +55,20 @@ def attention_of(heads, text, head, *, rotated=True):
     return attention, dots
 
 
-def picture(section, name):
-    """The picture of this name."""
-    (named,) = (drawn for drawn in section.pictures if drawn.name == name)
-    return named
+def cells(rows, metric, *shape, **where):
+    """Values of a metric in the rows of results, reshaped; ``where``: columns and their cells."""
+    chosen = rows["metric"] == metric
+    for column, cell in where.items():
+        chosen &= rows[column] == cell
+    found = rows["value"][chosen].to_numpy()
+    return found.reshape(shape) if shape else found
+
+
+def rows_of(kind, target):
+    """The rows of a topic, without its figures."""
+    topic = kind(target)
+    capture(target.model, target.ids, topic.on_layer)
+    if target.prefix is not None:
+        capture(target.model, target.prefix, topic.on_prefix)
+    topic.finish()
+    return topic.rows()

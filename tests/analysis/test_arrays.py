@@ -15,7 +15,6 @@ from trainer.analysis.arrays import (
     bucket_means,
     position_edges,
     prefix_lengths,
-    to_json,
 )
 
 
@@ -60,12 +59,3 @@ def test_means_of_buckets(length):
     means = bucket_means(values, edges)
     for index, (a, b) in enumerate(pairwise(edges)):
         np.testing.assert_allclose(means[:, index], values[:, a:b].double().mean(dim=1), atol=1e-9)
-
-
-def test_numbers_keep_their_significant_digits():
-    """Of the frequency of the slowest pair of RoPE with a long base, too."""
-    slow = 5e5 ** (-126 / 128)
-    (kept, large, nothing) = to_json(np.array([slow, 123456.789, np.nan]))
-    assert kept == pytest.approx(slow, rel=5e-6)
-    assert (large, nothing) == (123457.0, None)
-    assert to_json(np.array([[1, 2]])) == [[1, 2]]

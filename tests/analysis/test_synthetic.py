@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import turned
-from trainer.analysis.synthetic import decay, fsv_ratios, limit, standard_spectra, synthetic_section
-from trainer.positional.config import PositionalConfig, build_layout
+from tests.analysis.attention_examples import cells, turned
+from trainer.analysis.synthetic import SyntheticFigures, decay, fsv_ratios, limit, standard_spectra
+from trainer.analysis.topic import Target
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware
 
@@ -70,13 +70,6 @@ def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
     assert other == pytest.approx(float(copies[0] @ copies[600]) / 16, abs=1e-5)
 
 
-def layout_of(*names, C=64, D=16, **more):
-    config = PositionalConfig(layers=list(names), **more)
-    return build_layout(
-        config, num_layers=len(names), num_key_value_heads=2, head_dim=D, training_length=C
-    )
-
-
 @pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "nope"])
 def test_the_limit_is_where_the_ratio_goes(name):
     spectrum = make_spectrum(name, 16, 64, {"base": 1e3} if name == "rope" else {})
@@ -84,39 +77,20 @@ def test_the_limit_is_where_the_ratio_goes(name):
     assert limit(spectrum, 16) == pytest.approx(far, abs=1e-3)
 
 
-def test_the_two_criteria_are_told_apart():
-    findings = {
-        line.split(":")[0]: line for line in synthetic_section(layout_of("rope"), 16).findings
-    }
-    assert list(findings) == ["this model", "RoPE", "HalfRoPE", "high frequency", "RoPE-ID"]
-    stands = "Channels that stand still keep 0.71"
-    assert stands in findings["RoPE-ID"]
-    assert "reached within" in findings["RoPE-ID"].replace("not reached", "")
-    assert stands in findings["HalfRoPE"]
-    assert "not reached within" in findings["HalfRoPE"]
-    assert "Every channel rotates, which leaves 0.25" in findings["RoPE"]
-
-
-def test_the_spectra_of_most_heads_stand_for_the_model():
-    layout = layout_of("rope", "rope", "nope", "rope_id", "rope_id", "rope_id", C=512)
-    section = synthetic_section(layout, 16)
-    names = [name for name in section.numbers["spectra"] if name.startswith("this")]
-    assert names == ["this model", "this model, 2"]
-    spectra = section.numbers["spectra"]
-    assert spectra["this model"] == list(make_spectrum("rope_id", 16, 512, {}).inv_freq)
-    assert spectra["this model, 2"] == spectra["RoPE"]
-
-
-def test_nothing_rotates_and_nothing_is_dispersed():
-    section = synthetic_section(layout_of("nope"), 16)
-    assert set(section.numbers["fsv_ratio"]["this model"]) == {1.0}
-    assert "nothing is dispersed" in section.findings[0]
-
-
 @pytest.mark.parametrize(("D", "C"), [(2, 4), (6, 64), (8, 8), (16, 9), (8, 100), (128, 4096)])
 def test_small_models_have_the_spectra_that_fit_them(D, C):
     spectra = standard_spectra(D, C)
     assert "RoPE" in spectra
     assert all(s.rotary_dim <= D for s in spectra.values())
-    numbers = synthetic_section(layout_of("rope", C=C, D=D), D).numbers
-    assert numbers["lengths"][-1] == 16 * C, "the sentences name the last length so"
+
+
+def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):
+    layers = ["rope", "rope", "nope", "rope_id", "rope_id", "rope_id"]
+    model = tiny_decoder(training_length=512, layers=layers, model={"num_hidden_layers": 6})
+    rows = SyntheticFigures(Target("tiny", model, torch.zeros(1, 8))).results().rows
+    first, second = (cells(rows, "decay", variant=f"this model{i}") for i in ("", ", 2"))
+    np.testing.assert_array_equal(second, cells(rows, "decay", variant="RoPE"))
+    expected = decay(make_spectrum("rope_id", 8, 512, {}), np.ones(8), [1], 512)
+    lengths = rows["length"][(rows["variant"] == "this model") & (rows["metric"] == "decay")]
+    at = dict(zip(lengths, first, strict=True))
+    assert at[1] == pytest.approx(expected[0])

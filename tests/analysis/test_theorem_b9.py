@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.test_uniformity_theorems import spread
-from trainer.analysis.positional_bias.measure import prefix_spreads
+from trainer.analysis.positional_bias import prefix_spreads
 
 ROUNDING = 1 + 1e-9
 D_K = 3

@@ -15,8 +15,8 @@ from tests.analysis.attention_examples import turned
 from trainer.analysis.arrays import Averages
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.clusters.measure import Clusters
-from trainer.analysis.positional_bias.measure import (
+from trainer.analysis.clusters import Clusters
+from trainer.analysis.positional_bias import (
     bias_gradients,
     positional_biases,
     prefix_spreads,

@@ -168,7 +168,7 @@ def different(lines):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
     """Skip slow work that does not depend on the command; other tests cover it."""
-    monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(analyze, "write_analysis", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
@@ -185,11 +185,11 @@ class TestAnalyses:
     """Three classes, so that processes share the commands."""
 
     @pytest.mark.parametrize("line", different(commands_with("analyze")))
-    def test_every_section_finds_something(self, line, tmp_path):
+    def test_every_analysis_has_figures_and_rows(self, line, tmp_path):
         named = asked(analyze_command.COMMAND, line, tmp_path)
         report, _ = analyze.analyze(named.request, named.name)
-        assert report.sections
-        assert all(section.findings for section in report.sections)
+        assert report.results
+        assert all(results.plots and len(results.rows) for results in report.results)
 
 
 class TestEvaluations:

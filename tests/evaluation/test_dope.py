@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.analysis.matrix_entropy.measure import matrix_entropy_of
+from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.common.errors import UserError
 from trainer.evaluation.dope import (
     Chosen,

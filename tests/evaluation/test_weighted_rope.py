@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.analysis.frequency_entropy.measure import frequency_entropies
+from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.common.errors import UserError
 from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select

@@ -18,8 +18,8 @@ from tests.reference import turned
 from tests.test_checkpoint import assert_same_model
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features.measure import OffsetFeatureSearch
-from trainer.analysis.positional_bias.measure import prefix_spreads
+from trainer.analysis.offset_features import OffsetFeatureSearch
+from trainer.analysis.positional_bias import prefix_spreads
 from trainer.common.errors import UserError
 from trainer.evaluation.likelihood import Request, log_likelihoods
 from trainer.interchange.adapted.loading import read_adapted

@@ -14,21 +14,16 @@ from trainer.plotting.lines import (
     Panel,
     Series,
     by_length,
-    curves,
     draw,
-    legend_above,
-    line_handle,
     line_style,
-    log_axis,
     log_if_wide,
     over_heads,
     side_by_side,
-    spans,
     training_length_mark,
     unscaled,
     whole_x,
 )
-from trainer.plotting.style import blank, paper_style
+from trainer.plotting.style import paper_style
 
 
 def test_a_legend_above_panels_is_no_wider_than_the_figure():
@@ -105,61 +100,12 @@ def test_many_lines_have_panels_of_their_own_over_the_others():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["chance", "here"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "shape", "labelled"),
-    [
-        (9, (3, 3), [7, 8, 9]),
-        (10, (3, 4), [7, 8, 9, 10]),  # as many places are empty as with three columns
-        (11, (3, 4), [8, 9, 10, 11]),
-        (13, (5, 3), [11, 12, 13]),
-    ],
-)
-def test_the_last_row_of_panels_is_as_full_as_can_be(lines, shape, labelled):
-    """And the last panel of every column has the labels of its ticks."""
-    figure = draw([Series(str(n), n, [1], [1]) for n in range(lines)], Frame("x", "y", plain))
-    assert len(figure.axes) == lines
-    assert figure.axes[0].get_subplotspec().get_gridspec().get_geometry() == shape
-    with_labels = [
-        number
-        for number, axes in enumerate(figure.axes, 1)
-        if axes.xaxis.get_tick_params()["labelbottom"]
-    ]
-    assert with_labels == labelled
-
-
 def test_looks_of_21_styles_differ_with_and_without_markers():
     """Seven colours, ten marks, three dashes."""
     for marked in (True, False):
         looks = [line_style(Series("", n, [], [], marked=marked)) for n in range(21)]
         assert len({str(sorted(look.items(), key=str)) for look in looks}) == 21
     assert len({look["color"] for look in looks[:7]}) == 7
-
-
-@pytest.mark.parametrize(
-    ("x", "aligned"), [(3.2, "left"), (3.4, "center"), (6.6, "center"), (6.8, "right")]
-)
-def test_a_note_grows_towards_the_wider_side(x, aligned):
-    (axes,) = draw([], Frame("x", "y", plain, (x, "note"))).axes
-    (note,) = axes.texts
-    assert note.get_horizontalalignment() == aligned
-    assert note.xycoords == axes.get_xaxis_transform()
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (1, 50, [1, 2, 5, 10, 20, 50]),
-        (1, 1000, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
-        (1, 2000, [1, 10, 100, 1000]),
-    ],
-)
-def test_a_logarithmic_axis_of_more_than_three_decades_has_powers_of_ten_alone(low, high, ticks):
-    axes = Figure().subplots()
-    axes.set_ylim(low, high)
-    log_axis(axes, low, high)
-    assert [place for place in axes.get_yticks() if low <= place <= high] == ticks
-    assert axes.yaxis.get_major_formatter()(2000, 0) == "2000"
-    assert len(axes.get_yticks(minor=True)) == 0
 
 
 @pytest.mark.parametrize(
@@ -175,17 +121,6 @@ def test_a_logarithmic_axis_of_more_than_three_decades_has_powers_of_ten_alone(l
 def test_the_training_length_is_marked_within_what_is_drawn(length, drawn, marked):
     wanted = (64.0, "training length") if marked else None
     assert training_length_mark(length, drawn) == wanted
-
-
-def test_a_legend_too_wide_for_its_figure_is_set_in_fewer_columns():
-    for words, columns in (("a", 3), ("a long name " * 2, 2), ("a long name " * 12, 1)):
-        figure = blank(1)
-        legend_above(figure, [line_handle(Series(words, n, [], [])) for n in range(3)])
-        (legend,) = figure.legends
-        assert legend._ncols == columns
-    empty = blank(1)
-    legend_above(empty, [])
-    assert empty.legends == []
 
 
 def test_a_line_and_a_reference_are_named_once_for_all_panels():
@@ -252,44 +187,3 @@ def test_the_training_length_is_marked_in_every_panel_and_named_once():
         assert (low, high) == pytest.approx((min(line.low), max(line.high)))
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["heads", "training length (64 tokens)"]
-
-
-def test_curves_over_whole_numbers_and_others():
-    lines = {"one": ([1, 2], [0.5, 5.0]), "two": ([1, 2], [1.0, 1.0])}
-    check(
-        curves(lines, x="layer", y="rank", log_y=True, marked=False),
-        """
-        panel 1,1 of 1x1
-          x linear 'layer'
-          y log 'rank'
-          line: x 1 2; y 0.5 5
-          line: x 1 2; y 1 1
-        legend 'one', 'two'
-        """,
-    )
-    (axes,) = curves({"one": ([1, 1.5], [0.5, 5.0])}, x="x", y="y", vertical=(1.25, "here")).axes
-    assert axes.get_yscale() == "linear"
-    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
-    assert 1.2 in axes.get_xticks().round(6)  # no whole number
-    assert [text.get_text() for text in axes.texts] == ["here"]
-
-
-def test_values_by_position_with_a_span():
-    """Of three panels, the second and the third have none below them and are labelled."""
-    figure = spans(
-        {"a": [1.0, 2.0], "b": [0.0, 4.0], "c": [3.0, 3.0]},
-        [0, 64],
-        marked=(10, 20),
-        x="token",
-        y="share",
-    )
-    assert [axes.get_title() for axes in figure.axes] == ["a", "b", "c"]
-    for axes, top in zip(figure.axes, (2, 4, 3), strict=True):
-        (span,) = axes.patches
-        assert (span.get_x(), span.get_width()) == (10, 10)
-        middle, line = axes.lines
-        assert middle.get_xdata() == [15, 15]
-        assert (line.get_xdata().tolist(), line.get_ydata()[-1]) == ([0, 64], top)
-        assert axes.get_ylim()[0] == 0
-    labelled = [axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes]
-    assert labelled == [False, True, True]

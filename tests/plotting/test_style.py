@@ -19,7 +19,6 @@ from trainer.plotting.style import (
     ON_BRIGHT,
     STYLE_NUMBERS,
     blank,
-    follow_scheme,
     paper_style,
     save,
     style_numbers,
@@ -57,25 +56,6 @@ def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
             continue
         assert contrast(DARK_COLOURS.get(colour, colour), "#181818") > 3, colour
     assert ON_BRIGHT not in DARK_COLOURS
-
-
-def test_every_element_of_a_colour_gets_its_counterpart(drawing):
-    for light in ("#000000", "#0072b2"):
-        assert f'[style*="stroke: {light}"]{{stroke:{DARK_COLOURS[light]}!important}}' in drawing
-    assert drawing.count("@media (prefers-color-scheme:dark)") == 1
-    assert follow_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
-
-
-def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):
-    sizes = []
-    for limit in (10**6, 100):
-        monkeypatch.setattr(style, "LARGEST_SVG", limit)
-        with paper_style():
-            figure = blank(2)
-            points = np.random.default_rng(0).random((2, 500))
-            figure.add_subplot().scatter(*points, rasterized=True)
-            sizes.append(save(figure, tmp_path / "a").stat().st_size)
-    assert sizes[1] < 0.8 * sizes[0]
 
 
 def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
@@ -132,19 +112,6 @@ def test_a_name_without_a_look_of_its_own_gets_a_colour_that_no_other_has():
     looks = style_numbers(["HalfRoPE", "RoPE", "mine", "yours"])
     assert (looks["HalfRoPE"], looks["RoPE"]) == (8, 0)
     assert len({COLOURS[number % len(COLOURS)] for number in looks.values()}) == 4
-
-
-def test_looks_of_many_pages_are_the_first_ones_and_each_of_one_model():
-    """A control and what it is called alone look alike."""
-    by_look = {}
-    for name in STYLE_NUMBERS:
-        by_look.setdefault(style_numbers([name])[name], []).append(name)
-    assert list(by_look) == [*range(16)]
-    assert [names for names in by_look.values() if len(names) > 1] == [
-        ["NoPE from scratch", "NoPE"],
-        ["NoPE from scratch + temperature", "NoPE + temperature"],
-        ["High-frequency RoPE", "high frequency"],
-    ]
 
 
 @given(st.lists(st.sampled_from([*STYLE_NUMBERS, "a", "b", "RoPE (a)", "RoPE (b)"]), unique=True))

@@ -13,8 +13,8 @@ import torch
 
 from tests.positional.examples import encoded, one_layer, slowed
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features.measure import OffsetFeatureSearch
-from trainer.analysis.positional_bias.rescaling import scaling_factors
+from trainer.analysis.offset_features import OffsetFeatureSearch
+from trainer.analysis.rescaling_effects import scaling_factors
 from trainer.data.config import DataConfig
 from trainer.evaluation import weighted_rope
 from trainer.evaluation.dope import select

@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from tests.report.examples import EXPERIMENT, report, statements
-from tests.report.test_geometry_page import report as geometry
-from trainer.report.pages import write_geometry_report, write_renderings
+from tests.report.test_analysis_page import report as analysis
+from trainer.report.analysis_page import write_analysis
+from trainer.report.pages import write_renderings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in the path")
@@ -70,7 +71,7 @@ def pages(tmp_path_factory):
     run = [*statements("RoPE", (100, 90, 50, 10)), *statements("DroPE", (90, 80, 70, 60))]
     made = {"Made": "2026-01-02 03:04 UTC", "Command": f"python -m trainer checkpoint={'a/' * 60}"}
     write_renderings(report(*run, **EXPERIMENT, made=made, training_length=64), place / "run")
-    write_geometry_report(geometry("one"), place / "analysis")
+    write_analysis(analysis("one"), place / "analysis")
     frames = "".join(
         f'<iframe title="{name} {width}" width={width} height={HEIGHT} frameborder=0 '
         f'srcdoc="{escape((place / name / "report.html").read_text())}"></iframe>'

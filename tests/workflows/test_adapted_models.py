@@ -8,9 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
-from trainer.analysis.studies.catalogue import STUDIES
-from trainer.analysis.studies.study import Target, run
+from trainer.analysis.topic import Target, run
+from trainer.analysis.topics import TOPICS
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.evaluation.answering import answers
@@ -54,24 +55,22 @@ def test_every_analysis_can_be_made(family):
     hf = made(family, num_hidden_layers=2, max_position_embeddings=32)
     ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(5))
     target = Target(family, AdaptedModel(hf), ids)
-    assert not any(study.problems(target) for study in STUDIES.values())
-    sections = run([study(target) for study in STUDIES.values()], target)
-    assert [section.key for section in sections] == list(STUDIES)
-    for section in sections:
-        assert section.findings
-        json.dumps(section.numbers, allow_nan=False)
+    assert not any(topic.problem(target) for topic in TOPICS.values())
+    results = run([topic(target) for topic in TOPICS.values()], target)
+    assert [found.key for found in results] == list(TOPICS)
+    assert all(found.plots and len(found.rows) for found in results)
 
 
 def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_path, monkeypatch):
     directory, text = llama
-    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("drop", length=64, texts=1)
     request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
     report, _ = analyze(replace(request, analysis=config))
-    numbers = report.sections[0].numbers
-    assert max(numbers["kl"]) < 1e-5
-    assert numbers["loss_before"] == pytest.approx(numbers["loss_after"], abs=1e-4)
-    assert "llama-hf" in report.sections[0].text
+    (results,) = report.results
+    assert cells(results.rows, "kl").max() < 1e-5
+    ours, theirs = (cells(results.rows, "loss", model=name) for name in ("llama", "llama-hf"))
+    assert ours == pytest.approx(theirs, abs=1e-4)
     assert report.training_length == C
     assert report.made["Of"].count("computed by transformers 5.") == 1
 
@@ -88,22 +87,20 @@ def test_the_first_token_that_a_configuration_names_is_known_by_both_programs(ll
 
 def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_path, monkeypatch):
     directory, text = llama
-    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("offset_features", length=64, texts=1)
     request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
     report, _ = analyze(replace(request, analysis=config))
-    _, changes = report.sections
-    numbers = changes.numbers
-    assert numbers["names"] == ["llama", "llama-hf"]
-    for name in ("radius", "angle"):
-        before, after = numbers[f"{name}_before"], numbers[f"{name}_after"]
-        assert before == pytest.approx(after, abs=1e-3)
-    assert len(numbers["pair"]) > 0
+    _, changes = report.results
+    for name in ("key_radius", "angle"):
+        ours, theirs = (cells(changes.rows, name, model=m) for m in ("llama", "llama-hf"))
+        assert len(ours)
+        assert ours == pytest.approx(theirs, abs=1e-3)
 
 
 def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_path, monkeypatch):
     directory, text = llama
-    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     other = tmp_path / "extended"
     shutil.copytree(directory, other)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -111,12 +108,12 @@ def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_pa
     tokenizer.save(str(other / "tokenizer.json"))
     config = AnalysisConfig("offset_features", length=40, texts=1)
     request = AnalysisRequest(str(other), str(directory), str(tmp_path), 1, text, analysis=config)
-    assert [section.key for section in analyze(request)[0].sections][1:] == ["offset_changes"]
+    assert [found.key for found in analyze(request)[0].results][1:] == ["offset_changes"]
     words = json.loads(tokenizer.to_str())
     vocabulary = words["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(UserError, match=r"^compare: .*another tokenizer"):
+    with pytest.raises(UserError, match=r"^compare: .*same tokenizer"):
         analyze(request)
 
 

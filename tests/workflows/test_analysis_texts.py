@@ -76,13 +76,11 @@ def test_they_begin_with_the_models_first_token_or_a_separator(bos, named, first
     [
         (
             {"length": 1002},
-            "analysis.length: the held-out text has 1,000 tokens, too few for a text of 1,002 "
-            "behind its beginning-of-text token; at most 1,001, or give more text.",
+            "analysis.length: expected at most 1001 for the held-out text, got 1002",
         ),
         (
             {"length": 101, "texts": 11},
-            "analysis.texts: 11 texts of 101 tokens do not fit the 1,000 tokens of the held-out "
-            "text; at most 10.",
+            "analysis.texts: expected at most 10 texts of 101 tokens for the held-out text, got 11",
         ),
     ],
 )
@@ -102,7 +100,7 @@ def test_others_are_chosen_on_where_it_is_asked_for():
     assert same[:, 1].tolist() == [10_000, 10_475, 10_951]
     longer = texts(read=choice_texts, page=page, attenuation=of(**apart, choice_length=1001))
     assert longer.shape == (3, 1001)
-    said = "the validation text has 1,000 tokens, too few for a text of 1,002; at most 1,001"
+    said = "expected at most 1001 for the validation text, got 1002"
     with pytest.raises(UserError, match=said):
         texts(read=choice_texts, page=page, attenuation=of(**apart, choice_length=1002))
 
@@ -117,10 +115,8 @@ def test_a_file_is_read_whole_or_as_far_as_is_asked(tmp_path):
         [7, *ids[:10]]
     ]
     path.write_text("")
-    with pytest.raises(UserError, match=r"analysis\.file: .* is empty; expected a text"):
+    with pytest.raises(UserError, match=r"analysis\.file: expected a text, .* is empty"):
         texts(tokenizer=tokenizer, file=str(path))
-    with pytest.raises(UserError, match=r"analysis\.file: there is no file"):
-        texts(tokenizer=tokenizer, file=str(tmp_path / "none"))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +124,7 @@ def byte_tokenizer():
     return train_tokenizer([], 257, [])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_asked_for_is_what_was_stated(byte_tokenizer, seed):
     words = byte_tokenizer.encode("So it goes. " * 200).ids
     ids = torch.tensor([words[:2000], words[12:2012]])

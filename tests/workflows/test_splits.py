@@ -159,5 +159,5 @@ def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, see
     assert ids.shape == (3, 40)
     assert seen(ids.numpy()) == {"validation"}
     config = replace(config, attenuation=replace(settings, choice_length=10**6))
-    with pytest.raises(UserError, match=r"analysis\.attenuation\.choice_length: the validation"):
+    with pytest.raises(UserError, match=r"analysis\.attenuation\.choice_length: expected at most"):
         choice_texts(corpus, config, candidate, page)

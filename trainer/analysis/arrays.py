@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -136,20 +136,7 @@ def ranked(scores: Array) -> list[Place]:
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
 
 
-def finite(values: Array) -> Array:
-    """Return the finite values, flattened."""
-    return values[np.isfinite(values)]
-
-
 def mean_over_heads(values: Array) -> Array:
     """Return means ``[layers, n]`` of ``[layers, H, n]`` over heads; NaN where no head has a
     number."""
     return np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
-
-
-def to_json(values: Array) -> list[Any]:
-    """Convert to nested lists for JSON: floats with six significant digits, None for NaN."""
-    is_float = values.dtype.kind == "f"
-    rounded = (np.char.mod("%.6g", values).astype(float) if is_float else values).astype(object)
-    rounded[~np.isfinite(values)] = None
-    return rounded.tolist()

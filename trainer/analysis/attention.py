@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads, observing
 from trainer.model.backends import Mask
 from trainer.model.language_model import LanguageModel
@@ -162,6 +163,27 @@ def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
         scaling=heads.scaling,
     )
     return attention[:, 0]
+
+
+def attention_map(heads: Heads, head: int, *, size: int) -> Array:
+    """Reduce a head's attention on the first text to a map of at most ``size`` cells a side.
+
+    A cell covers ``ceil(T / size)`` queries and as many keys: it sums attention over its keys and
+    averages over its queries. Every row sums to 1, less the weight of a learned sink.
+    """
+    T = heads.q.shape[2]
+    cell = -(-T // size)
+    names = ("q", "k", "rotated_q", "rotated_k")
+    first = replace(heads, **{name: getattr(heads, name)[:1] for name in names})
+    rows = []
+    step = cell * max(1, 256 // cell)
+    cells = -(-T // cell)
+    for start in range(0, T, step):
+        stop = min(start + step, T)
+        attention = head_attention(first, head, slice(start, stop))[0]
+        keys = F.pad(attention, (0, cells * cell - stop)).unflatten(-1, (cells, cell)).sum(dim=-1)
+        rows += [part.mean(dim=0) for part in keys.split(cell)]
+    return torch.stack(rows).cpu().numpy()
 
 
 @dataclass(frozen=True)

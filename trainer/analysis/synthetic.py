@@ -7,15 +7,15 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from trainer.analysis.arrays import Array, to_json
-from trainer.analysis.studies.section import Grid, Picture, Rows, Section, long_rows
-from trainer.analysis.studies.study import Study
+from trainer.analysis.arrays import Array
+from trainer.analysis.topic import Plot, Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, by_length
 from trainer.plotting.style import style_numbers
 from trainer.positional.encodings import make_spectrum
@@ -83,65 +83,70 @@ def _series(frequency: Array, n: int) -> Array:
 
 
 FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
-SETTLED = 0.03
-"""Distance to its limit at which a ratio counts as having reached it."""
 
 
-class SyntheticStudy(Study):
+class SyntheticFigures(Topic):
     """The two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial, reached
-    within the training length."""
+    within the training length. Reads neither the weights nor the text."""
 
-    key: ClassVar[str] = "synthetic"
-    title: ClassVar[str] = "Spectra in principle"
+    key = "synthetic"
+    title = "Spectra in principle"
 
-    def section(self) -> Section:
-        """Write the section; reads neither the weights nor the text."""
-        return synthetic_section(self.target.model.layout, self.target.model.config.head_size)
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        layout, head_dim = target.model.layout, target.model.config.head_size
+        C = layout.training_length
+        spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
+        furthest = FURTHEST * C
+        quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
+        self.lengths = sorted({*quarters, C, furthest})
+        self.distances, vector = _distances_between(self.lengths), np.ones(head_dim)
+        self.ratios = {n: fsv_ratios(s, vector, self.lengths, C) for n, s in spectra.items()}
+        self.decays = {n: decay(s, vector, self.distances, C) for n, s in spectra.items()}
+        self.limits = {name: limit(s, head_dim) for name, s in spectra.items()}
 
+    def plots(self) -> list[Plot]:
+        """Draw both curves of every spectrum."""
+        styles = style_numbers(self.ratios)
+        names = list(reversed(self.ratios))
+        ratios = [
+            Series(name, styles[name], self.lengths, self.ratios[name].tolist(), marked=False)
+            for name in names
+        ]
+        products = [
+            Series(
+                *(name, styles[name]),
+                *_means(self.distances, self.decays[name], self.lengths),
+                marked=False,
+            )
+            for name in names
+        ]
+        panels = [
+            Panel("first singular value", ratios, Frame("", "after / before the rotation")),
+            Panel("dot product with itself", products, Frame("", "relative to distance 0")),
+        ]
+        trained = self.target.training_length
+        label = "length; distance (tokens)"
+        return [
+            Plot(
+                "synthetic",
+                by_length(panels, x_label=label, trained=trained, columns=2, height=2.6),
+                "One repeated vector of ones under each spectrum: first singular value by the "
+                "length of the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
+            )
+        ]
 
-def synthetic_section(layout: Layout, head_dim: int) -> Section:
-    """Write the section of a model with this layout and head dimension."""
-    C = layout.training_length
-    spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
-    furthest = FURTHEST * C
-    quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
-    lengths = sorted({*quarters, C, furthest})
-    distances, vector = _distances_between(lengths), np.ones(head_dim)
-    ratios = {name: fsv_ratios(s, vector, lengths, C) for name, s in spectra.items()}
-    decays = {name: decay(s, vector, distances, C) for name, s in spectra.items()}
-    within = lengths.index(C)
-    return Section(
-        key=SyntheticStudy.key,
-        title=SyntheticStudy.title,
-        text=(
-            "The tightest cloud there is: one vector of ones, repeated at every position. The "
-            "share of its first singular value that the rotation leaves says how far any tight "
-            "cloud of keys is dispersed in a text of that length, whatever the weights. RoPE-ID "
-            "asks for two things: a lower bound that is not trivial, so that clusters stay apart, "
-            "and that it is reached within the training length, so that a longer text is nothing "
-            "new."
-        ),
-        formula=(
-            "FSV ratio(n) = σ₁(R X) / σ₁(X),  X: n copies of v = (1, …, 1)",
-            "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
-        ),
-        source="RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
-        findings=tuple(
-            _finding(name, spectra[name], (ratio[within], ratio[-1]), C, head_dim)
-            for name, ratio in ratios.items()
-        ),
-        pictures=(_picture((lengths, ratios), (distances, decays), C),),
-        grids=(_table(lengths, ratios, C),),
-        numbers={
-            "training_length": C,
-            "head_dim": head_dim,
-            "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
-            "lengths": lengths,
-            "distances": distances,
-            "fsv_ratio": {name: to_json(ratio) for name, ratio in ratios.items()},
-            "decay": {name: to_json(dots) for name, dots in decays.items()},
-        },
-    )
+    def rows(self) -> pd.DataFrame:
+        """Return both curves and the limit of every spectrum."""
+        tables = []
+        for name in self.ratios:
+            ratio, dots = {"fsv_ratio": self.ratios[name]}, {"decay": self.decays[name]}
+            tables += [
+                tidy(ratio, "length", places={"length": self.lengths}, variant=name),
+                tidy(dots, "length", places={"length": self.distances}, variant=name),
+                tidy({"fsv_limit": self.limits[name]}, variant=name),
+            ]
+        return pd.concat(tables)
 
 
 def _distances_between(lengths: Sequence[int]) -> list[int]:
@@ -191,70 +196,6 @@ def limit(spectrum: Spectrum, head_dim: int) -> float:
     return float(np.sqrt(max(still, 1 / head_dim)))
 
 
-def _finding(
-    name: str,
-    spectrum: Spectrum,
-    ratios: tuple[float, float],
-    training_length: int,
-    head_dim: int,
-) -> str:
-    """Describe the ratios at the training length and at the longest length."""
-    if not spectrum.rotates:
-        return f"{name}: nothing rotates, and nothing is dispersed at any length."
-    within, furthest = ratios
-    bound = limit(spectrum, head_dim)
-    still = 2 * np.count_nonzero(spectrum.inv_freq) < head_dim
-    attained = within <= bound + SETTLED
-    return (
-        f"{name}: {within:.2f} of the first singular value is left at {training_length:,} tokens "
-        f"and {furthest:.2f} at {FURTHEST * training_length:,}. "
-        + ("Channels that stand still keep" if still else "Every channel rotates, which leaves")
-        + f" {bound:.2f} in the limit, "
-        + ("reached within" if attained else "not reached within")
-        + " the training length."
-    )
-
-
-Curves = tuple[Sequence[int], dict[str, Array]]
-"""Lengths or distances, and the values of each spectrum there."""
-
-
-def _picture(of_lengths: Curves, of_distances: Curves, trained: int) -> Picture:
-    (lengths, fsv), (distances, dots) = of_lengths, of_distances
-    styles = style_numbers(fsv)
-    names = list(reversed(fsv))
-    ratios = [
-        Series(name, styles[name], lengths, fsv[name].tolist(), marked=False) for name in names
-    ]
-    products = [
-        Series(name, styles[name], *_means(distances, dots[name], lengths), marked=False)
-        for name in names
-    ]
-    panels = [
-        Panel("first singular value", ratios, Frame("", "after / before the rotation")),
-        Panel("dot product with itself", products, Frame("", "relative to distance 0")),
-    ]
-    rows: Rows = []
-    for name in fsv:
-        rows += long_rows({(name, "fsv_ratio"): fsv[name]}, places=lengths)
-        rows += long_rows({(name, "decay"): dots[name]}, places=distances)
-    return Picture(
-        name="synthetic",
-        figure=by_length(
-            panels, x_label="length; distance (tokens)", trained=trained, columns=2, height=2.6
-        ),
-        caption=(
-            "Left: first singular value of a repeated vector after the rotation over that before "
-            "it, by the length of the text. Right: the vector's dot product with itself, by the "
-            "distance in tokens, means over quarters of an octave. A curve that is flat to the "
-            "right of the training length brings nothing new there; one that is high there keeps "
-            "clusters apart."
-        ),
-        header=("spectrum", "measure", "tokens", "value"),
-        rows=rows,
-    )
-
-
 def _means(
     distances: Sequence[int], dots: Array, edges: Sequence[int]
 ) -> tuple[list[float], list[float]]:
@@ -265,12 +206,3 @@ def _means(
     used = [i for i in np.unique(bucket) if i > 0]
     x, y = ([float(v[bucket == i].mean()) for i in used] for v in (places, dots))
     return x, y
-
-
-def _table(lengths: Sequence[int], ratios: Mapping[str, Array], trained: int) -> Grid:
-    places = [lengths.index(trained * f) for f in (1, 4, FURTHEST) if trained * f in lengths]
-    return Grid(
-        caption="Share of the first singular value that the rotation leaves.",
-        header=("spectrum", *(f"{lengths[i]:,} tokens" for i in places)),
-        rows=[(name, *(f"{r[i]:.3f}" for i in places)) for name, r in ratios.items()],
-    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.matrix_entropy.measure import MatrixEntropy, at_stage, gram, matrix_entropy
+from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import (
     DopeSettings,

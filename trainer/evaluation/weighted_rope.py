@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trainer.analysis.frequency_entropy.measure import attenuation, frequency_entropies
+from trainer.analysis.frequency_entropy import attenuation, frequency_entropies
 from trainer.analysis.settings import Gate
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.evaluation.method_config import WeightedRopeSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from trainer.plotting.style import COLOURS, GREY, ORANGE, blank, paper_style, whole_ticks
+from trainer.plotting.style import COLOURS, GRADED, GREY, blank, paper_style, whole_ticks
 
 Array = np.ndarray
 MOST_COLUMNS = 6
@@ -71,7 +71,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines in a frame under a title; ``faint`` ``[n, x]``: thin lines over the first line's x."""
+    """Lines in a frame under a title.
+
+    ``faint`` ``[n, x]``: thin lines over the first line's x, from dark to light.
+    """
 
     title: str
     series: Sequence[Series]
@@ -217,7 +220,7 @@ def side_by_side(
             axes.set_ylabel(panel.frame.y_label)
             if not x_label:
                 axes.set_xlabel(panel.frame.x_label)
-            for series in panel.series:
+            for series in (line for line in panel.series if line.label):
                 lines.setdefault(series.label, line_handle(series))
             for handle in reference_handles(panel.frame, with_vertical=True):
                 references.setdefault(str(handle.get_label()), handle)
@@ -241,55 +244,6 @@ def by_length(
 
     framed = [replace(panel, frame=over_lengths(panel.frame)) for panel in panels]
     return side_by_side(framed, columns=columns, height=height, x_label=x_label, bands=True)
-
-
-def curves(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    x: str,
-    y: str,
-    log_y: bool = False,
-    marked: bool = True,
-    vertical: tuple[float, str] | None = None,
-) -> Figure:
-    """Draw lines by label, each with its x and y; ``vertical``: a reference line on x."""
-
-    def prepare(axes: Axes) -> None:
-        if log_y:
-            axes.set_yscale("log")
-        if all(isinstance(value, int) for xs, _ in lines.values() for value in xs):
-            whole_ticks(axes.xaxis.get_major_locator())
-
-    series = [
-        Series(label, number, xs, ys, marked=marked)
-        for number, (label, (xs, ys)) in enumerate(lines.items())
-    ]
-    return draw(series, Frame(x, y, prepare, vertical))
-
-
-def spans(
-    panels: Mapping[str, Sequence[float]],
-    starts: Sequence[int],
-    *,
-    marked: tuple[int, int],
-    x: str,
-    y: str,
-) -> Figure:
-    """Draw a thin line by title over ``starts``, two panels in a row, each with its own scale.
-
-    ``marked``: start and end of a shaded range, which also has a line in its middle.
-    """
-    with paper_style():
-        figure = blank(1.7 * math.ceil(len(panels) / 2) + 0.3)
-        grid = panel_grid(figure, len(panels), 2, x=x, y=y, share_x=True)
-        for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            # The dashed line shows a range that is too narrow to be seen in a long text.
-            axes.axvspan(*marked, color=ORANGE, alpha=0.35, linewidth=0)
-            axes.axvline(sum(marked) / 2, color=ORANGE, linewidth=0.9, linestyle="--", zorder=3)
-            axes.plot(starts, values, linewidth=0.8, rasterized=True)
-            axes.set_title(title, pad=3)
-            axes.set_ylim(bottom=0)
-    return figure
 
 
 def panel_grid(
@@ -385,7 +339,7 @@ def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) ->
             frameon=False,
             handlelength=2.6,
         )
-        if count == 1 or legend.get_window_extent().width <= figure.bbox.width:
+        if count == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
             return
         legend.remove()
 
@@ -401,8 +355,9 @@ def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False, with_note: boo
         # One collection: a line each would make the SVG large.
         x = np.broadcast_to(np.asarray(panel.series[0].x, float), panel.faint.shape)
         lines = list(np.stack([x, panel.faint], axis=-1))
-        look: dict[str, Any] = {"linewidths": 0.3, "alpha": 0.5, "zorder": 1, "rasterized": True}
-        axes.add_collection(LineCollection(lines, colors="#9a9a9a", **look))
+        drawn = LineCollection(lines, linewidths=0.5, alpha=0.5, zorder=1, rasterized=True)
+        drawn.set(array=np.arange(len(lines)), cmap=GRADED)
+        axes.add_collection(drawn)
     for series in panel.series:
         draw_line(axes, series, band=bands)
     frame = panel.frame

@@ -5,25 +5,19 @@ A page is one HTML file that opens anywhere: no network, no scripts, and figures
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.analysis.studies.section import Picture, Section, glance
-from trainer.common.files import csv_text, partial_directory, write_atomically
+from trainer.common.files import write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.evaluation.outcomes import Outcomes, row_name
 from trainer.evaluation.results import PERPLEXITY, Observation, Report, troubles
-from trainer.plotting.style import WIDTH, save
 from trainer.report.figures import write_figures
-from trainer.report.files import Drawn, base64, render
+from trainer.report.files import Drawn, render
 from trainer.report.sweep import (
     Sweep,
     csv_sweep,
@@ -209,95 +203,3 @@ def _page_of(place: str, directory: Path) -> str | None:
     """Return the relative path of a run's own page, or None if it has none."""
     page = Path(place, PAGE)
     return os.path.relpath(page, directory) if page.is_file() else None
-
-
-@dataclass(frozen=True)
-class GeometryReport:
-    """Content of the page of an analysis.
-
-    ``texts``: number of texts of ``length`` tokens that were read. ``notes``: what was left out and
-    why. ``settings`` and ``environment``: plain values. ``made``: date, command, program and
-    inputs, as text by term.
-    """
-
-    name: str
-    training_length: int
-    length: int
-    texts: int
-    encoding: str
-    sections: Sequence[Section]
-    notes: Sequence[str] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    made: dict[str, str] = field(default_factory=dict)
-
-
-def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
-    """Write an analysis's files, and return the path of ``report.html``.
-
-    Every figure has ``KEY/NAME.svg``, ``.png`` and ``.csv``, every section ``KEY/numbers.json``.
-    Older files are replaced only after all new ones are written.
-
-    Raises:
-        OSError: as the file system does.
-    """
-    page, directory = directory / PAGE, directory.resolve()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with partial_directory(directory) as partial:
-        _write_sections(report, partial)
-        directory.mkdir(exist_ok=True)
-        for made in sorted(partial.iterdir()):
-            place = directory / made.name
-            if place.is_dir():
-                shutil.rmtree(place)
-            made.replace(place)
-    return page
-
-
-def _write_sections(report: GeometryReport, directory: Path) -> None:
-    shown = []
-    for section in report.sections:
-        place = directory / section.key
-        shown.append([_write_picture(picture, place) for picture in section.pictures])
-        numbers = {"training_length": report.training_length} | section.numbers
-        write_atomically(place / "numbers.json", _json(numbers))
-    text = render(
-        "geometry.html.j2",
-        {"number": _number, "thousands": lambda number: f"{number:,}"},
-        report=report,
-        shown=list(zip(report.sections, shown, strict=True)),
-        glance=glance([section.numbers for section in report.sections]),
-        factor=report.length / report.training_length,
-        made=report.made,
-        details={"Settings": report.settings, "Environment": report.environment},
-    )
-    write_atomically(directory / PAGE, text)
-
-
-def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
-    """Write a figure's three files; return what the page shows."""
-    stem = place / picture.name
-    svg = save(picture.figure, stem)
-    rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
-    write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
-    return {
-        "source": f"data:image/svg+xml;base64,{base64(svg)}",
-        "caption": picture.caption,
-        "csv": f"{place.name}/{picture.name}.csv",
-        "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem",
-        "alt": picture.caption.split(". ")[0],
-    }
-
-
-def _json(numbers: dict[str, Any]) -> str:
-    """Return strict JSON with one key on each line."""
-    words = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-    lines = [f"  {words(key)}: {words(value)}" for key, value in numbers.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _number(value: Any) -> str:
-    """Return a cell of a table as text."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if math.isfinite(value) else "·"
-    return f"{value:,}" if isinstance(value, int) else str(value)

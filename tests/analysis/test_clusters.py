@@ -1,0 +1,148 @@
+"""Cluster geometry, against loops over pairs, numpy's SVD and scikit-learn on the raw vectors."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from sklearn.metrics import davies_bouldin_score, silhouette_score
+
+from tests.analysis.attention_examples import cells, layer_of_heads, rows_of
+from trainer.analysis import clusters as module
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.clusters import MEASURES, Clusters, sample_positions, snapshot
+from trainer.analysis.clusters_figures import ClusterFigures
+from trainer.analysis.topic import Target
+
+
+def result_of(heads, **options):
+    clusters = Clusters(**options)
+    clusters.update(heads)
+    return clusters.result()
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("state", ["plain", "rotated"])
+def test_means_over_pairs(state, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 7)
+    heads = layer_of_heads(texts=1)
+    result = result_of(heads)
+    q, k = (heads.q, heads.k) if state == "plain" else (heads.rotated_q, heads.rotated_k)
+    q, k = q[0].double().numpy(), k[0].double().numpy()
+    for i, n in enumerate([32, 40]):
+        for name, measure in (("cosine", cosine), ("dot", np.dot)):
+            for side, head, vectors in (("query", 3, q[3, :n]), ("key", 1, k[1, :n])):
+                expected = np.mean([measure(a, b) for a, b in permutations(vectors, 2)])
+                value = result[f"{state}.{side}_{name}"][0, head, i]
+                assert value == pytest.approx(expected, rel=1e-9)
+            across = np.mean([measure(a, b) for a, b in product(q[3, :n], k[1, :n])])
+            assert result[f"{state}.cross_{name}"][0, 3, i] == pytest.approx(across, abs=1e-9)
+
+
+def test_singular_values_are_those_of_the_svd():
+    heads = layer_of_heads(texts=1)
+    result = result_of(heads)
+    before, after = (
+        np.linalg.svd(x[0, 1, :32].double().numpy(), compute_uv=False)
+        for x in (heads.k, heads.rotated_k)
+    )
+    for name, values in (("plain", before), ("rotated", after)):
+        expected = (values**2).sum() / values[0] ** 2
+        assert result[f"{name}.key_stable_rank"][0, 1, 0] == pytest.approx(expected, rel=1e-9)
+    assert result["key_fsv_ratio"][0, 1, 0] == pytest.approx(after[0] / before[0], rel=1e-6)
+    whole = np.linalg.svd(heads.q[0, 2].double().numpy(), compute_uv=False)
+    assert result["query_first_share"][0, 2] == pytest.approx(whole[0] ** 2 / (whole**2).sum())
+
+
+def test_a_temperature_does_not_change_the_ratio_of_first_singular_values():
+    plain = layer_of_heads()
+    warm = Heads(0, plain.encoding, plain.q, plain.k, plain.rotated_q * 1.7, plain.rotated_k, 64)
+    name = "query_fsv_ratio"
+    np.testing.assert_allclose(result_of(plain)[name], result_of(warm)[name])
+
+
+@pytest.mark.parametrize("points", [20, 100])
+def test_separation_is_that_of_scikit_learn(points):
+    heads = layer_of_heads(texts=1)
+    result = result_of(heads, points=points, seed=3)
+    for i, n in enumerate([32, 40]):
+        chosen = sample_positions(n, points, 3)
+        assert len(chosen) == min(points, n)
+        vectors = np.concatenate([heads.rotated_q[0, 3][chosen], heads.rotated_k[0, 1][chosen]])
+        labels = [0] * len(chosen) + [1] * len(chosen)
+        expected = silhouette_score(vectors, labels), davies_bouldin_score(vectors, labels)
+        assert result["rotated.silhouette"][0, 3, i] == pytest.approx(expected[0], abs=1e-5)
+        score = result["rotated.davies_bouldin"][0, 3, i]
+        assert score == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_nothing_rotates_nothing_changes():
+    result = result_of(layer_of_heads("nope"))
+    for name in MEASURES:
+        np.testing.assert_array_equal(result[f"plain.{name}"], result[f"rotated.{name}"])
+    np.testing.assert_array_equal(result["key_fsv_ratio"], 1)
+
+
+def test_layers_and_texts_are_collected():
+    clusters, by_text = Clusters(), Clusters()
+    layers = [layer_of_heads(index=i) for i in (0, 1)]
+    for heads in layers:
+        clusters.update(heads)
+    result = clusters.result()
+    assert clusters.averages.layers == [0, 1]
+    assert clusters.lengths == [32, 40]
+    assert result["plain.query_cosine"].shape == (2, 4, 2)
+    assert result["plain.key_cosine"].shape == (2, 2, 2)
+    h = layers[1]
+    tensors = (h.q, h.k, h.rotated_q, h.rotated_k)
+    for text in range(2):
+        by_text.update(Heads(1, h.encoding, *(x[text : text + 1] for x in tensors), 64))
+    name = "rotated.cross_dot"
+    np.testing.assert_allclose(by_text.result()[name][0], result[name][1])
+
+
+def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():
+    heads = layer_of_heads(T=64, texts=1)
+    view = snapshot(heads, 1, [32, 64], points=10)
+    assert [(p.length, p.rotated) for p in view.panels] == [
+        (32, False),
+        (32, True),
+        (64, False),
+        (64, True),
+    ]
+    keys, queries = heads.k[0, 1].numpy(), heads.q[0, 2:].numpy()
+    pca = PCA(2).fit(np.concatenate([keys[:32], queries[0, :32], queries[1, :32]]))
+    panel = view.panels[3]
+    expected = pca.transform(heads.rotated_k[0, 1].numpy()[panel.positions])
+    signs = np.sign((panel.keys * expected).sum(axis=0))
+    np.testing.assert_allclose(panel.keys, expected * signs, atol=1e-4)
+    expected = pca.transform(heads.rotated_q[0, 3].numpy()[panel.positions])
+    np.testing.assert_allclose(panel.queries[1], expected * signs, atol=1e-4)
+    origin = -view.centre @ view.plane
+    np.testing.assert_allclose(origin, pca.transform(np.zeros((1, 8)))[0] * signs, atol=1e-4)
+    values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
+    assert panel.stable_rank == pytest.approx((values**2).sum() / values[0] ** 2)
+    assert panel.queries.shape == (2, 10, 2)
+
+
+def test_prefixes_within_the_training_length_are_read_without_the_later_tokens(tiny_decoder):
+    model = tiny_decoder().eval()
+    ids = torch.randint(0, 50, (1, 80), generator=torch.Generator().manual_seed(1))
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=3.0))
+    target = Target("tiny", model, ids)
+    rows, layers = rows_of(ClusterFigures, target), []
+    where = {"variant": "rotated", "layer": 1, "head": 3}
+    measured = cells(rows, "query_stable_rank", **where)
+    assert rows["length"].dropna().unique().tolist() == [32, 64, 80]
+    for length, index, tokens in ((32, 0, ids[:, :32]), (80, 2, ids)):
+        layers.clear()
+        capture(model, tokens, layers.append)
+        q = layers[1].rotated_q[0, 3].double().numpy()
+        expected = (q**2).sum() / np.linalg.svd(q, compute_uv=False)[0] ** 2
+        assert measured[index] == pytest.approx(expected, rel=1e-4), length

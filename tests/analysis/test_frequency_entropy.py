@@ -1,0 +1,374 @@
+"""Frequency entropies against scipy and numpy, and those of a model's heads."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.analysis.attention_examples import cells, rows_of
+from trainer.analysis.arrays import pair_norms
+from trainer.analysis.capture import capture
+from trainer.analysis.frequency_entropy import (
+    MEASURES,
+    NAMES,
+    attenuated,
+    frequency_entropies,
+    frequency_entropy_of,
+    sequence_fe,
+    spectrum_fe,
+    sweep,
+)
+from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures, in_words
+from trainer.analysis.settings import AttenuationSettings, Gate, ShortTime, rules
+from trainer.analysis.topic import Target
+from trainer.common.errors import UserError
+from trainer.evaluation.method_config import WeightedRopeSettings
+from trainer.evaluation.weighted_rope import apply, select
+from trainer.positional.layout import Intervention
+
+IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def spectrum_by_scipy(signal, frame=1024, hop=512, window="hann"):
+    window = "boxcar" if window == "rectangular" else window
+    _, times, stft = scipy.signal.spectrogram(
+        signal, window=window, nperseg=frame, noverlap=frame - hop, detrend=False, mode="complex"
+    )
+    power = (np.abs(stft) ** 2).mean(axis=-1)
+    return scipy.stats.entropy(power, base=2) / np.log2(len(power)), (len(power), len(times))
+
+
+def sequence_by_numpy(signal):
+    power = np.abs(np.fft.fft(signal)[1 : len(signal) // 2]) ** 2
+    return scipy.stats.entropy(power) / np.log(len(power))
+
+
+def test_the_paper_s_frames_have_513_bins_and_there_are_7():
+    signal = np.abs(noise(4096))
+    expected, shape = spectrum_by_scipy(signal)
+    assert shape == (513, 7)
+    assert float(spectrum_fe(torch.tensor(signal))) == pytest.approx(expected, rel=1e-9)
+
+
+@given(
+    seeds,
+    st.integers(4, 60),
+    st.integers(1, 40),
+    st.integers(0, 300),
+    st.sampled_from(["hann", "hamming", "blackman", "rectangular"]),
+)
+def test_spectrum_entropy_is_scipy_s(seed, frame, hop, more, window):
+    hop = min(hop, frame)
+    signal = 3 + noise(frame + more, seed=seed)
+    ours = float(spectrum_fe(torch.tensor(signal), ShortTime(window, frame, hop)))
+    assert ours == pytest.approx(spectrum_by_scipy(signal, frame, hop, window)[0], rel=1e-8)
+
+
+@given(seeds, st.integers(6, 500))
+def test_sequence_entropy_is_numpy_s(seed, length):
+    signal = 3 + noise(length, seed=seed)
+    ours = float(sequence_fe(torch.tensor(signal)))
+    assert ours == pytest.approx(sequence_by_numpy(signal), rel=1e-8)
+
+
+def test_a_pure_tone_is_low_and_white_noise_high():
+    tone = torch.sin(2 * torch.pi * 32 * torch.arange(4096) / 1024)
+    white = torch.tensor(noise(4096))
+    assert sequence_fe(tone) < 1e-6
+    assert sequence_fe(white) > 0.9
+    assert spectrum_fe(tone) < 0.2
+    assert spectrum_fe(white) > 0.95
+
+
+def test_a_level_is_a_band_for_one_and_nothing_for_the_other():
+    """The mean of a norm is in the power that SpectrumFE reads, and not in SequenceFE's."""
+    white = torch.tensor(noise(4096))
+    assert spectrum_fe(white + 100) < 0.2
+    assert sequence_fe(white + 100) == pytest.approx(float(sequence_fe(white)), rel=1e-9)
+
+
+def test_an_impulse_has_every_frequency_alike():
+    impulse = torch.zeros(256)
+    impulse[17] = 1.0
+    assert float(sequence_fe(impulse)) == pytest.approx(1.0, abs=1e-12)
+    assert float(sequence_fe(impulse)) <= 1
+
+
+@given(seeds, st.floats(1e-3, 1e3), st.sampled_from(list(MEASURES)))
+def test_entropies_have_no_scale_and_lie_between_0_and_1(seed, scale, name):
+    signal = torch.tensor(noise(2, 3, 1030, seed=seed)).abs()
+    entropy = MEASURES[name](signal)
+    assert entropy.shape == (2, 3)
+    assert entropy.dtype == torch.float64
+    assert ((entropy >= 0) & (entropy <= 1)).all()
+    torch.testing.assert_close(MEASURES[name](scale * signal), entropy)
+    torch.testing.assert_close(MEASURES[name](signal[1, 2]), entropy[1, 2])
+
+
+def test_too_short_a_text_is_one_clear_error(tiny_decoder):
+    model = tiny_decoder()
+    with pytest.raises(UserError, match=r"expected a text of 1024 tokens .* got 1000"):
+        frequency_entropies(model, IDS[:, :1000])
+    assert frequency_entropies(model, IDS[:, :1000], ["sequence"])
+    with pytest.raises(UserError, match="6 tokens or more, got 5"):
+        sequence_fe(torch.ones(5))
+
+
+def test_without_a_hop_frames_overlap_by_half():
+    signal = torch.tensor(noise(300, seed=1))
+    assert spectrum_fe(signal, ShortTime(frame=64)) == spectrum_fe(
+        signal, ShortTime("hann", 64, 32)
+    )
+
+
+@given(seeds, st.integers(1, 4))
+def test_the_norm_of_a_pair_is_that_of_both_its_channels(seed, pairs):
+    x = noise(3, 7, 8, seed=seed)
+    norms = pair_norms(torch.tensor(x), pairs)
+    assert norms.shape == (3, pairs, 7)
+    for m in range(pairs):
+        expected = np.linalg.norm(x[..., [m, m + pairs]], axis=-1)
+        np.testing.assert_allclose(norms[:, m], expected)
+
+
+MODELS = {
+    "rope": ({}, [4, 4]),
+    "nope": ({"layers": ["nope"]}, [4, 4]),
+    "half of the channels": ({"encodings": {"rope": {"rotary_fraction": 0.5}}}, [2, 2]),
+}
+
+
+def expected_entropies(heads, counts, side, name):
+    """From the queries and keys after the encoding, a text, head and pair at a time."""
+    x = (heads.rotated_q if side == "query" else heads.rotated_k).double().numpy()
+    per_key = x.shape[1] // 2
+    measure = {"spectrum": lambda s: spectrum_by_scipy(s)[0], "sequence": sequence_by_numpy}[name]
+    return [
+        [
+            np.mean([measure(np.linalg.norm(text[h][:, [m, m + pairs]], axis=-1)) for text in x])
+            for m in range(pairs)
+        ]
+        for h in range(x.shape[1])
+        for pairs in [counts[h // per_key]]
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_s_heads(tiny_decoder, model):
+    positional, counts = MODELS[model]
+    model, layers = tiny_decoder(**positional), []
+    capture(model, IDS, layers.append)
+    measured = frequency_entropies(model, IDS)
+    assert len(measured) == len(layers) == 2
+    for entropies, heads in zip(measured, layers, strict=True):
+        for side in ("query", "key"):
+            for name, ours in entropies[side].items():
+                expected = expected_entropies(heads, counts, side, name)
+                np.testing.assert_allclose(ours, expected, rtol=1e-4)
+
+
+def test_texts_are_read_one_at_a_time_and_averaged(tiny_decoder, monkeypatch):
+    """All together would need the memory of all."""
+    model, layers, read = tiny_decoder(), [], []
+    ids = torch.randint(50, (5, 60), generator=torch.Generator().manual_seed(9))
+    capture(model, ids, layers.append)
+    hidden_states = model.hidden_states
+
+    def reading(ids, **options):
+        read.append(tuple(ids.shape))
+        return hidden_states(ids, **options)
+
+    monkeypatch.setattr(model, "hidden_states", reading)
+    measured = frequency_entropies(model, ids, ["sequence"])
+    assert read == [(1, 60)] * 5
+    for entropies, heads in zip(measured, layers, strict=True):
+        together = frequency_entropy_of(heads, ["sequence"])
+        for side in ("query", "key"):
+            expected = together[side]["sequence"]
+            torch.testing.assert_close(entropies[side]["sequence"], expected, rtol=1e-6, atol=0)
+
+
+def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(tiny_decoder):
+    model = tiny_decoder()
+    layers = list(model.layout.layers)
+    whole = layers[0].spectra[0]
+    half = replace(whole, inv_freq=whole.inv_freq[::2])
+    layers[0] = replace(layers[0], groups=((half, 1), (whole, 1)))
+    model.layout = replace(model.layout, layers=tuple(layers))
+    measured = frequency_entropies(model, IDS[:, :64], ["sequence"])[0]
+    assert (
+        measured["query"]["sequence"].isnan().tolist()
+        == [[False, False, True, True]] * 2 + [[False] * 4] * 2
+    )
+    assert measured["key"]["sequence"].isnan().sum() == 2
+
+
+ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
+
+
+def middle(entropies):
+    return float(torch.cat([e["query"]["sequence"].ravel() for e in entropies]).nanmedian())
+
+
+def chosen(factors):
+    """Pairs whose two channels have a factor."""
+    return sum(factor != 1 for head in factors for factor in head) // 2
+
+
+def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
+    model = tiny_decoder()
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    tau = middle(entropies)
+    for side in ("below", "above"):
+        settings = [WeightedRopeSettings("sequence", side, tau, 0.3)]
+        weights = select(model, ATTENUATED_TEXT, settings)
+        changed, pairs = attenuated(
+            model.layout, entropies, (Gate("sequence", side, tau),), 0.3, model.config.head_size
+        )
+        expected = apply(model.layout, weights)
+        assert pairs == sum(chosen(w.query) + chosen(w.key) for w in weights) > 0
+        for ours, theirs in zip(changed.layers, expected.layers, strict=True):
+            assert ours.intervention.query == theirs.intervention.query
+            assert ours.intervention.key == theirs.intervention.key
+
+
+def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
+    model = tiny_decoder()
+    trained = model.layout
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    gate = Gate("sequence", "below", middle(entropies))
+    nothing = Gate("sequence", "below", 0.0)
+    measured, empty = sweep(
+        model, ATTENUATED_TEXT, entropies, [(gate,), (nothing,)], (0.5, 1.0, 0.0)
+    )
+    assert model.layout is trained
+    assert list(measured.perplexity) == [1.0, 0.5, 0.0]
+    for alpha, ours in measured.perplexity.items():
+        settings = [WeightedRopeSettings("sequence", "below", gate.tau, alpha)]
+        model.layout = apply(trained, select(model, ATTENUATED_TEXT, settings))
+        logits = model(ATTENUATED_TEXT).detach()[0, :-1].double()
+        model.layout = trained
+        losses = torch.nn.functional.cross_entropy(logits, ATTENUATED_TEXT[0, 1:])
+        assert ours == pytest.approx(float(losses.exp()), rel=1e-4)
+    assert measured.perplexity[0.0] != pytest.approx(measured.perplexity[1.0], rel=1e-3)
+    assert empty.pairs == 0
+    assert set(empty.perplexity.values()) == {measured.perplexity[1.0]}
+
+
+def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
+    model = tiny_decoder()
+    still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
+    model.layout = model.layout.map(lambda _: still)
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    changed, pairs = attenuated(model.layout, entropies, (Gate("sequence", "below", 1.1),), 0.0, 8)
+    assert pairs == 2 * (4 + 2) * 2
+    assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4
+
+
+def text(length, texts=1):
+    return torch.randint(50, (texts, length), generator=torch.Generator().manual_seed(3))
+
+
+def rows_with(target, **attenuation):
+    settings = AttenuationSettings(**{"alphas": [], **attenuation})
+    target = replace(target, attenuation=settings)
+    return rows_of(FrequencyEntropyFigures, target)
+
+
+def expected(model, ids, name, side):
+    """``[layers, heads, pairs]`` of one text."""
+    layers = []
+    capture(model, ids, layers.append)
+    return np.array([expected_entropies(heads, [4, 4], side, name) for heads in layers])
+
+
+def test_rows_are_the_entropies_of_every_pair_also_on_shorter_texts(tiny_decoder):
+    """App. F: the same heads at several lengths; a text shorter than a frame has one entropy."""
+    model, ids = tiny_decoder(), text(1100)
+    rows = rows_with(Target("tiny", model, ids, prefixes=(1050, 60)))
+    for n, measures in ((60, ["sequence"]), (1050, MEASURES), (1100, MEASURES)):
+        for name in measures:
+            measured = cells(rows, NAMES[name], 2, 4, 4, variant="queries", length=n)
+            numbers = expected(model, ids[:, :n], name, "query")
+            np.testing.assert_allclose(measured, numbers, atol=1e-4)
+    assert not len(cells(rows, "SpectrumFE", length=60))
+    keys = cells(rows, "SequenceFE", 2, 2, 4, variant="keys")
+    np.testing.assert_allclose(keys, expected(model, ids, "sequence", "key"), atol=1e-4)
+
+
+def test_a_text_shorter_than_a_frame_has_the_gates_of_the_other_entropy(tiny_decoder):
+    target = Target("tiny", tiny_decoder(), text(1023))
+    rows = rows_with(target, alphas=[0.0])
+    assert set(rows["metric"]) & set(NAMES.values()) == {"SequenceFE"}
+    perplexities = rows[rows["metric"].str.startswith("perplexity")]
+    assert set(perplexities["variant"]) == {"SequenceFE < 0.6"}
+    assert FrequencyEntropyFigures.problem(Target("tiny", target.model, text(5)))
+
+
+def test_a_gate_has_one_rule_or_several():
+    assert rules("spectrum<0.2") == (("spectrum", "below", 0.2),)
+    assert rules("spectrum > 0.4 + sequence<.6") == (
+        ("spectrum", "above", 0.4),
+        ("sequence", "below", 0.6),
+    )
+    for wrong in ("spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            rules(wrong)
+
+
+def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder):
+    """Fig. 4: perplexity by alpha of what Eq. 11 and 12 attenuate, queries and keys by their own
+    entropies, here of another text; and both rules of Sec. 5.3 together."""
+    model, ids, other = tiny_decoder(), text(1100, 2), text(1060)[:, 30:]
+    sides = ("query", "key")
+    entropies = {(m, s): expected(model, other, m, s) for m in MEASURES for s in sides}
+    high, low = (round(np.median(entropies[m, "query"]), 4) for m in MEASURES)
+    gates = {
+        f"spectrum>{high}": {s: entropies["spectrum", s] > high for s in sides},
+        f"sequence<{low}": {s: entropies["sequence", s] < low for s in sides},
+    }
+    first_gate, second_gate = gates.values()
+    gates["+".join(gates)] = {s: first_gate[s] | second_gate[s] for s in sides}
+    alphas = [0.0, 0.9]
+    rows = rows_with(
+        Target("tiny", model, ids, choice=other),
+        alphas=alphas,
+        gates=list(gates),
+        choice="validation",
+        tokens=[40, 80],
+        texts=2,
+    )
+
+    def perplexity(pairs, alpha, n):
+        changed = []
+        for layer in range(2):
+            both = [np.tile(np.where(pairs[s][layer], alpha, 1.0), (1, 2)) for s in sides]
+            changed.append(Intervention(*(tuple(map(tuple, side.tolist())) for side in both)))
+        with model.using(apply(model.layout, tuple(changed))), torch.no_grad():
+            logits = model(ids[:, :n]).double()
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1 : n + 1].flatten()
+        )
+        return float(losses.exp())
+
+    for (name, pairs), n in itertools.product(gates.items(), (40, 80)):
+        variant = in_words(rules(name))
+        count = cells(rows, "attenuated_pairs", variant=variant, length=n).item()
+        assert count == pairs["query"].sum() + pairs["key"].sum()
+        for alpha in (*alphas, 1.0):
+            measured = cells(rows, f"perplexity, alpha={alpha:g}", variant=variant, length=n)
+            assert measured.item() == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)

@@ -1,0 +1,235 @@
+"""Matrix entropies against numpy and scipy, closed forms, and those of a model's heads by stage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.analysis.attention_examples import attention_of
+from tests.reference import turned
+from trainer.analysis import matrix_entropy as module
+from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.matrix_entropy import (
+    copy_prompt,
+    gram,
+    matrix_entropy,
+    matrix_entropy_of,
+    needle_view,
+)
+from trainer.positional.rescaling import position_interpolation
+
+IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(6))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def states(seed=0, heads=3, tokens=20, size=8, batch=2):
+    return torch.tensor(np.random.default_rng(seed).standard_normal((batch, heads, tokens, size)))
+
+
+def entropies(x, pairs=None):
+    return matrix_entropy(gram(x), (pairs or x.shape[-1] // 2,) * x.shape[1])
+
+
+def with_eigenvalues(*values, seed=0):
+    """One head whose Gram matrix has these eigenvalues."""
+    basis = scipy.stats.ortho_group.rvs(len(values), random_state=seed)
+    return torch.tensor(np.sqrt(values)[:, None] * basis)[None, None]
+
+
+def von_neumann(matrix):
+    """-tr(S log S) of a matrix over its trace."""
+    share = matrix / np.trace(matrix)
+    return -np.trace(share @ scipy.linalg.logm(share)).real
+
+
+@settings(max_examples=5)
+@given(seeds)
+def test_a_band_has_the_entropy_of_its_own_gram_matrix(seed):
+    x = states(seed)
+    bands = entropies(x).bands
+    for h in range(3):
+        for m in range(4):
+            points = x[:, h][..., [m, m + 4]].reshape(-1, 2).numpy()
+            assert float(bands[h, m]) == pytest.approx(von_neumann(points.T @ points), rel=1e-9)
+
+
+@settings(max_examples=5)
+@given(seeds)
+def test_a_head_has_the_entropy_of_its_own_gram_matrix(seed):
+    x = states(seed)
+    measured = entropies(x)
+    for h in range(3):
+        rows = x[:, h].reshape(-1, 8).numpy()
+        expected = math.exp(von_neumann(rows.T @ rows))
+        assert float(measured.effective_rank(None)[h]) == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(measured.band_mean, measured.bands.mean(dim=-1))
+
+
+@given(seeds, st.sampled_from([2, 3, 4, 7, 8, 16, 32, None]))
+def test_truncated_effective_rank_is_of_the_largest_eigenvalues(seed, r):
+    x = states(seed)
+    rank = entropies(x).effective_rank(r)
+    for h in range(3):
+        singular = np.linalg.svd(x[:, h].reshape(-1, 8).numpy(), compute_uv=False)
+        expected = math.exp(scipy.stats.entropy((singular**2)[:r]))
+        assert float(rank[h]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_with_one_eigenvalue_heads_are_ranked_by_it():
+    heads = [(8, 1, 1, 1), (5, 3, 2, 1), (4, 4, 2, 1), (3, 3, 3, 3)]
+    x = torch.cat([with_eigenvalues(*values, seed=i) for i, values in enumerate(heads)], dim=1)
+    shares = [values[0] / sum(values) for values in heads]
+    rank = entropies(x).effective_rank(1)
+    assert rank.tolist() == pytest.approx([1 / share for share in shares])
+    assert rank.argsort().tolist() == [0, 1, 2, 3]
+
+
+def test_extremes():
+    even, single = with_eigenvalues(1, 1, 1, 1), with_eigenvalues(1, 0, 0, 0)
+    for x, bands, rank in ((even, math.log(2), 4), (single, 0, 1)):
+        measured = entropies(x)
+        assert measured.bands[0].tolist() == pytest.approx([bands] * 2, abs=1e-7)
+        for r in (4, None):
+            assert float(measured.effective_rank(r)) == pytest.approx(rank, abs=1e-6)
+
+
+@given(seeds, st.floats(1e-3, 1e3))
+def test_bounds_and_no_scale(seed, scale):
+    x = states(seed, tokens=5)
+    measured, scaled = entropies(x), entropies(scale * x)
+    assert ((measured.bands >= 0) & (measured.bands <= math.log(2))).all()
+    ranks = measured.effective_rank(None)
+    assert ((ranks >= 1) & (ranks <= 8)).all()
+    torch.testing.assert_close(scaled.bands, measured.bands)
+    torch.testing.assert_close(scaled.effective_rank(None), ranks)
+
+
+def test_a_constant_pair_is_a_point_unless_it_turns():
+    """A direction that stays within a cone adds up; one that turns many times is isotropic."""
+    steps = torch.arange(4000, dtype=torch.float64)
+    slow, fast = 1e-6 * steps, 0.7 * steps
+    channels = [slow.cos(), fast.cos(), slow.sin(), fast.sin()]
+    bands = entropies(torch.stack(channels, dim=-1)[None, None]).bands[0]
+    assert float(bands[0]) < 1e-4
+    assert float(bands[1]) == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_of_a_head_that_rotates_in_half_only_those_pairs_are_bands():
+    x = states()
+    bands = entropies(x, pairs=2).bands
+    torch.testing.assert_close(bands, entropies(x[..., :4]).bands)  # pairs (0, 2) and (1, 3)
+    assert not torch.isclose(bands, entropies(x).bands[:, :2]).any()
+
+
+def test_a_long_text_is_summed_in_parts(monkeypatch):
+    x = states()
+    whole = gram(x)
+    monkeypatch.setattr(module, "CHUNK", 7)
+    torch.testing.assert_close(gram(x), whole)
+
+
+def captured(model):
+    layers = []
+    capture(model, IDS, layers.append)
+    return layers
+
+
+def entropies_of(model, side, stage="post_ntk"):
+    return [matrix_entropy_of(heads, side, stage, model.layout) for heads in captured(model)]
+
+
+def test_stages_differ_in_the_rotation_alone(tiny_decoder):
+    """Of a rescaled model: none, the rescaled frequencies, those as trained."""
+    model = tiny_decoder()
+    trained = model.layout
+    model.layout = trained.rescaled(position_interpolation, 4.0)
+    inv_freq = trained.layers[0].spectra[0].inv_freq
+    slower = tuple(f / 4 for f in inv_freq)
+    for side in ("query", "key"):
+        for heads in captured(model):
+            plain = heads.q if side == "query" else heads.k
+            for stage, frequencies in (
+                ("pre_ntk", (0.0,) * 4),
+                ("post_ntk", slower),
+                ("post_rope", inv_freq),
+            ):
+                rotated = torch.tensor(
+                    [
+                        [[turned(v, i, frequencies) for i, v in enumerate(head)] for head in text]
+                        for text in plain.double().tolist()
+                    ]
+                )
+                ours, expected = matrix_entropy_of(heads, side, stage, trained), entropies(rotated)
+                for name in ("bands", "eigenvalues"):
+                    torch.testing.assert_close(
+                        getattr(ours, name), getattr(expected, name), rtol=1e-4, atol=1e-5
+                    )
+
+
+def test_without_a_rescaling_the_last_two_stages_are_one(tiny_decoder):
+    model = tiny_decoder()
+    stages = [entropies_of(model, "key", s) for s in ("pre_ntk", "post_ntk", "post_rope")]
+    for pre, post, rope in zip(*stages, strict=True):
+        assert torch.equal(post.bands, rope.bands)
+        assert not torch.allclose(pre.bands, post.bands, atol=1e-2)
+
+
+NEEDLE_TEXT = torch.randint(50, (2, 80), generator=torch.Generator().manual_seed(4))
+
+
+def test_the_end_of_the_text_is_copied_to_a_tenth_of_it():
+    prompt = copy_prompt(NEEDLE_TEXT)
+    changed = prompt.ids
+    assert (prompt.needle, prompt.question) == (slice(8, 19), 10)
+    assert changed[0, 8:18].tolist() == NEEDLE_TEXT[0, 70:].tolist()
+    assert changed[0, :8].tolist() == NEEDLE_TEXT[0, :8].tolist()
+    assert changed[0, 18:].tolist() == NEEDLE_TEXT[0, 18:].tolist()
+
+
+def test_attention_and_directions_of_the_last_queries(tiny_decoder):
+    model = tiny_decoder()
+    prompt = copy_prompt(NEEDLE_TEXT)
+    view = needle_view(model, prompt, [(1, 2)])
+    layers = []
+    capture(model, prompt.ids, layers.append)
+    for heads in layers:
+        for head in range(4):
+            weights, _ = attention_of(heads, 0, head)
+            mean = weights[-10:].mean(axis=0)
+            np.testing.assert_allclose(view.attention[heads.layer, head], mean, atol=1e-5)
+
+    queries = layers[1].rotated_q[0, 2].double().numpy()
+    values, vectors = np.linalg.eigh(queries.T @ queries)
+    vectors = vectors[:, np.argsort(-values)]
+    cosines = queries[-10:] @ vectors / np.linalg.norm(queries[-10:], axis=1, keepdims=True)
+    cosines *= np.sign((queries @ vectors).mean(axis=0))
+    assert set(view.similarity) == set(view.maps) == {(1, 2)}
+    np.testing.assert_allclose(view.similarity[1, 2], cosines, atol=1e-5)
+    np.testing.assert_allclose((view.similarity[1, 2] ** 2).sum(axis=1), 1)
+    np.testing.assert_allclose(view.maps[1, 2].sum(axis=1), 1, rtol=1e-5)
+
+
+def test_a_question_is_read_as_it_is_also_behind_a_needle_at_the_beginning(tiny_decoder):
+    """DoPE, Fig. 2: attention by key, of the last token and meaned over all queries."""
+    model = tiny_decoder()
+    prompt = NeedlePrompt(NEEDLE_TEXT, slice(1, 9), 6)
+    view = needle_view(model, prompt, [(0, 3), (1, 0)])
+    layers = []
+    capture(model, NEEDLE_TEXT[:1], layers.append)
+    assert set(view.average) == {(0, 3), (1, 0)}
+    for heads in layers:
+        for head in range(4):
+            weights, _ = attention_of(heads, 0, head)
+            attention = view.attention[heads.layer, head]
+            np.testing.assert_allclose(attention, weights[-6:].mean(axis=0), atol=1e-5)
+            np.testing.assert_allclose(view.last[heads.layer, head], weights[-1], atol=1e-5)
+            if (heads.layer, head) in view.average:
+                average = [sum(row[j] for row in weights) / 80 for j in range(80)]
+                np.testing.assert_allclose(view.average[heads.layer, head], average, atol=1e-6)

@@ -1,0 +1,499 @@
+"""Offset features: the published table of the bounds, the definition itself, and planted pairs."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.analysis.attention_examples import cells, layer_of_heads, rows_of, turned
+from tests.positional.examples import slowed
+from trainer.analysis import offset_features as module
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.offset_features import (
+    AngleStability,
+    OffsetFeatureSearch,
+    bounds,
+    contributions,
+    fastest_pairs,
+    head_view,
+    sink_row,
+)
+from trainer.analysis.offset_features_figures import OffsetChanges, OffsetFeatureFigures
+from trainer.analysis.topic import Target
+from trainer.positional.encodings import alibi_slopes, make_spectrum
+from trainer.positional.layout import LayerEncoding
+from trainer.positional.rescaling import yarn
+from trainer.positional.spectrum import Spectrum
+
+IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))
+C = 32
+TURN = 2 * math.pi
+
+
+def rope(rotary_dim, base, length):
+    return make_spectrum("rope", rotary_dim, length, {"base": base})
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "context_length", "percent", "mean_angle"),
+    [
+        pytest.param(rope(32, 1e4, 2048), 2048, 31, 3.93, id="Phi-1"),
+        # Table 1 says 4096 for the 8B; its row of Table 2 is that of 8192, which it was trained at.
+        pytest.param(rope(128, 5e5, 8192), 8192, 45, 3.72, id="Llama-3-8B"),
+        pytest.param(rope(128, 5e5, 8192), 8192, 45, 3.72, id="Llama-3-70B"),
+        pytest.param(
+            slowed(yarn, rope(64, 1e4, 4096), 40, 4096), 163_840, 28, 4.26, id="DeepSeek-V2-Lite"
+        ),
+    ],
+)
+def test_table_2_from_dimensions_base_and_length_alone(
+    spectrum, context_length, percent, mean_angle
+):
+    measured = bounds(spectrum, context_length)
+    assert round(100 * measured.possible.mean()) == percent
+    assert round(measured.angle[measured.possible].mean(), 2) == mean_angle
+
+
+def test_section_4_3_phi_1_begins_with_feature_11():
+    assert bounds(rope(32, 1e4, 2048), 2048).possible.tolist() == [False] * 11 + [True] * 5
+
+
+@given(st.floats(1e-4, 0.2), st.floats(0, 2 * math.pi), st.integers(8, 200))
+def test_the_bounds_are_definition_3_1(theta, phi, context_length):
+    """A pair stays below its value at distance 0, by the two bounds and by looking everywhere."""
+    known = bounds(Spectrum((theta,)), context_length)
+    # Between whole tokens and at the bounds themselves the two differ by rounding only.
+    assume(abs(phi - known.angle[0]) > 1e-3)
+    assume(abs(theta - 2 * math.pi / context_length) > 1e-4)
+    assume(min(phi, 2 * math.pi - phi, abs(phi - math.pi)) > 1e-3)
+    distances = np.linspace(1e-4, context_length, 20_001)
+    below = bool((np.cos(phi - theta * distances) < math.cos(phi)).all())
+    assert below == bool(known.possible[0] and phi >= known.angle[0])
+
+
+def test_pairs_that_stand_still_are_no_offset_features():
+    measured = bounds(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64)
+    assert not measured.possible[4:].any()
+
+
+def planted(angle, *, radius=10.0, pair=3, T=50):
+    """Two texts whose key head 1 and query head 2 have one pair with large means at ``angle``."""
+    spectrum = make_spectrum("rope", 8, T, {"base": 1000.0})
+    generator = torch.Generator().manual_seed(1)
+    q, k = (0.1 * torch.randn(2, n, T, 8, generator=generator) for n in (4, 2))
+    for x, head, turn in ((q, 2, 0.4), (k, 1, 0.4 + angle)):
+        z = cmath.rect(radius, turn)
+        x[:, head, :, pair] += z.real
+        x[:, head, :, pair + 4] += z.imag
+    return Heads(
+        *(5, LayerEncoding(((spectrum, 2),)), q, k),
+        *(turned(q, spectrum), turned(k, spectrum), 50),
+    )
+
+
+def features_of(heads):
+    search = OffsetFeatureSearch()
+    search.update(heads)
+    return search.result()
+
+
+def test_a_planted_pair_is_found_with_its_radii_and_angle():
+    measured = features_of(planted(4.5))
+    assert len(measured.angle) == 4 * 4
+    assert (measured.context_length, {*measured.scale}) == (50, {8**-0.5})
+    (index,) = np.flatnonzero((measured.query_radius > 1) & (measured.key_radius > 1))
+    assert (measured.layer[index], measured.head[index], measured.pair[index]) == (5, 2, 3)
+    assert measured.angle[index] == pytest.approx(4.5, abs=0.02)
+    assert measured.key_radius[index] == pytest.approx(10, abs=0.1)
+
+
+@pytest.mark.parametrize(("above", "lower", "relaxed"), [(0.1, 1, 1), (-0.05, 0, 1), (-0.2, 0, 0)])
+def test_recall_counts_large_keys_above_the_lower_bound(above, lower, relaxed):
+    """Query heads 2 and 3 read the planted key; head 3 has no query to speak of, and any angle."""
+    bound = math.pi + 1000 ** (-3 / 4) * 50 / 2
+    heads = planted(bound + above)
+    heads.q[:, 3, :, [3, 7]] = heads.q[:, 2, :, [3, 7]]
+    features = features_of(heads)
+    six, nine, twelve = (features.recall(radius) for radius in (6, 9, 12))
+    assert (six["positives"], nine["positives"], twelve["positives"]) == (2, 2, 0)
+    assert (six["upper"], six["lower"], six["relaxed"]) == (1, lower, relaxed)
+    assert math.isnan(twelve["upper"])
+
+
+def test_recall_knows_large_keys_at_high_frequency():
+    six = features_of(planted(4.5, pair=0)).recall(6)
+    assert (six["positives"], six["upper"], six["lower"]) == (2, 0, 0)
+
+
+def test_contributions_are_dot_products_of_rotated_means():
+    heads = layer_of_heads(D=8)
+    measured = contributions(features_of(heads), 0, 3, [0, 1, 17])
+    spectrum = heads.encoding.spectra[1]
+    q, k = heads.q[:, 3].double().mean((0, 1)), heads.k[:, 1].double().mean((0, 1))
+    for index, distance in enumerate([0, 1, 17]):
+        query = turned(q.expand(1, 1, 18, 8), spectrum)[0, 0, distance]
+        for pair in range(4):
+            expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
+            assert measured[pair, index] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+
+
+def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
+    heads = layer_of_heads(D=8)
+    scaled = heads.encoding.map(
+        lambda spectrum: replace(spectrum, rotary_scale=1.2).with_temperature(scale=1.5)
+    )
+    plain, measured = (
+        contributions(features_of(replace(heads, encoding=encoding)), 0, 3, [0, 1, 17])
+        for encoding in (heads.encoding, scaled)
+    )
+    np.testing.assert_allclose(measured, 1.2**2 * 1.5 * plain)
+
+
+def test_a_layer_without_rotation_has_no_features():
+    measured = features_of(layer_of_heads("nope"))
+    assert len(measured.angle) == 0
+    assert math.isnan(measured.summary()["mean_lower_bound"])
+
+
+HALF = Spectrum((1.0, 0.1))
+"""Two pairs in heads of six channels."""
+STILL = Spectrum((1.0, 0.0, 0.01))
+
+
+def layer(seed, texts=2):
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(texts, heads, 7, 6, generator=generator) for heads in (4, 2))
+    encoding = LayerEncoding.of_heads((HALF, STILL))
+    return Heads(3, encoding, q + 1, k, q, k, 64)
+
+
+def test_every_moving_pair_against_a_loop():
+    measured, both = AngleStability(), [layer(0), layer(1)]
+    for heads in both:
+        measured.update(heads)
+    result = measured.result()
+    expected = []
+    for of_keys in (False, True):
+        for head in range(2 if of_keys else 4):
+            spectrum = (HALF, STILL)[head if of_keys else head // 2]
+            pairs = len(spectrum.inv_freq)
+            for pair in range(pairs):
+                if not spectrum.inv_freq[pair]:
+                    continue
+                points = [
+                    complex(row[pair], row[pair + pairs])
+                    for heads in both
+                    for text in (heads.k if of_keys else heads.q)
+                    for row in text[head].double()
+                ]
+                mean = sum(points) / len(points)
+                direction = sum(cmath.rect(1, cmath.phase(p)) for p in points) / len(points)
+                expected.append((of_keys, 3, head, pair, abs(mean), 1 - abs(direction)))
+    columns = list(zip(*expected, strict=True))
+    for name, values in zip(("of_keys", "layer", "head", "pair"), columns[:4], strict=True):
+        np.testing.assert_array_equal(result[name], values)
+    np.testing.assert_allclose(result["radius"], columns[4], rtol=1e-5)
+    np.testing.assert_allclose(result["variance"], columns[5], rtol=1e-4)
+
+
+def test_a_fixed_angle_has_no_variance_and_opposite_ones_cancel():
+    still = torch.ones(1, 2, 8, 6)
+    turned = still * torch.tensor([1.0, -1.0]).repeat(4)[None, None, :, None]
+    encoding = LayerEncoding.of_heads((HALF, HALF))
+    heads = Heads(0, encoding, still, turned, still, turned, 64)
+    measured = AngleStability()
+    measured.update(heads)
+    result = measured.result()
+    of_keys, variance = result["of_keys"], result["variance"]
+    np.testing.assert_allclose(variance[~of_keys], 0, atol=1e-6)
+    np.testing.assert_allclose(variance[of_keys], 1, atol=1e-6)
+
+
+def test_points_of_a_pair_are_the_channels_that_turn_together():
+    heads = layer_of_heads("half_rope", D=8)
+    query, key = head_view(heads, 3).points(1)
+    np.testing.assert_array_equal(query, heads.q[0, 3][:, [1, 3]])
+    np.testing.assert_array_equal(key, heads.k[0, 1][:, [1, 3]])
+
+
+def test_a_long_text_is_sampled_and_its_maps_are_means(monkeypatch):
+    monkeypatch.setattr(module, "POINTS", 8)
+    monkeypatch.setattr(module, "CELLS", 7)
+    heads = layer_of_heads(T=40, D=8)
+    view = head_view(heads, 2)
+    assert (view.step, view.cell) == (5, 6)
+    np.testing.assert_array_equal(view.tokens["key"], heads.k[0, 1][::5])
+    assert view.maps["query"].shape == (8, 7)
+    for cell in range(7):  # the last has four tokens
+        mean = heads.q[0, 2][6 * cell : 6 * cell + 6, 3].mean().item()
+        assert view.maps["query"][3, cell] == pytest.approx(mean, rel=1e-5)
+
+
+def looped(heads, head, pair, queries):
+    """(weight, weight without the pair, margin, parts of it by pair), means over texts."""
+    kv, slope = head // heads.queries_per_key, 0.0
+    spectrum = heads.encoding.spectra[kv]
+    if spectrum.alibi:
+        slope = alibi_slopes(heads.q.shape[1])[head]
+    pairs = len(spectrum.inv_freq)
+    measured = []
+    for q, k in zip(
+        heads.rotated_q[:, head].double(), heads.rotated_k[:, kv].double(), strict=True
+    ):
+        for i in queries:
+            by_pair = [
+                [
+                    float(q[i][[m, m + pairs]] @ k[j][[m, m + pairs]]) * heads.scale
+                    for j in range(i + 1)
+                ]
+                for m in range(pairs)
+            ]
+            plain = [float(q[i] @ k[j]) * heads.scale for j in range(i + 1)]
+            weights = []
+            for scores in (plain, [s - p for s, p in zip(plain, by_pair[pair], strict=True)]):
+                cap = heads.softcap
+                capped = [cap * math.tanh(s / cap) for s in scores] if cap else scores
+                exp = [math.exp(s - slope * (i - j)) for j, s in enumerate(capped)]
+                learned = 0.0 if heads.sinks is None else math.exp(heads.sinks[head])
+                weights.append(exp[0] / (sum(exp) + learned))
+            margins = [scores_of[0] - sum(scores_of[1:]) / i for scores_of in (plain, *by_pair)]
+            measured.append([*weights, *margins])
+    weight, without, margin, *parts = np.mean(measured, axis=0)
+    return weight, without, margin, parts
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "queries"),
+    [
+        pytest.param("rope", {}, range(10, 40), id="four queries a key-value pair"),
+        pytest.param("half_rope", {"softcap": 2.0}, range(10, 40), id="half, soft-cap"),
+        pytest.param("rope", {"scaling": 0.3}, range(10, 40), id="scaling"),
+        pytest.param("rope", {"sinks": torch.arange(4.0)}, range(10, 40), id="learned sinks"),
+        pytest.param("rope", {"training_length": 24}, range(6, 24), id="long text"),
+    ],
+)
+def test_weights_and_margins_against_loops(name, changes, queries):
+    heads = replace(layer_of_heads(name, kv_heads=1), **changes)
+    measured = sink_row(heads, 3, 1, control=0)
+    weight, without, margin, parts = looped(heads, 3, 1, queries)
+    control = looped(heads, 3, 0, queries)[1]
+    assert measured["attention_without_fast_pair"] == pytest.approx(control, rel=1e-4)
+    assert (measured["attention"], measured["attention_without"]) == pytest.approx(
+        (weight, without), rel=1e-4
+    )
+    assert measured["explained"] == pytest.approx(1 - without / weight, abs=1e-4)
+    assert measured["margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
+    by_pair = [sink_row(heads, 3, pair)["margin_of_pair"] for pair in range(len(parts))]
+    np.testing.assert_allclose(by_pair, parts, rtol=1e-3, atol=1e-4)
+    assert measured["strongest_pair"] == np.argmax(parts)
+    assert measured["margin_of_strongest"] == max(by_pair)
+
+
+def test_a_window_keeps_queries_that_see_the_first_token():
+    heads = layer_of_heads(window=12)
+    measured = sink_row(heads, 2, 0)
+    assert measured["attention"] == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
+    assert sink_row(layer_of_heads(window=1), 2, 0) is None
+
+
+def test_the_bias_of_a_head_stays():
+    heads = layer_of_heads()
+    spectrum = replace(heads.encoding.spectra[0], alibi=True)
+    heads = replace(heads, encoding=heads.encoding.map(lambda _: spectrum))
+    measured = sink_row(heads, 1, 2)
+    assert measured["attention_without"] == pytest.approx(
+        looped(heads, 1, 2, range(10, 40))[1], rel=1e-4
+    )
+
+
+def test_a_sink_by_one_feature_is_explained_by_it():
+    """All keys lie against the queries in pair 3, the first one lies with them (Sec. 4.2)."""
+    heads = layer_of_heads()
+    spectrum = heads.encoding.spectra[0]
+    q, k = 0.1 * heads.q, 0.1 * heads.k
+    q[..., 3] += 6
+    k[..., 3] -= 6
+    k[:, :, 0, 3] += 12
+    made = replace(heads, q=q, k=k, rotated_q=turned(q, spectrum), rotated_k=turned(k, spectrum))
+    measured = sink_row(made, 1, 3, control=0)
+    assert measured["attention_without_fast_pair"] > 0.99
+    assert measured["attention"] > 0.99
+    assert measured["attention_without"] == pytest.approx(
+        np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2
+    )
+    assert measured["explained"] > 0.9
+    assert measured["strongest_pair"] == 3
+    first, mean = k[:, 0, 0, [3, 7]].norm(dim=-1).mean(), k[:, 0][..., [3, 7]].mean((0, 1)).norm()
+    assert measured["first_key"] == pytest.approx(float(first / mean), rel=1e-4)
+    assert measured["margin_of_pair"] == pytest.approx(measured["margin"], rel=0.05)
+
+
+def loud(tiny_decoder, factor=40.0, **positional):
+    """A model with long keys."""
+    model = tiny_decoder(training_length=C, **positional)
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.k_proj.weight.mul_(factor)
+    return model
+
+
+def pairs_of(model, ids=IDS):
+    """Every (layer, head, pair, theta, mean query, mean key) with means as complex numbers."""
+    layers = []
+    capture(model, ids, layers.append)
+    for heads in layers:
+        for h in range(4):
+            inv_freq = heads.encoding.spectra[h // 2].inv_freq
+            q, k = (
+                x.double().mean(dim=(0, 1)).tolist() for x in (heads.q[:, h], heads.k[:, h // 2])
+            )
+            for m, theta in enumerate(inv_freq):
+                n = m + len(inv_freq)
+                yield heads.layer, h, m, theta, complex(q[m], q[n]), complex(k[m], k[n])
+
+
+def recounted(model, radius, length=C, change=lambda m, theta: theta):
+    """(pairs, under the upper bound, also above the lower bound, above it less 0.1 rad)."""
+    large = upper = lower = relaxed = 0
+    for _, _, m, theta, q, k in pairs_of(model):
+        if abs(k) < radius:
+            continue
+        turned = change(m, theta) * length
+        angle = cmath.phase(k / q) % TURN
+        large += 1
+        upper += turned < TURN
+        lower += turned < TURN and angle >= math.pi + turned / 2
+        relaxed += turned < TURN and angle >= math.pi + turned / 2 - 0.1
+    return large, upper, lower, relaxed
+
+
+def test_table_2_and_every_pair_are_recounted(tiny_decoder):
+    model = loud(tiny_decoder)
+    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
+    expected = list(pairs_of(model))
+    for name, numbers in (
+        ("inv_freq", [theta for *_, theta, _, _ in expected]),
+        ("query_radius", [abs(q) for *_, q, _ in expected]),
+        ("key_radius", [abs(k) for *_, k in expected]),
+        ("angle", [cmath.phase(k / q) % TURN for *_, q, k in expected]),
+    ):
+        np.testing.assert_allclose(cells(rows, name), numbers, rtol=1e-4)
+    for radius in (6, 9, 12):
+        large, *counts = recounted(model, radius)
+        assert large > 0
+        names = ("positives", "upper", "lower", "relaxed")
+        measured = [
+            cells(rows, f"{n}, radius {radius}", variant="as trained").item() for n in names
+        ]
+        assert measured == pytest.approx([large, *(n / large for n in counts)])
+
+
+@pytest.mark.parametrize(
+    ("title", "change"),
+    [
+        ("not rescaled", lambda m, theta: theta),
+        ("PI", lambda m, theta: theta * C / 90),
+        ("NTK", lambda m, theta: theta * (C / 90) ** (m / 3)),
+    ],
+)
+def test_bounds_after_a_rescaling_are_those_of_its_frequencies(tiny_decoder, title, change):
+    model = loud(tiny_decoder)
+    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
+    large, upper, lower, _ = recounted(model, 6, 90, change)
+    for name, count in (("upper", upper), ("lower", lower)):
+        share = cells(rows, f"{name}, radius 6", variant=title).item()
+        assert share == pytest.approx(count / large)
+
+
+def looped_attention_on_the_token_before(heads, head, pair=None):
+    """One query and one key at a time, without a pair's part of the scores where one is given;
+    queries are those in the last three quarters of the training length."""
+    measured = []
+    for q, k in zip(heads.rotated_q[:, head], heads.rotated_k[:, head // 2], strict=True):
+        channels = [c for c in range(8) if pair is None or c not in (pair, pair + 4)]
+        for i in range(C // 4, C):
+            scores = [
+                float(q[i, channels].double() @ k[j, channels].double()) for j in range(i + 1)
+            ]
+            weights = [math.exp((s - max(scores)) / math.sqrt(8)) for s in scores]
+            measured.append(weights[i - 1] / sum(weights))
+    return sum(measured) / len(measured)
+
+
+def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):
+    """Sec. 4.3.1: the dot product of feature 0 is largest at distance 1 where phi is theta."""
+    model = loud(tiny_decoder)
+    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
+    layers = []
+    capture(model, IDS, layers.append)
+    first = [row for row in pairs_of(model) if row[2] == 0]
+    steps = cells(rows, "steps", variant="token before")
+    with_pair = cells(rows, "attention", variant="token before")
+    without = cells(rows, "attention_without", variant="token before")
+    assert len(steps) == len(first) == 8
+    for step, before, after, (layer, head, _, theta, q, k) in zip(
+        steps, with_pair, without, first, strict=True
+    ):
+        # The part of the logit turns with the query; look for its peak at small steps.
+        distances = np.linspace(-0.5, TURN / theta - 0.5, 20_001)
+        parts = (q * np.exp(1j * theta * distances) * k.conjugate()).real
+        assert step == pytest.approx(distances[int(parts.argmax())], abs=2e-3)
+        expected = [looped_attention_on_the_token_before(layers[layer], head, m) for m in (None, 0)]
+        assert (before, after) == pytest.approx(tuple(expected), rel=1e-3)
+
+
+def test_sinks_are_measured_without_the_strongest_pair_under_the_upper_bound(tiny_decoder):
+    model = loud(tiny_decoder)
+    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
+    strongest = {}
+    for layer, head, pair, theta, q, k in pairs_of(model):
+        if theta < TURN / C:
+            strongest.setdefault((layer, head), []).append((abs(q) * abs(k), pair))
+    shown = rows[(rows["variant"] == "first token") & (rows["metric"] == "explained")]
+    found = dict(zip(zip(shown["layer"], shown["head"], strict=True), shown["pair"], strict=True))
+    assert found == {place: max(pairs)[1] for place, pairs in strongest.items()}
+
+
+def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny_decoder):
+    model = loud(tiny_decoder, factor=4.0).eval()
+    model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=3.0))
+    rows, layers = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS)), []
+    capture(model, IDS[:, :C], layers.append)
+    expected = [row[0] for heads in layers for row in fastest_pairs(heads).values()]
+    measured = cells(rows, "attention", variant="token before")
+    assert measured == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_without_rotation_is_refused(tiny_decoder):
+    assert OffsetFeatureFigures.problem(Target("tiny", tiny_decoder(), IDS)) is None
+    assert OffsetFeatureFigures.problem(Target("tiny", tiny_decoder(layers=["nope"]), IDS))
+
+
+def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_decoder):
+    """App. C: the same weights in a model of a longer context, with half the keys in a layer."""
+    before, after = loud(tiny_decoder), loud(tiny_decoder)
+    after.layout = replace(after.layout, training_length=256)
+    with torch.no_grad():
+        after.layers[1].self_attn.k_proj.weight.mul_(0.5)
+    targets = [Target(n, m, IDS) for n, m in (("base", before), ("long", after))]
+    results = OffsetChanges(*targets).results()
+    for name, model in (("base", before), ("long", after)):
+        means = list(pairs_of(model, IDS[:, :C]))
+        radius = cells(results.rows, "key_radius", model=name)
+        np.testing.assert_allclose(radius, [abs(k) for *_, k in means], rtol=1e-4)
+        for bounds_of, length in (("base", C), ("long", 256)):
+            if (name, bounds_of) == ("base", "long"):
+                continue
+            share = cells(
+                results.rows, "share_possible", model=name, variant=f"bounds of {bounds_of}"
+            )
+            assert share.item() == np.mean([theta * length < TURN for *_, theta, _, _ in means])
+    other = Target("other", loud(tiny_decoder, model={"num_hidden_layers": 3}), IDS)
+    assert OffsetChanges(targets[0], other).results().plots == []

@@ -1,0 +1,399 @@
+"""Positional bias, its gradients and prefix spreads, against Def. 3.1 and autograd in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.analysis.attention_examples import attention_of, layer_of_heads
+from trainer.analysis import positional_bias, rescaling_effects
+from trainer.analysis.attention import attention_rows
+from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.positional_bias import (
+    bias_gradients,
+    encoded_layout,
+    fresh_decoders,
+    positional_biases,
+    prefix_spreads,
+)
+from trainer.analysis.positional_bias_figures import PositionalBiasFigures
+from trainer.analysis.rescaling_effects import (
+    attention_around,
+    attention_by_distance,
+    needle_shift,
+    scaling_factors,
+    yarn_shift,
+)
+from trainer.analysis.topic import Target
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.rescaling import yarn_turns
+
+IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+LONG = torch.randint(50, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+def weights(tokens, shift, window=None):
+    """c_ij of Def. 3.1: 1 on the key ``shift`` tokens back, and rows that sum to zero."""
+    c = np.zeros((tokens, tokens))
+    for i in range(tokens):
+        seen = range(max(0, i + 1 - (window or tokens)), i + 1)
+        if i - shift in seen and len(seen) > 1:
+            c[i, seen] = -1 / (len(seen) - 1)
+            c[i, i - shift] = 1
+    assert np.allclose(c.sum(axis=1), 0)
+    return c
+
+
+@pytest.mark.parametrize("window", [None, 6, 1])
+def test_bias_is_that_of_definition_3_1(window):
+    heads = layer_of_heads(window=window)
+    measured = positional_biases(attention_rows(heads))
+    for head in range(4):
+        maps = [attention_of(heads, text, head)[0] for text in range(2)]
+        for shift, values in ((0, measured["diagonal"]), (1, measured["previous"])):
+            expected = np.mean([(weights(40, shift, window) * a).sum() / 40 for a in maps])
+            assert values[:, head].mean().item() == pytest.approx(expected, abs=1e-5)
+
+
+def dense_gradients(model, ids, shift):
+    """The same norms from whole attention maps and autograd, ``[layers, heads]`` each."""
+    T, group = ids.shape[1], 2
+    c = torch.tensor(weights(T, shift))
+    states = []
+    hooks = [
+        block.self_attn.register_forward_pre_hook(lambda _, args: states.append(args))
+        for block in model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    norms = []
+    for block, (x, layer_pass, *_) in zip(model.layers, states, strict=True):
+        attention = block.self_attn
+        w_q, w_k = (
+            p.weight.detach().double().requires_grad_()
+            for p in (attention.q_proj, attention.k_proj)
+        )
+        q, k = ((x[0].double() @ w.T).unflatten(-1, (-1, 8)).transpose(0, 1) for w in (w_q, w_k))
+        tables = layer_pass.queries.groups[0]
+        if tables.cos is not None:
+            cos, sin = tables.cos.double(), tables.sin.double()
+            q, k = (
+                torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+                for a, b in (v.chunk(2, dim=-1) for v in (q, k))
+            )
+        for head in range(len(q)):
+            scores = q[head] @ k[head // group].T / 8**0.5
+            future = torch.ones(T, T).triu(1).bool()
+            weights_of = scores.masked_fill(future, -torch.inf).exp()
+            bias = (c * weights_of / weights_of.sum(-1, keepdim=True)).sum() / T
+            gradients = torch.autograd.grad(bias, (w_q, w_k), retain_graph=True)
+            norms.append([g.norm().item() for g in gradients])
+    return np.moveaxis(np.array(norms).reshape(len(model.layers), -1, 2), -1, 0)
+
+
+@pytest.mark.parametrize("encoding", ["rope", "nope"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gradients_are_those_of_autograd(tiny_decoder, encoding, shift):
+    model = tiny_decoder(layers=[encoding])
+    measured = bias_gradients(model, IDS, shift)
+    expected = np.mean([dense_gradients(model, row[None], shift) for row in IDS], axis=0)
+    np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_gradients_leave_the_model_as_it_was(tiny_decoder):
+    model = tiny_decoder()
+    before = model(IDS)
+    bias_gradients(model, IDS, 0)
+    assert all(block.self_attn.observe is None for block in model.layers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model(IDS), before)
+
+
+def initialised(encoding, seed, by_depth=True):
+    """Eight layers as they are before training."""
+    config = ModelConfig(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        initializer_by_depth=by_depth,
+    )
+    layout = build_layout(
+        PositionalConfig(layers=[encoding]),
+        num_layers=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        training_length=256,
+    )
+    return Decoder(config, layout, seed)
+
+
+@pytest.mark.parametrize("by_depth", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_figure_4_the_gap_between_rope_and_nope_opens_at_the_second_layer(shift, by_depth):
+    """At initialisation with one standard deviation for all matrices. Where those that write to the
+    residual stream are divided by sqrt(2 layers), the first layers see little but the embeddings,
+    and the gradients are alike in them."""
+    ids = torch.randint(500, (1, 256), generator=torch.Generator().manual_seed(0))
+    rope_model, nope_model = (initialised(name, 0, by_depth) for name in ("rope", "nope"))
+    rope, nope = (bias_gradients(model, ids, shift) for model in (rope_model, nope_model))
+    assert not any(block._forward_pre_hooks for block in rope_model.layers)
+    for ours, theirs in zip(rope, nope, strict=True):
+        ratio = ours.mean(axis=1) / theirs.mean(axis=1)
+        assert ratio[0] == pytest.approx(1, abs=0.05)
+        if by_depth:
+            assert ratio[:3] == pytest.approx(1, abs=0.05)
+            assert ratio[-2:].min() > 1.1
+        else:
+            assert ratio[1] > 1.05
+            assert ratio[2:].min() > 1.3
+
+
+def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_decoder):
+    model = tiny_decoder()
+    states = []
+
+    def normalised(norm, args):
+        x = args[0].detach().double()
+        x = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+        states.append(x * norm.weight.detach())
+
+    norms = [*(block.input_layernorm for block in model.layers), model.norm]
+    hooks = [norm.register_forward_pre_hook(normalised) for norm in norms]
+    capture(model, IDS, lambda heads: None)
+    for hook in hooks:
+        hook.remove()
+    measured = prefix_spreads(model, IDS)
+    expected = []
+    for layer in states:
+        widest = [
+            max(
+                (text[: i + 1].mean(0) - text[j]).norm().item()
+                for i in range(len(text))
+                for j in range(i + 1)
+            )
+            for text in layer
+        ]
+        expected.append(np.mean(widest))
+    np.testing.assert_allclose(measured, expected, rtol=1e-5)
+
+
+def test_a_small_spread_is_not_lost_beside_a_large_common_vector(tiny_decoder):
+    """Embeddings of norm 6,000 that differ by 0.1, before the norm."""
+    model = tiny_decoder()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(1000 + 0.01 * torch.randn(50, 32))
+    states = model.layers[0].input_layernorm(model.embed_tokens(IDS[:1]))[0].detach().double()
+    widest = max(
+        (states[: i + 1].mean(0) - states[j]).norm().item() for i in range(24) for j in range(i + 1)
+    )
+    assert prefix_spreads(model, IDS[:1])[0] == pytest.approx(widest, rel=1e-4)
+
+
+def test_figure_6_all_methods_compress_the_low_frequencies():
+    """Fast pairs stay but for PI's, slow ones are divided by s."""
+    factors = scaling_factors(make_spectrum("rope", 64, 2048, {}), 2048, 2.0)
+    np.testing.assert_allclose(factors["pi"], 0.5)
+    np.testing.assert_allclose(factors["ntk"], 2 ** (-np.arange(32) / 31))  # Eq. 3, m from 0
+    assert factors["yarn"][0] == 1
+    for gamma in (factors[name] for name in ("pi", "ntk", "yarn")):
+        assert gamma[-1] == pytest.approx(0.5)
+        assert (np.diff(gamma) <= 1e-12).all()
+
+
+@pytest.mark.parametrize("s", [2.0, 3.0, 4.0])
+def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
+    """Eq. 11, p = 1 and q = 32 turns."""
+    spectrum = make_spectrum("rope", 64, 2048, {})
+    expected = []
+    for omega in spectrum.inv_freq:
+        turns = 2048 * omega / (2 * np.pi)
+        kappa = min(max((turns - 1) / 31, 0.0), 1.0)
+        expected.append((1 - kappa) / s + kappa)
+    np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
+
+
+def test_a_pair_that_stands_still_has_factor_one():
+    factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64, 4.0)
+    assert all((gamma[4:] == 1).all() for gamma in factors.values())
+
+
+def test_profile_by_distance(monkeypatch):
+    monkeypatch.setattr(rescaling_effects, "BLOCK", 16)
+    heads = layer_of_heads(window=30)
+    measured = attention_by_distance(heads, 3, 35)
+    maps = [attention_of(heads, text, 3)[0] for text in range(2)]
+    expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(35)]
+    np.testing.assert_allclose(measured, expected, rtol=1e-4, atol=1e-7)
+    assert len(attention_by_distance(heads, 0, 1000)) == 40
+
+
+def captured(model, ids, layout=None):
+    heads = []
+    with model.using(layout or model.layout):
+        capture(model, ids, heads.append)
+    return heads
+
+
+@pytest.fixture
+def rope(tiny_decoder):
+    return tiny_decoder(training_length=32)
+
+
+def test_a_temperature_of_long_texts_does_not_change_the_bias_within(rope):
+    """RoPE-ID and DroPE sharpen attention in texts longer than the training length."""
+    bias = PositionalBiasFigures(Target("tiny", rope, LONG[:, :32])).measured_bias()
+    rope.layout = rope.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=2.0))
+    measured = PositionalBiasFigures(Target("tiny", rope, LONG)).measured_bias()
+    for kind, expected in bias.items():
+        np.testing.assert_allclose(measured[kind], expected, atol=1e-6)
+
+
+def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
+    """Against autograd in a decoder that is built here, and a loop over prefixes."""
+    measured = fresh_decoders(rope, LONG)
+    words, text = torch.unique(LONG[:1, :32], return_inverse=True)
+    for version, kind in (("encoded", "rope"), ("nope", "nope")):
+        layout = rope.layout.map(lambda _, kind=kind: make_spectrum(kind, 8, 32, {}))
+        config = replace(rope.config, vocab_size=len(words), initializer="normal")
+        config = replace(config, initializer_by_depth=False)
+        for seed in range(3):
+            decoder = Decoder(config, layout, seed)
+            for shift in (0, 1):
+                query, key = dense_gradients(decoder, text, shift)
+                np.testing.assert_allclose(
+                    measured.gradients[version][seed, shift],
+                    np.hypot(query, key).mean(axis=1),
+                    rtol=1e-3,
+                )
+            x = decoder.embed_tokens(text)[0].detach().double()
+            assert x.std() == pytest.approx(0.02, rel=0.1)
+            x = x / (x.square().mean(-1, keepdim=True) + rope.config.rms_norm_eps).sqrt()
+            widest = max(
+                (x[: i + 1].mean(0) - x[j]).norm().item() for i in range(32) for j in range(i + 1)
+            )
+            assert measured.spreads[version][seed, 0] == pytest.approx(widest, rel=1e-5)
+
+
+def test_the_version_with_positions(tiny_decoder):
+    """Its own encoding, or RoPE where it has none."""
+    rope, nope = tiny_decoder(layers=["rope"]), tiny_decoder(layers=["nope"])
+    assert encoded_layout(rope) == ("RoPE", rope.layout)
+    name, layout = encoded_layout(nope)
+    assert name == "RoPE, base 10,000"
+    assert layout.spectra == (make_spectrum("rope", 8, 32, {}),)
+    assert encoded_layout(tiny_decoder(layers=["half_rope"]))[0] == "own encoding"
+    assert encoded_layout(tiny_decoder(layers=["alibi"]))[0] == "own encoding"
+
+
+@pytest.mark.parametrize(("when", "differ"), [("after_drop", False), ("always", True)])
+def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
+    """Those that come on at the drop are off: the numbers are those of a model without norms."""
+    plain = tiny_decoder(layers=["nope"])
+    config = replace(plain.config, qk_norm=QKNormConfig(when))
+    layers = tuple(replace(layer, qk_norm=True) for layer in plain.layout.layers)
+    normed = Decoder(config, replace(plain.layout, layers=layers))
+    measured, expected = fresh_decoders(normed, LONG), fresh_decoders(plain, LONG)
+    for version, values in expected.gradients.items():
+        assert (not np.allclose(measured.gradients[version], values)) is differ
+
+
+def test_attention_around_an_earlier_occurrence(rope):
+    text = torch.cat([LONG[:, :11], LONG[:, 1:11]], dim=1)
+    heads = captured(rope, text)[1]
+    measured = attention_around(heads, 2, 10, 3)
+    for index, offset in enumerate(range(-3, 4)):
+        expected = [
+            attention_of(heads, row, 2)[0][i, i - 10 + offset]
+            for row in range(2)
+            for i in range(11, 21)
+            if i - 10 + offset >= 0
+        ]
+        assert measured[index] == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_yarn_moves_attention_by_so_much(rope):
+    """Total variation between rows of plain attention under both layouts, on repeated text."""
+    bias = np.zeros((2, 4))
+    bias[1, 2] = 0.9
+    measured = yarn_shift(rope, LONG, bias)
+    half = 15
+    assert (measured.half, measured.positional) == (half, (1, 2))
+    text = torch.cat([LONG[:, : half + 1], LONG[:, 1 : half + 1]], dim=1)
+    scaled = rope.layout.rescaled(yarn_turns, 2.0)
+    recall = np.zeros((2, 4))
+    for layer in range(2):
+        readings = [captured(rope, text, layout)[layer] for layout in (rope.layout, scaled)]
+        for head in range(4):
+            plain, other = (
+                np.stack([attention_of(heads, row, head)[0] for row in range(2)])
+                for heads in readings
+            )
+            expected = np.abs(plain - other)[:, half + 1 :].sum(-1).mean() / 2
+            assert measured.shift[layer, head] == pytest.approx(expected, rel=1e-3)
+            second = range(half + 1, 2 * half + 1)
+            recall[layer, head] = np.mean(
+                [plain[:, i, i - half] + plain[:, i, i - half + 1] for i in second]
+            )
+            if (layer, head) == measured.positional:
+                distances = [np.mean(other.diagonal(-back, 1, 2)) for back in range(half)]
+                np.testing.assert_allclose(measured.profile["yarn"], distances, rtol=1e-3)
+    np.testing.assert_allclose(measured.recall, recall, rtol=1e-3)
+    recall[1, 2] = 0
+    assert measured.semantic == np.unravel_index(recall.argmax(), recall.shape)
+    layer, head = measured.semantic
+    for name, layout in (("trained", rope.layout), ("yarn", scaled)):
+        near = attention_around(captured(rope, text, layout)[layer], head, half, 8)
+        np.testing.assert_allclose(measured.near_repeat[name], near, rtol=1e-3)
+    assert measured.uniform == pytest.approx(np.mean([2 / (i + 1) for i in second]))
+
+
+def test_yarn_leaves_the_layout_alone_and_chooses_heads_that_rotate(tiny_decoder):
+    model = tiny_decoder(layers=["rope", "nope"])
+    layout = model.layout
+    bias = np.array([[0.1] * 4, [0.9] * 4])
+    measured = yarn_shift(model, LONG, bias)
+    assert model.layout is layout
+    assert (measured.positional[0], measured.semantic[0]) == (0, 0)
+    assert measured.positional != measured.semantic
+    assert yarn_shift(model, LONG[:, :18], bias) is None
+
+
+def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
+    """Fig. 8: plain attention of the last query on the tokens around the needle, under both."""
+    prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
+    measured = needle_shift(rope, prompt)
+    maps = {}
+    for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
+        layers = captured(rope, prompt.ids, layout)
+        maps[name] = np.array(
+            [
+                [
+                    np.mean([attention_of(h, row, head)[0][-1] for row in range(2)], axis=0)
+                    for head in range(4)
+                ]
+                for h in layers
+            ]
+        )
+    on_needle = maps["trained"][..., 5:9].sum(-1)
+    assert measured.head == np.unravel_index(on_needle.argmax(), on_needle.shape)
+    assert (measured.offsets[0], measured.tokens) == (-5, 32)
+    for name, values in maps.items():
+        expected = values[measured.head]
+        np.testing.assert_allclose(measured.curves[name], expected[:17], rtol=1e-3)
+        assert measured.on_needle[name] == pytest.approx(expected[5:9].sum(), rel=1e-3)
+
+
+def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):
+    monkeypatch.setattr(positional_bias, "BUDGET", 1e6)
+    assert fresh_decoders(rope, LONG) is None

@@ -1,0 +1,131 @@
+"""All analyses of a model on one page: figures, rows, and means that change only on purpose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests.golden.files import GOLDEN
+from trainer.analysis import topic as module
+from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.settings import ANALYSES, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.analysis.topic import COLUMNS, Target, Topic, run, summary, tidy
+from trainer.analysis.topics import TOPICS
+
+C, T = 32, 80
+IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))
+GOLDEN_MEANS = GOLDEN / "analysis.csv"
+"""Means of every metric of :func:`rotating` and :func:`mixed`."""
+
+
+def prompt(length):
+    return NeedlePrompt(IDS[:, :length], slice(9, 12), 4)
+
+
+def rotating(tiny_decoder):
+    return Target("rotates", tiny_decoder(training_length=C).eval(), IDS, prompt=prompt(C))
+
+
+def bare(tiny_decoder):
+    model = tiny_decoder(training_length=C, layers=["nope"]).eval()
+    return Target("bare", model, IDS, chosen=((1, 2), (0, 1)), prompt=prompt(C))
+
+
+def mixed(tiny_decoder):
+    shape = {"num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 4}
+    layers = ["half_rope", "nope", "rope"]
+    return Target(
+        "mixed",
+        tiny_decoder(training_length=C, model=shape, layers=layers).eval(),
+        IDS,
+        chosen=((2, 3),),
+        pairs=(1, 3),
+        prefixes=(20, 40),
+        prompt=prompt(C),
+        question=prompt(T),
+        choice=IDS.flip(0, 1),
+        frames=ShortTime("hamming", 16, 4),
+        attenuation=AttenuationSettings(
+            alphas=[0.0, 0.25, 1.0],
+            gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
+            tokens=[30, 70],
+            texts=2,
+        ),
+        needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),
+    )
+
+
+def results_of(target):
+    return run([t(target) for t in TOPICS.values() if t.problem(target) is None], target)
+
+
+@pytest.mark.parametrize("build", [rotating, mixed], ids=lambda build: build.__name__)
+@pytest.mark.slow
+def test_means_of_every_metric_are_those_kept(tiny_decoder, build):
+    """Tests of each topic compare its numbers with references; this one notices other changes."""
+    rows = pd.concat([results.rows for results in results_of(build(tiny_decoder))])
+    assert tuple(rows.columns) == COLUMNS
+    groups = ["topic", "model", "variant", "metric"]
+    means = rows.fillna({"variant": ""}).groupby(groups)["value"].mean().reset_index()
+    kept = pd.read_csv(GOLDEN_MEANS, keep_default_na=False, dtype={"value": float})
+    expected = kept[kept["model"] == means["model"][0]].reset_index(drop=True)
+    pd.testing.assert_frame_equal(means[groups], expected[groups], check_dtype=False)
+    np.testing.assert_allclose(means["value"], expected["value"], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
+    results = {r.key: [plot.name for plot in r.plots] for r in results_of(bare(tiny_decoder))}
+    assert list(results) == [key for key in TOPICS if key != "offset_features"]
+    assert results["sinks"][-1] == "sinks_without_rotation"
+    assert results["positional_bias"] == [
+        "positional_bias_heads",
+        "positional_bias_gradients",
+        "prefix_spread",
+    ]
+    assert "attenuation" not in results["frequency_entropy"]
+
+
+def test_every_topic_sees_every_layer_of_one_pass(tiny_decoder, monkeypatch):
+    passes = []
+
+    class Layers(Topic):
+        key, title = "layers", "Layers"
+
+        def plots(self):
+            return []
+
+        def rows(self):
+            return tidy({"seen": np.array(self.seen)}, "layer")
+
+        def on_layer(self, heads):
+            self.seen = [*getattr(self, "seen", []), float(heads.layer)]
+
+    monkeypatch.setattr(module, "capture", lambda *given: passes.append(1) or capture(*given))
+    target = Target("tiny", tiny_decoder(), IDS)
+    first, second = run([Layers(target), Layers(target)], target)
+    assert (len(passes), list(first.rows["value"])) == (1, [0, 1])
+    assert first.rows["value"].equals(second.rows["value"])
+    assert set(first.rows["model"]) == {"tiny"}
+    assert set(TOPICS) == set(ANALYSES)
+
+
+def test_a_summary_has_the_training_length_and_the_longest():
+    values = np.arange(12.0).reshape(2, 2, 3)
+    rows = tidy({"m": values}, "layer", "head", "length", places={"length": [16, 32, 64]})
+    rows = pd.concat([rows, tidy({"n": 5.0})]).reindex(columns=COLUMNS)
+    table = summary(rows, 40)
+    assert table["metric"].tolist() == ["m", "m", "n"]
+    assert table["length"].tolist()[:2] == [32, 64]
+    assert table["mean"].tolist() == [values[..., 1].mean(), values[..., 2].mean(), 5]
+    assert table["n"].tolist() == [4, 4, 1]
+    assert table["low"][0] == pytest.approx(np.quantile(values[..., 1], 0.1))
+
+
+def test_rows_leave_out_what_is_no_number():
+    rows = tidy({"m": np.array([[1.0, np.nan], [2.0, 3.0]])}, "head", "pair", variant="keys")
+    assert rows["value"].tolist() == [1, 2, 3]
+    assert rows["pair"].tolist() == [0, 0, 1]
+    assert set(rows["variant"]) == {"keys"}

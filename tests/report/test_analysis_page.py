@@ -1,0 +1,65 @@
+"""The page of analyses: everything in one file, its numbers beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from trainer.analysis.topic import COLUMNS, Plot, Results, tidy
+from trainer.plotting.lines import Frame, Panel, by_length, over_heads
+from trainer.report.analysis_page import AnalysisReport, write_analysis
+
+
+def results(key):
+    values = np.random.default_rng(0).random((2, 4, 3))
+    line = over_heads("heads", 0, [32, 64, 128], values)
+    figure = by_length([Panel("panel", [line], Frame("", "y"))], x_label="tokens", trained=64)
+    places = {"length": [32, 64, 128]}
+    rows = tidy({"m": values}, "layer", "head", "length", places=places, model="tiny")
+    plots = [Plot(f"{key}_curves", figure, "Curves <by> length (A paper, Fig. 1).")]
+    return Results(key, f"Topic {key}", plots, rows.assign(topic=key).reindex(columns=COLUMNS))
+
+
+def report(*keys):
+    made = {"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"}
+    found = [results(key) for key in keys]
+    details = {"Settings": {"length": 128}}
+    return AnalysisReport("<script>alert(1)</script>", 64, "Trained & read.", found, made, details)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("page") / "below" / "that"
+    assert write_analysis(report("one", "two"), directory) == directory / "report.html"
+    return directory
+
+
+def test_the_page_has_everything_inside_and_names_nothing_outside(written):
+    page = (written / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "Curves &lt;by&gt; length (A paper, Fig. 1)." in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    for text in ("Trained &amp; read.", "Topic two", "Figure 2.", "a, step 7", ">m<"):
+        assert text in page
+
+
+def test_rows_of_all_topics_are_one_table_beside_the_figures(written):
+    table = pd.read_csv(written / "results.csv")
+    assert tuple(table.columns) == COLUMNS
+    expected = report("one", "two").rows
+    np.testing.assert_allclose(table["value"], expected["value"], rtol=1e-7)
+    assert table.groupby("topic").size().to_dict() == {"one": 24, "two": 24}
+    for key in ("one", "two"):
+        assert sorted(path.name for path in (written / key).iterdir()) == [
+            f"{key}_curves.png",
+            f"{key}_curves.svg",
+        ]
+
+
+def test_a_second_page_replaces_the_first(tmp_path):
+    write_analysis(report("one"), tmp_path)
+    (tmp_path / "one" / "old.svg").touch()
+    write_analysis(report("one"), tmp_path)
+    assert not (tmp_path / "one" / "old.svg").exists()

@@ -1,1 +1,0 @@
-"""Frequency entropy of rotary pairs, and perplexity with extreme pairs attenuated."""

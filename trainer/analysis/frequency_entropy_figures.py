@@ -1,0 +1,341 @@
+"""Frequency entropy of every pair, and perplexity with extreme pairs attenuated (Probing Rotary
+Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 21)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from trainer.analysis.arrays import (
+    SIDES,
+    Array,
+    Place,
+    Side,
+    cell_means,
+    mean_over_heads,
+    pair_counts,
+    pair_norms,
+    stack_layers,
+)
+from trainer.analysis.capture import Heads
+from trainer.analysis.frequency_entropy import (
+    MEASURES,
+    NAMES,
+    FrequencyEntropy,
+    Gates,
+    Sweep,
+    frequency_entropies,
+    frequency_entropy_of,
+    sweep,
+)
+from trainer.analysis.settings import rules
+from trainer.analysis.topic import Plot, Target, Topic, tidy
+from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.points import Points, points
+from trainer.plotting.style import GREY
+
+CELLS = 256
+COLUMNS = 4
+"""Largest number of layers or heads beside each other."""
+PAIR_INDEX = "pair index, from the fastest on"
+
+
+class FrequencyEntropyFigures(Topic):
+    """SpectrumFE and SequenceFE of every layer, head and pair, also on the target's prefixes, and
+    perplexity with extreme pairs attenuated.
+
+    ``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no
+    such pair.
+    """
+
+    key = "frequency_entropy"
+    title = "Frequency entropy"
+    shortest = 6  # with fewer than a frame, only SpectrumFE is left out
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.cell = -(-target.length // CELLS)
+        long = target.length >= target.frames.frame
+        self.measures = [m for m in MEASURES if m != "spectrum" or long]
+        self.values: dict[tuple[str, Side], Array] = {}
+        self.prefixes: dict[int, dict[str, Array]] = {}
+        self.sweeps: list[Sweep] = []
+        self._layers: list[FrequencyEntropy] = []
+        # [pairs, cells]: mean norms of a query head's pairs and of the keys that it reads.
+        self._norms: dict[Place, dict[Side, Array]] = {}
+        encodings = target.model.layout.layers
+        still = [i for i, e in enumerate(encodings) if not any(s.rotates for s in e.spectra)]
+        # Without chosen heads: the first, the middle, the last layer and one without rotation.
+        last = len(encodings) - 1
+        chosen = list(dict.fromkeys(layer for layer, _ in target.chosen))
+        self._shown = (chosen or sorted({0, last // 2, last, *still[:1]}))[:COLUMNS]
+        gates = [rule for gate in target.attenuation.gates for rule in rules(gate)]
+        self._thresholds = {m: sorted({g.tau for g in gates if g.measure == m}) for m in NAMES}
+
+    def on_layer(self, heads: Heads) -> None:
+        """Compute the entropies of all pairs, and norms of the heads that are shown."""
+        entropies = frequency_entropy_of(heads, self.measures, self.target.frames)
+        self._layers.append(entropies)
+        chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+        if not self.target.chosen and heads.layer in self._shown:
+            # Without a chosen head, show the one with the most concentrated pair.
+            entropy = entropies["query"][self.measures[0]].nan_to_num(nan=1.0)
+            chosen = [int(entropy.amin(dim=-1).argmin())]
+        for head in chosen:
+            self._norms[heads.layer, head] = {
+                "query": self._norm_map(heads, "query", head),
+                "key": self._norm_map(heads, "key", head // heads.queries_per_key),
+            }
+
+    def _norm_map(self, heads: Heads, side: Side, head: int) -> Array:
+        """Average norms of the first text over neighbouring tokens, ``[pairs, cells]``."""
+        x = heads.q if side == "query" else heads.k
+        norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
+        return cell_means(norms, self.cell).cpu().numpy()
+
+    def finish(self) -> None:
+        """Stack the layers; read the prefixes and the attenuated texts."""
+        target = self.target
+        self.values = {
+            (m, side): stack_layers([layer[side][m] for layer in self._layers])
+            for m in self.measures
+            for side in SIDES
+        }
+        for n in sorted({n for n in target.prefixes if n < target.length}):
+            measures = [m for m in self.measures if m != "spectrum" or n >= target.frames.frame]
+            layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
+            self.prefixes[n] = {
+                m: stack_layers([layer["query"][m] for layer in layers]) for m in measures
+            }
+        self.sweeps = attenuation_sweeps(target, self.measures, self._layers)
+
+    def plots(self) -> list[Plot]:
+        """Draw entropies by pair, norms by token, means by layer, and the attenuation."""
+        plots = [plot for side in SIDES for plot in self._side(side)]
+        means = {
+            f"{NAMES[m]} of {SIDES[side]}": mean_over_heads(entropy)
+            for (m, side), entropy in self.values.items()
+        }
+        scales = [Scale("entropy")] * len(means)
+        plots.append(
+            Plot(
+                "frequency_entropy_layers",
+                heat_maps(means, scales, x=PAIR_INDEX, y="layer"),
+                "Mean entropy over the heads of a layer, by pair.",
+            )
+        )
+        if len(self._shown) < len(self.target.model.layout.layers):
+            plots += [self._all_layers(m) for m in self.measures]
+        if self.prefixes:
+            plots.append(self._by_length())
+        return plots + attenuation_plots(self.sweeps)
+
+    def rows(self) -> pd.DataFrame:
+        """Return every pair's entropies, on prefixes too, and the perplexities."""
+        axes, T = ("layer", "head", "pair"), self.target.length
+        tables = [
+            tidy({NAMES[m]: values}, *axes, variant=SIDES[side], length=T)
+            for (m, side), values in self.values.items()
+        ]
+        tables += [
+            tidy({NAMES[m]: values}, *axes, variant=SIDES["query"], length=n)
+            for n, by_measure in self.prefixes.items()
+            for m, values in by_measure.items()
+        ]
+        for measured in self.sweeps:
+            name, tokens = in_words(measured.gates), measured.tokens
+            numbers = {f"perplexity, alpha={a:g}": p for a, p in measured.perplexity.items()}
+            numbers["attenuated_pairs"] = float(measured.pairs)
+            tables.append(tidy(numbers, variant=name, length=tokens))
+        return pd.concat(tables)
+
+    def _entropies(self, title: str, measure: str, heads: Array, label: str) -> Points:
+        """Return the points of entropies ``[heads, pairs]``, coloured by head."""
+        index: Array = np.indices(heads.shape)
+        head, pair = index[0], index[1]
+        frame = Frame("", label, entropy_axis(self._thresholds[measure]))
+        return Points.graded(title, pair, heads, head, frame)
+
+    def _side(self, side: Side) -> list[Plot]:
+        """Draw all heads of some layers (Fig. 3), and single heads with their norms (Fig. 1)."""
+        panels = [
+            self._entropies(
+                f"layer {layer}", m, self.values[m, side][layer], "" if column else NAMES[m]
+            )
+            for m in self.measures
+            for column, layer in enumerate(self._shown)
+        ]
+        columns = len(self._shown)
+        axes: dict[str, Any] = {"x": PAIR_INDEX, "index": "head"}
+        plots = [
+            Plot(
+                f"frequency_entropy_{SIDES[side]}",
+                points(panels, columns=columns, height=1.75, share=True, **axes),
+                f"Entropy of every pair of the {SIDES[side]} of some layers; dashed: thresholds of "
+                "the attenuation (Fig. 3).",
+            )
+        ]
+        everything = list(self._norms)
+        for start in range(0, len(everything), COLUMNS):
+            shown = everything[start : start + COLUMNS]
+            number = f"_{start // COLUMNS + 1}" if start else ""
+            single = []
+            for m in self.measures:
+                for column, (layer, head) in enumerate(shown):
+                    entropies, queries = self.values[m, side][layer], self.values[m, "query"]
+                    row = head * len(entropies) // queries.shape[1]
+                    drawn = np.column_stack([np.arange(entropies.shape[1]), entropies[row]])
+                    axis = entropy_axis(self._thresholds[m])
+                    frame = Frame("", "" if column else NAMES[m], axis)
+                    single.append(Points(f"layer {layer}, head {head}", {"": drawn}, frame))
+            maps = {f"layer {i}, head {j}": self._norms[i, j][side] for i, j in shown}
+            readers = "" if side == "query" else " that these heads read"
+            plots += [
+                Plot(
+                    f"frequency_entropy_heads_{SIDES[side]}{number}",
+                    points(single, columns=len(shown), height=1.6, x=PAIR_INDEX),
+                    f"Entropy of every pair of single {SIDES[side]}{readers} (Fig. 1, 2, 5, 8-10, "
+                    "18-21, above).",
+                ),
+                Plot(
+                    f"frequency_entropy_norms_{SIDES[side]}{number}",
+                    heat_maps(
+                        maps,
+                        Scale("l2 norm of the pair", log=True),
+                        x="token",
+                        y=PAIR_INDEX,
+                        columns=COLUMNS,
+                        cell=(self.cell, 1),
+                    ),
+                    f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, "
+                    "5, 8-10, 18-21, below).",
+                ),
+            ]
+        return plots
+
+    def _all_layers(self, measure: str) -> Plot:
+        """Draw queries of all heads of all layers (Fig. 6 and 7)."""
+        panels = [
+            self._entropies(f"layer {i}", measure, heads, "")
+            for i, heads in enumerate(self.values[measure, "query"])
+        ]
+        axes: dict[str, Any] = {"x": PAIR_INDEX, "y": NAMES[measure], "index": "head"}
+        return Plot(
+            f"frequency_entropy_all_layers_{measure}",
+            points(panels, columns=6, height=0.95, size=1.5, share=True, **axes),
+            f"{NAMES[measure]} of every pair of the queries of all layers (Fig. 6 and 7).",
+        )
+
+    def _by_length(self) -> Plot:
+        """Draw entropies of queries on the target's prefixes (App. F, Fig. 15 to 17)."""
+        whole = {m: self.values[m, "query"] for m in self.measures}
+        by_length = self.prefixes | {self.target.length: whole}
+        panels = []
+        for m in self.measures:
+            missing = np.full(whole[m].shape, np.nan)
+            values = np.stack([by_length[n].get(m, missing) for n in by_length])
+            for column, (layer, head) in enumerate(list(self._norms)[:COLUMNS]):
+                label = "" if column else NAMES[m]
+                panel = self._entropies(f"L{layer}H{head}", m, values[:, layer, head], label)
+                panels.append(panel)
+        lengths = ", ".join(f"{i}: {n:,}" for i, n in enumerate(by_length))
+        columns = min(len(self._norms), COLUMNS)
+        axes: dict[str, Any] = {"x": PAIR_INDEX, "index": f"tokens ({lengths})"}
+        return Plot(
+            "frequency_entropy_lengths",
+            points(panels, columns=columns, height=1.75, share=True, **axes),
+            "Entropy of the query pairs of single heads by the length of the text (App. F, Fig. "
+            "15-17).",
+        )
+
+
+def entropy_axis(thresholds: Sequence[float]) -> Callable[[Axes], None]:
+    """Return a function that draws thresholds on an axis from 0 to 1."""
+
+    def prepare(axes: Axes) -> None:
+        for height in thresholds:
+            axes.axhline(height, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
+        axes.set_ylim(0, 1.02)
+
+    return prepare
+
+
+def attenuation_sweeps(
+    target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
+) -> list[Sweep]:
+    """Measure perplexity of the target's texts by gate and alpha (Sec. 5.2, Fig. 4).
+
+    ``measures``: measures for which the text is long enough; gates of others are skipped.
+    ``entropies``: entropies on these texts. A model without rotation, or with an intervention, is
+    not measured.
+    """
+    settings, layout = target.attenuation, target.model.layout
+    gates = [
+        together
+        for together in map(rules, settings.gates)
+        if all(gate.measure in measures for gate in together)
+    ]
+    busy = any(layer.intervention for layer in layout.layers)
+    if not (settings.alphas and gates and layout.rotates) or busy:
+        return []
+    ids, most = target.ids[: settings.texts], target.length - 1
+    choice = target.choice
+    if choice is None and settings.choice_length is not None:
+        choice = target.ids[:, : settings.choice_length]
+    if choice is not None:
+        needed = sorted({gate.measure for together in gates for gate in together})
+        entropies = frequency_entropies(target.model, choice, needed, target.frames)
+    lengths = dict.fromkeys(min(n, most) for n in settings.tokens or [most])
+    return [
+        measured
+        for n in lengths
+        for measured in sweep(target.model, ids[:, : n + 1], entropies, gates, settings.alphas)
+    ]
+
+
+def attenuation_plots(sweeps: Sequence[Sweep]) -> list[Plot]:
+    """Draw perplexity by the factor on the chosen pairs, a panel for each number of tokens."""
+    by_tokens: dict[int, list[Sweep]] = {}
+    for measured in sweeps:
+        by_tokens.setdefault(measured.tokens, []).append(measured)
+    if not by_tokens:
+        return []
+
+    def log_y(axes: Axes) -> None:
+        axes.set_yscale("log")
+
+    panels = [
+        Panel(
+            f"{tokens:,} tokens",
+            [_curve(number, measured) for number, measured in enumerate(together)],
+            Frame("factor α on the chosen pairs", "perplexity", log_y),
+        )
+        for tokens, together in by_tokens.items()
+    ]
+    return [
+        Plot(
+            "attenuation",
+            side_by_side(panels, columns=2),
+            "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
+            "(Sec. 5.2, Fig. 4).",
+        )
+    ]
+
+
+def _curve(number: int, measured: Sweep) -> Series:
+    perplexity: Mapping[float, float] = measured.perplexity
+    label = f"{in_words(measured.gates)} ({measured.pairs:,})"
+    return Series(label, number, list(perplexity), list(perplexity.values()))
+
+
+def in_words(gates: Gates) -> str:
+    """Describe gates in words."""
+    return " or ".join(
+        f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau:g}"
+        for gate in gates
+    )

@@ -1,1 +1,0 @@
-"""Matrix entropy of heads (DoPE), and their attention on a needle."""

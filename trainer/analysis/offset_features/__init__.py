@@ -1,1 +1,0 @@
-"""Rotary offset features: slow pairs with large means at a fixed angle."""

@@ -1,1 +1,0 @@
-"""Positional bias of heads, its gradients, and the effect of a rescaling on it (DroPE)."""

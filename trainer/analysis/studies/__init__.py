@@ -1,1 +1,0 @@
-"""The interface of studies, and the catalogue of their names."""
