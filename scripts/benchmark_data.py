@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.order import sample_indices
 from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import documents

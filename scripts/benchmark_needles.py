@@ -34,14 +34,15 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
-from trainer.commands.train import read_config
+from trainer.commands.run import read_config
 from trainer.common.errors import UserError
+from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles import NEEDLE_TASKS, NeedleTaskSettings
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained

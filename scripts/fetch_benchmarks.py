@@ -26,7 +26,7 @@ MEMBERS = {
 
 def benchmark_directory() -> Path:
     """Return the directory of the questions, next to the prepared corpora."""
-    from trainer.data.config import DataConfig
+    from trainer.config import DataConfig
     from trainer.data.sources import cache_directory
 
     return cache_directory(DataConfig()) / "benchmarks"

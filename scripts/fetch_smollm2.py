@@ -23,7 +23,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def model_directory() -> Path:
     """Return the directory of the converted model, next to the prepared corpora."""
-    from trainer.data.config import DataConfig
+    from trainer.config import DataConfig
     from trainer.data.sources import cache_directory
 
     return cache_directory(DataConfig()) / "models" / NAME

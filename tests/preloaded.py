@@ -5,20 +5,17 @@ import trainer
 # isort: split
 import gc
 
-import pytest
 import torch
 
 import trainer.report.pages
 import trainer.workflows.analyze
 import trainer.workflows.experiment  # noqa: F401
-from tests.done_once import compose_once
-from trainer.commands.hydra.composing import compose_words
-from trainer.commands.train import read_run
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.commands.composing import compose_words
+from trainer.commands.run import read_run
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 
 torch.set_num_threads(1)
-compose_once(pytest.MonkeyPatch())
 read_run(compose_words(["+experiment=drope_demo"]), weights=False)
 compose_words([])
 compose_words([], "evaluate")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.checkpoint import load_decoder, read_state
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 

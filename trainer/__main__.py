@@ -2,53 +2,135 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import trainer
-from trainer.commands import COMMANDS
-from trainer.commands.exit_codes import exit_codes, leaving_ranks
-from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.hydra.running import run_command, split_flags
-from trainer.common.errors import UserError, nearest
+from trainer.commands.help import COMMANDS, Command, config_directory, help_text, split_words
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError
+
+MISTAKE, STOPPED, INTERRUPTED = 1, 143, 130
+"""Exit codes: an error, a SIGTERM after which nothing is kept, Ctrl-C."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; exit with 0, with 2 for a mistake of the user's, 85 when stopped to be
-    continued, 130 when interrupted."""
+    """Run a command; exit with 0, with 1 for an error, with 85 if stopped to be resumed."""
     words = sys.argv[1:] if arguments is None else arguments
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return
-    with leaving_ranks(), exit_codes(words):
-        command, words = split_command(words)
-        run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, words)
+    name = words[0] if words and words[0] in COMMANDS else "train"
+    words = words[1:] if words[:1] == [name] else words
+    if {"--help", "-h", "help"} & {*words}:
+        print(help_text(name))
+        return
+    with leaving_ranks(), exit_codes():
+        run_command(name, COMMANDS[name], words)
 
 
-def split_command(words: list[str]) -> tuple[str, list[str]]:
-    """Split the command line into a command, ``train`` if none is named, and its arguments.
+def run_command(name: str, command: Command, words: Sequence[str]) -> None:
+    """Let Hydra compose the words, and run the command with them: once, or for each job of
+    ``--multirun``."""
+    import hydra
+    from omegaconf import DictConfig
 
-    ``help WORDS`` is read as ``WORDS --help``.
+    from trainer.commands.composing import (
+        Composed,
+        overrides_of,
+        register_encodings,
+        register_schema,
+    )
 
-    Raises:
-        UserError: the first word is neither an override, an option nor a command.
-    """
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    first = words[0] if words else ""
-    if first in COMMANDS:
-        return first, words[1:]
-    if not first or "=" in first or first.startswith(("-", "+", "~")):
-        return "train", words
-    flags, _ = split_flags(words, ())
-    experiments = ConfigFiles(flags.config_dir).options("experiment")
-    near = nearest(first, [*COMMANDS, *experiments])
-    if near in experiments:
-        raise UserError.at("", f"unknown command {first!r}.", f"Did you mean +experiment={near}?")
-    hint = "" if near is None else f" Did you mean {near!r}?"
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:{width}} {text}" for name, text in COMMANDS.items())
-    raise UserError.at("", f"unknown command {first!r}.{hint} The commands:\n{listed}")
+    register_schema()
+    register_encodings(words)
+    overrides, prompts = split_words(overrides_of(words), command.bare)
+
+    def job(config: DictConfig) -> None:
+        from trainer.commands.run import EXECUTE  # torch-free, but slow for --cfg
+
+        composed = Composed.from_hydra(config)
+        if prompts:
+            composed.values["prompts"] += prompts
+        with ending_when_preempted():
+            EXECUTE[name](composed)
+
+    with _called_with(["unrope", *overrides]):
+        directory = str(config_directory())
+        hydra.main(version_base="1.3", config_path=directory, config_name=command.root)(job)()
+
+
+@contextmanager
+def _called_with(words: list[str]) -> Iterator[None]:
+    """Let Hydra read these words, and raise errors instead of printing them."""
+    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = words
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+@contextmanager
+def ending_when_preempted() -> Iterator[None]:
+    """Exit with the code of a job that was asked to stop, also in the middle of a sweep."""
+    try:
+        yield
+    except PreemptedError as stop:
+        print(stop, file=sys.stderr)
+        if not stop.is_resumable:
+            sys.exit(STOPPED)
+        if stop.requeues and os.environ.get("RANK", "0") == "0":
+            from trainer.common.processes import requeue
+
+            requeue()
+        sys.exit(REQUEUE_EXIT_CODE)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Print an error of the command line, of files or of libraries in a line and exit with its
+    code; ``HYDRA_FULL_ERROR=1`` shows the traceback. Any other error shows it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        from trainer.commands.composing import explain
+
+        of_user = ValueError, OSError, KeyError, ImportError, HydraException, OmegaConfBaseException
+        if os.environ.get("HYDRA_FULL_ERROR") or not isinstance(error, of_user):
+            raise
+        print(
+            *(f"error: {line}" for line in explain(error).splitlines()), sep="\n", file=sys.stderr
+        )
+        sys.exit(MISTAKE)
+
+
+@contextmanager
+def leaving_ranks() -> Iterator[None]:
+    """End the process immediately if an error leaves its process group open: at an ordinary exit
+    threads may wait for other ranks forever."""
+    try:
+        yield
+    except BaseException as error:
+        group = sys.modules.get("torch.distributed")  # not imported for every command
+        if group is None or not group.is_initialized():
+            raise
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from trainer.analysis.frequency_entropy import (
     sweep,
 )
 from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures, in_words
-from trainer.analysis.settings import AttenuationSettings, Gate, ShortTime, rules
+from trainer.analysis.settings import Gate, rules
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
-from trainer.evaluation.method_config import WeightedRopeSettings
+from trainer.config import AttenuationSettings, ShortTime, WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 from trainer.positional.layout import Intervention
 

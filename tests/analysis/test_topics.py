@@ -10,9 +10,10 @@ import torch
 from tests.golden.files import GOLDEN
 from trainer.analysis import topic as module
 from trainer.analysis.capture import NeedlePrompt, capture
-from trainer.analysis.settings import ANALYSES, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.analysis.settings import ANALYSES
 from trainer.analysis.topic import COLUMNS, Target, Topic, run, summary, tidy
 from trainer.analysis.topics import TOPICS
+from trainer.config import AttenuationSettings, NeedleSettings, ShortTime
 
 C, T = 32, 80
 IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))

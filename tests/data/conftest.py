@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig
 
 
 def write_texts(directory, files=3, documents=40, start=0):

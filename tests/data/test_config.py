@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
+from trainer.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.order import PERIOD
 
 FILES = {"source": "files", "files": ["a.txt"]}

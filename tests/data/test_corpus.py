@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.data.config import TokenizerConfig
+from trainer.config import TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
 

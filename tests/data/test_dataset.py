@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 
-from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
+from trainer.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import (
     BOUNDS,

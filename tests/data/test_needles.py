@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.data.config import MOST_NAMES, NeedlesConfig
+from trainer.config import MOST_NAMES, NeedlesConfig
 from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 

@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data import encoding, prepared
-from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.encoding import cut, document_hash, split_of
 from trainer.data.prepared import (
     Manifest,

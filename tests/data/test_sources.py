@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands.hydra.composing import compose_words
+from trainer.commands.composing import compose_words
 from trainer.common.errors import UserError
+from trainer.config import DataConfig
 from trainer.data import sources
-from trainer.data.config import DataConfig
 from trainer.data.sources import documents, find_files, state_of, stdlib_docs, text_source
 
 TEXTS = [f"Text {i}, with commas and\nlines. " * i for i in range(1, 150)]

@@ -16,10 +16,11 @@ from scripts.write_reproduce import DATA
 from tests.interchange.families import made
 from tests.small_runs import trained_in
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands import analyze as analyze_command
-from trainer.commands import evaluate as evaluate_command
-from trainer.commands.hydra import composing as configuration
+from trainer.commands.composing import compose_words
+from trainer.commands.run import read_evaluation
+from trainer.config import AnalysisRequest
 from trainer.evaluation.longbench import KINDS
+from trainer.runs.parsing import parse
 from trainer.workflows import analyze, evaluate
 from trainer.workflows.benchmarks import run_benchmarks
 
@@ -168,7 +169,7 @@ def different(lines):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
     """Skip slow work that does not depend on the command; other tests cover it."""
-    monkeypatch.setattr(analyze, "write_analysis", lambda report, output: output)
+    monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
@@ -177,19 +178,21 @@ def quick(monkeypatch, place):
 
 def asked(command, line, output):
     """The checked request."""
-    words = configuration.compose_words(small(line, output), command.root)
-    return command.read(words)
+    composed = compose_words(small(line, output), command)
+    if command == "analyze":
+        return parse(AnalysisRequest, composed.values)
+    return read_evaluation(composed)
 
 
 class TestAnalyses:
     """Three classes, so that processes share the commands."""
 
     @pytest.mark.parametrize("line", different(commands_with("analyze")))
-    def test_every_analysis_has_figures_and_rows(self, line, tmp_path):
-        named = asked(analyze_command.COMMAND, line, tmp_path)
-        report, _ = analyze.analyze(named.request, named.name)
-        assert report.results
-        assert all(results.plots and len(results.rows) for results in report.results)
+    def test_every_section_finds_something(self, line, tmp_path):
+        request = asked("analyze", line, tmp_path)
+        report, _ = analyze.analyze(request, request.analysis.kind)
+        assert report.sections
+        assert all(section.findings for section in report.sections)
 
 
 class TestEvaluations:
@@ -197,13 +200,12 @@ class TestEvaluations:
         "line", different(commands_with("evaluate", "multiple_choice", "harness"))
     )
     def test_every_method_is_measured(self, line, tmp_path):
-        named = asked(evaluate_command.COMMAND, line, tmp_path)
-        report, _ = evaluate.evaluate_lengths(named.request, named.name)
-        assert {cell.method for cell in report.cells} == set(named.request.evaluation.names)
+        request = asked("evaluate", line, tmp_path)
+        report, _ = evaluate.evaluate_lengths(request, "page")
+        assert {cell.method for cell in report.cells} == set(request.evaluation.names)
 
     @pytest.mark.parametrize(
         "line", different(c for c in commands_with("evaluate") if "multiple_choice" in c)
     )
     def test_questions_are_asked(self, line, tmp_path):
-        named = asked(evaluate_command.COMMAND, line, tmp_path)
-        assert run_benchmarks(named.request, named.name)
+        assert run_benchmarks(asked("evaluate", line, tmp_path), "page")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.config import ChoiceSettings, DopeSettings, EvaluationConfig, TemperatureSettings
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation import dope, passes
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import PART, Subject, is_unchanged, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.store import Store
 

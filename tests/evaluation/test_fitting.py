@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trainer.config import EvaluationConfig, TemperatureSettings
 from trainer.data.held_out import HeldOutPart, HeldOutText
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import (
     FitText,
     Fitting,
@@ -21,7 +21,6 @@ from trainer.evaluation.fitting import (
 )
 from trainer.evaluation.layouts import tempered
 from trainer.evaluation.loss import AnsweredTexts
-from trainer.evaluation.method_config import TemperatureSettings
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.store import Store
 

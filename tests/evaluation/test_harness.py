@@ -7,8 +7,8 @@ import pytest
 
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
+from trainer.config import HarnessConfig
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.evaluation.benchmarks import HarnessConfig
 from trainer.evaluation.likelihood import Encoder
 
 pytest.importorskip("lm_eval")

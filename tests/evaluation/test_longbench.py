@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
+from trainer.config import LongBenchSettings, LongBenchTask
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.longbench import (
     FOURTEEN,
     KINDS,
     LongBenchRow,
-    LongBenchSettings,
-    LongBenchTask,
     classification,
     code_similarity,
     count,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer, slowed
 from trainer.common.errors import UserError
+from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import with_factors
 from trainer.evaluation.longrope import (
@@ -23,7 +24,6 @@ from trainer.evaluation.longrope import (
     search_longrope,
 )
 from trainer.evaluation.loss import AnsweredTexts, answer_loss, mean_loss
-from trainer.evaluation.method_config import LongRopeSettings
 from trainer.evaluation.store import Store
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout

@@ -6,14 +6,9 @@ import json
 
 import pytest
 
+from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.many_shot import (
-    ManyShotSettings,
-    arithmetic,
-    final_answer,
-    many_shot_tasks,
-    normalised,
-)
+from trainer.evaluation.many_shot import arithmetic, final_answer, many_shot_tasks, normalised
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from trainer.config import EvaluationConfig
 from trainer.data.needles import NeedleVocabulary
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Prompted, Reading, Statements
 from trainer.evaluation.scoring import Prompt

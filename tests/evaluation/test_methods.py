@@ -9,21 +9,20 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.evaluation import dope, weighted_rope
-from trainer.evaluation.benchmarks import NEED_A_FACTOR
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
-from trainer.evaluation.layouts import tempered
-from trainer.evaluation.method_config import (
+from trainer.config import (
     BY_LAYER,
     ON_TEXT,
     ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
+    EvaluationConfig,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
 )
+from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
+from trainer.evaluation.layouts import tempered
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.store import Store
 from trainer.positional.config import TemperatureConfig
@@ -59,7 +58,7 @@ def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_withou
     assert {name for name, part in MAKERS.items() if set(part.fits(CONFIG, 2.0))} == set(ON_TEXT)
 
 
-@pytest.mark.parametrize("name", NEED_A_FACTOR)
+@pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])
 def test_parts_that_need_a_factor_change_nothing_for_1(fitting, name):
     have = fitting()
     assert layout_of(name, have, 1.0).at(32) == have.model.layout.at(32)

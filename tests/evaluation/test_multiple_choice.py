@@ -6,8 +6,9 @@ import json
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.config import MultipleChoiceConfig
 from trainer.evaluation import multiple_choice
-from trainer.evaluation.benchmarks import MultipleChoiceConfig, mean_score
+from trainer.evaluation.benchmarks import mean_score
 from trainer.evaluation.likelihood import Likelihood
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,

@@ -8,7 +8,7 @@ import torch
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.common.errors import UserError
-from trainer.evaluation.method_config import WeightedRopeSettings
+from trainer.config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.files import GOLDEN
 from tests.program import ROOT
-from trainer.commands import evaluate as evaluate_command
-from trainer.commands.hydra import composing as configuration
+from trainer.commands.composing import compose_words
+from trainer.commands.run import read_evaluation
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
@@ -94,10 +94,8 @@ def test_the_documented_command_has_rows_of_ruler_for_a_released_checkpoint(tmp_
     few = ["evaluation.lengths=[1]", "evaluation.ruler.trials=1", "evaluation.fit_windows=1"]
     data = "{source: files, files: [text.txt], validation: 0.3, test: 0.6, cache_dir: cache}"
     small = ["threads=1", "output=out", f"text={data}"]
-    named = evaluate_command.COMMAND.read(
-        configuration.compose_words([*words, *few, *small], evaluate_command.COMMAND.root)
-    )
-    report, _ = evaluate.evaluate_lengths(named.request, named.name)
+    composed = compose_words([*words, *few, *small], "evaluate")
+    report, _ = evaluate.evaluate_lengths(read_evaluation(composed), "ruler")
     rows = {(cell.method, cell.task, cell.length) for cell in report.cells}
     asked = {"niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"}
     asked |= {"niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery"}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig
 from trainer.data.dataset import as_batch
 from trainer.model import forward_pass
 from trainer.model.config import ModelConfig, QKNormConfig

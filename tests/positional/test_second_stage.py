@@ -15,12 +15,18 @@ from tests.positional.examples import encoded, one_layer, slowed
 from trainer.analysis.capture import capture
 from trainer.analysis.offset_features import OffsetFeatureSearch
 from trainer.analysis.rescaling_effects import scaling_factors
-from trainer.data.config import DataConfig
+from trainer.config import (
+    ChangeConfig,
+    DataConfig,
+    DopeSettings,
+    RescaleConfig,
+    RunConfig,
+    WeightedRopeSettings,
+)
 from trainer.evaluation import weighted_rope
 from trainer.evaluation.dope import select
 from trainer.evaluation.layouts import tempered, with_factors
 from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
-from trainer.evaluation.method_config import DopeSettings, WeightedRopeSettings
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import make_spectrum
@@ -34,8 +40,6 @@ from trainer.positional.rescaling import (
     position_interpolation,
     yarn,
 )
-from trainer.recalibration.config import ChangeConfig
-from trainer.runs.config import RescaleConfig, RunConfig
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import phases_of

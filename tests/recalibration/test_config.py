@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.recalibration.config import DropConfig, ScheduleConfig
+from trainer.config import DropConfig, ScheduleConfig
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
+from trainer.config import ChangeConfig
 from trainer.positional.config import PositionalConfig, TemperatureConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.drop import drop, dropped_layout
 
 C = 64

@@ -9,6 +9,7 @@ import pytest
 
 from tests.program import ROOT
 from trainer.common.errors import Problem
+from trainer.config import PhaseConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.arms import (
     MAIN,
     arm_problems,
@@ -18,7 +19,6 @@ from trainer.runs.arms import (
     shard_size,
     spread_problems,
 )
-from trainer.runs.config import PhaseConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import Ranks
 

@@ -13,9 +13,8 @@ import torch
 
 import trainer
 from trainer.common.processes import cores
+from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.positional.config import PositionalConfig
-from trainer.recalibration.config import DropConfig
-from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.descriptions import (
     checkpoint_label,
     command,

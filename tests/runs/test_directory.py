@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig
-from trainer.evaluation.config import EvaluationConfig
+from trainer.config import (
+    DataConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RunConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
 from trainer.model.config import ModelConfig
-from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.directory import (
     check_run_directory,
     differences,

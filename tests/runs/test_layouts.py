@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig, RescaleConfig, RunConfig
 from trainer.model.config import ModelConfig
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
-from trainer.runs.config import RescaleConfig, RunConfig
 from trainer.runs.layouts import layout_of_phase, rescaled_layout
 from trainer.runs.parsing import parse
 from trainer.runs.phases import phases_of

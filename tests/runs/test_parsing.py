@@ -11,10 +11,8 @@ import pytest
 
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import configuration, validated
-from trainer.evaluation.config import EvaluationConfig
-from trainer.runs.config import RunConfig
+from trainer.config import EvaluationConfig, EvaluationRequest, RunConfig
 from trainer.runs.parsing import control_config, merged, parse
-from trainer.workflows.requests import EvaluationRequest
 
 
 def test_a_run_may_leave_the_controls_of_its_experiment_out():

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import (
-    branch_problems,
     kept_steps,
     phase_at,
     phase_before,
@@ -270,49 +269,6 @@ LONGER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 3
 SMALLER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "batch_size": 4}}}
 RESET = {"optimizer_state": "reset"}
 SLOWER = {"rescale": {"factor": 2.0}}
-
-
-@pytest.mark.parametrize(
-    ("run", "control", "step", "message"),
-    [
-        ({}, {}, 20, None),
-        ({"drop": {"at": 10}}, {"drop": {"at": 10}}, 15, None),
-        ({"drop": {"at": 10}}, {}, 10, None),
-        ({"drop": {"at": 10}}, {}, 11, LATER.format(10, 11)),
-        ({}, {"drop": {"at": 10}}, 11, LATER.format(10, 11)),
-        ({"drop": {"at": 10}}, {"drop": {"at": 10, "to": "alibi"}}, 11, LATER.format(10, 11)),
-        ({"drop": {"at": 10}}, {"drop": {"at": 10, **RESET}}, 11, None),
-        (
-            {"drop": {"at": 10}}, {"drop": {"at": 10, "optimizer_state": "keep"}}, 11,
-            LATER.format(10, 11),
-        ),
-        # A phase that begins without a change is no other run than one that goes on.
-        ({"phases": {"a": {"steps": 10}, "b": {"steps": 10, "log_every": 1}}}, {}, 20, None),
-        (
-            {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **RESET}}}, {}, 11,
-            LATER.format(10, 11),
-        ),
-        (
-            {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **SLOWER, **RESET}}},
-            {"phases": {"a": {"steps": 10}, "b": {"steps": 10, **SLOWER}}}, 11,
-            LATER.format(10, 11),
-        ),
-        ({}, {"trainer": {"batch_size": 4}}, 1, SAMPLES.format(0)),
-        ({}, {"data": {"sequence_length": 32}}, 1, SAMPLES.format(0)),
-        ({}, {"data": {"text_field": "t"}}, 1, SAMPLES.format(0)),
-        ({}, {"data": {"num_workers": 2, "cache_dir": "x"}}, 20, None),
-        ({}, {"trainer": {"batch_size": 4}}, 0, None),
-        (LONGER, {}, 10, None),
-        (LONGER, {}, 11, SAMPLES.format(10)),
-        (SMALLER, {}, 11, SAMPLES.format(10)),
-        ({}, SMALLER, 11, SAMPLES.format(10)),
-        (LONGER, LONGER, 20, None),
-    ],
-)  # fmt: skip
-def test_a_control_goes_on_from_where_both_were_alike(run, control, step, message):
-    result = [*map(str, branch_problems(run_of(**run), run_of(**control), step))]
-    assert len(result) == (message is not None)
-    assert not message or result[0].startswith(message)
 
 
 def test_a_control_that_does_not_branch_off_may_read_other_samples():

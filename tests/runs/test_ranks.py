@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.program import run_ranks
 from trainer.common.errors import DivergedError, PreemptedError, UserError
+from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs import ranks as ranks_module
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import (
     Ranks,
     Vote,

@@ -21,10 +21,10 @@ from trainer.checkpoint import (
 )
 from trainer.common.errors import UserError
 from trainer.common.files import checksum
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.model.config import ModelConfig
-from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse

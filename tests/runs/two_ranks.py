@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import Vote, all_gather, on_rank_zero, process_group
 
 with process_group(RunConfig(strategy=StrategyConfig("ddp"))) as ranks:

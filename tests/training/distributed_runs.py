@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.common.errors import PreemptedError
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training.optimizers import MuonWithAdamW, newton_schulz

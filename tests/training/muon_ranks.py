@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training.optimizers import newton_schulz, of_copies, of_shards, ranks_of
 

@@ -22,11 +22,11 @@ from tests.training.test_run import (
 )
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import monitors

@@ -12,9 +12,8 @@ import lightning.pytorch.accelerators
 import pytest
 import torch
 
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.model.config import ModelConfig
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import devices
 from trainer.training.devices import (

@@ -12,8 +12,8 @@ import torch
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from trainer.checkpoint import read_state
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 
 SCRIPT = Path(__file__).with_name("distributed_runs.py")

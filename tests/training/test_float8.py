@@ -17,10 +17,10 @@ from tests.training.test_distributed import launch, variant
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from tests.training.test_strategy import alone  # noqa: F401 - a fixture
 from trainer.common.errors import UserError
+from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
 from trainer.runs.arms import spread_problems
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import Ranks
 from trainer.training import devices

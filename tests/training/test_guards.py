@@ -12,8 +12,8 @@ import pytest
 
 from tests.program import run as run_process
 from trainer.common.errors import UserError
+from trainer.config import RunConfig, TrainerConfig
 from trainer.data.dataset import TrainingSamples
-from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import init_distributed
 from trainer.training.callbacks import guards
 from trainer.training.callbacks.guards import (

@@ -21,14 +21,13 @@ from tests.training.test_run import (
 )
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
+from trainer.config import BenchmarksConfig, RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.measurements import Reading
 from trainer.evaluation.results import Reach
 from trainer.model.backends import BACKENDS, cudnn_attention
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.monitors import (
     Benchmarks,
     Lengths,

@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from trainer.data.config import DataConfig
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.config import DataConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks, current_ranks
 from trainer.training import lightning_trainer
 from trainer.training.lightning_trainer import (

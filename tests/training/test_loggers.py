@@ -11,10 +11,10 @@ import lightning.pytorch.loggers
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Reach
 from trainer.evaluation.statistics import estimate
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import loggers
 from trainer.training.loggers import (

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer.config import RunConfig, TrainerConfig
 from trainer.model.flops import training_flops
 from trainer.positional.config import PositionalConfig
-from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.metrics_file import read_metrics, write_metrics
 from trainer.training.callbacks import metrics
 from trainer.training.callbacks.metrics import Metrics, flops_per_token

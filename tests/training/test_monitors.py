@@ -10,9 +10,9 @@ import torch
 from tests.training.test_run import checkpoint_of, rows_of
 from trainer.analysis.attention import MEASURES, probe
 from trainer.checkpoint import load_decoder, read_state
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.held_out import held_out_windows
-from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.monitors import Monitors
 from trainer.training.callbacks.stopping import Notice

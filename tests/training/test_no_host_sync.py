@@ -13,9 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.model.backends import Choice
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import lightning_trainer
 from trainer.training import run as runs

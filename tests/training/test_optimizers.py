@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.program import run_ranks
-from trainer.runs.config import OptimizerConfig
+from trainer.config import OptimizerConfig
 from trainer.training import optimizers
 from trainer.training.optimizers import (
     global_norm,

@@ -14,11 +14,11 @@ from tests.small_runs import trained_in
 from tests.training.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import PreemptedError, UserError
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse

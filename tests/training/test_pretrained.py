@@ -14,9 +14,9 @@ from tests.small_runs import decoder_of
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.checkpoint import BEFORE_DROP, load_decoder, read_state
 from trainer.common.errors import PreemptedError, UserError
+from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training.callbacks.transitions import effect_batch

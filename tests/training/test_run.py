@@ -16,12 +16,12 @@ import wandb
 from tests.small_runs import decoder_of
 from trainer.checkpoint import BEFORE_DROP, Reader, load_decoder, read_state, step_name
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Result
 from trainer.recalibration.drop import drop
-from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of

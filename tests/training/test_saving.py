@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import saving
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.runs.training_config import OptimizerConfig
+from trainer.config import OptimizerConfig
 from trainer.training import speed
 
 

@@ -15,7 +15,7 @@ from tests.program import Started
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.checkpoint import read_state, regular_checkpoints, step_name
 from trainer.common.errors import PreemptedError
-from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.config import RunConfig, TrainerConfig
 from trainer.training import run as runs
 from trainer.training.callbacks import stopping
 from trainer.training.callbacks.stopping import (

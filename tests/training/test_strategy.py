@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
+from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.training import lightning_trainer, strategy

@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.data.config import DataConfig
+from trainer.config import ChangeConfig, DataConfig, RescaleConfig, RunConfig, TrainerConfig
 from trainer.model.attention import RMSNorm
 from trainer.model.backends import Choice
 from trainer.model.config import QKNormConfig
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.drop import NOPE
-from trainer.runs.config import RescaleConfig, RunConfig, TrainerConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import Effect

@@ -13,11 +13,10 @@ import torch
 from tests.test_checkpoint import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
-from trainer.commands.hydra.composing import compose_words
-from trainer.commands.hydra.files import ConfigFiles
-from trainer.commands.train import read_run
+from trainer.commands.composing import compose_words
+from trainer.commands.run import read_run
 from trainer.common.errors import UserError
-from trainer.runs.config import RunConfig
+from trainer.config import EvaluationRequest, ExportRequest, RunConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.user_callbacks import (
@@ -29,7 +28,6 @@ from trainer.training.user_callbacks import (
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 CODE = '''
 import torch
@@ -266,7 +264,7 @@ def test_from_an_experiment_of_one_s_own(tmp_path):
         "# @package _global_\ncallbacks:\n  mine: {_target_: my_callbacks.Shrink, factor: 0.5}\n"
     )
     words = ["+experiment=mine", "callbacks.mine.factor=0.25"]
-    composed = compose_words(words, files=ConfigFiles(tmp_path))
+    composed = compose_words(words, config_dir=str(tmp_path))
     (callback,) = make_callbacks(read_run(composed).callbacks)
     assert callback.factor == 0.25
 

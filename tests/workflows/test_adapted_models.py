@@ -13,11 +13,17 @@ from tests.interchange.families import made
 from trainer.analysis.topic import Target, run
 from trainer.analysis.topics import TOPICS
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig
+from trainer.config import (
+    AnalysisConfig,
+    AnalysisRequest,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationRequest,
+    NeedleTaskSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
+)
 from trainer.evaluation.answering import answers
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.method_config import TemperatureSettings, WeightedRopeSettings
-from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.scoring import Prompt
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate
@@ -25,7 +31,6 @@ from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
 from trainer.workflows.analyze import analyze
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.requests import AnalysisConfig, AnalysisRequest, EvaluationRequest
 
 C = 320
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.data.streams import held_out
 from trainer.common.errors import UserError
+from trainer.config import AnalysisConfig
 from trainer.data.tokenizer import train_tokenizer
 from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
-from trainer.workflows.requests import AnalysisConfig
 
 END = 10**6
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
+from trainer.config import AnalysisRequest
 from trainer.workflows import analyze
-from trainer.workflows.requests import AnalysisRequest
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,24 @@ import torch
 
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig
+from trainer.config import (
+    BenchmarkConfig,
+    ChoiceSettings,
+    DataConfig,
+    DopeSettings,
+    MultipleChoiceConfig,
+    MultipleChoiceRequest,
+    WeightedRopeSettings,
+)
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation import multiple_choice, weighted_rope
-from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
 from trainer.evaluation.fitting import spread_evenly
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.method_config import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.evaluation.methods import CHOICE
 from trainer.runs.models import find_candidate
 from trainer.workflows import benchmarks
 from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks
-from trainer.workflows.requests import MultipleChoiceRequest
 from trainer.workflows.subjects import held_out_corpus
 
 C, FACTOR = 32, 4

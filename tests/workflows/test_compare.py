@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import re
-from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
@@ -18,22 +16,18 @@ from rich.console import Console
 
 from tests.data.streams import held_out
 from trainer.__main__ import main
-from trainer.commands import train
 from trainer.common.errors import UserError
+from trainer.config import CompareRequest, RunConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
-from trainer.evaluation.statistics import change, sign_test, wilson_interval
-from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import terminal_sweep
 from trainer.report.sweep_figures import sweep_figure
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
-from trainer.workflows.requests import CompareRequest
 
 TRIALS = 40
 WINDOWS = 6
@@ -115,98 +109,6 @@ def configured(name, **changes):
 def swept(lr, norm):
     qk_norm = {"qk_norm": {"when": norm}}
     return configured(f"rate_{lr}_{norm}", optimizer={"lr": lr}, model=qk_norm)
-
-
-def sweep(place):
-    """What the multirun said, its exit code, and the files of its comparison."""
-    said, errors = StringIO(), StringIO()
-    code = 0
-    with redirect_stdout(said), redirect_stderr(errors):
-        try:
-            main(["--multirun", *WORDS])
-        except SystemExit as stop:
-            code = stop.code
-    with (place / "multirun/rate/table.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    page = (place / "multirun/rate/report.html").read_text()
-    return {
-        "out": said.getvalue(), "err": errors.getvalue(), "code": code, "rows": rows, "page": page,
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sweeps(tmp_path_factory):
-    """A sweep of which the second job fails, started again once that can work: where, which jobs
-    were started, and what came of both. Its runs are fabricated, as the program finds them."""
-    place, started = tmp_path_factory.mktemp("sweep"), []
-
-    def execute(named):
-        config = named.request
-        if (Path(config.run_dir) / "report.json").exists():
-            return
-        started.append(config.run_dir)
-        if started.count("runs/rate_0.001_always") == 1 == len(started) - 1:
-            raise UserError.at("trainer", f"{config.run_dir} does not fit.")
-        fabricate(config)
-
-    with pytest.MonkeyPatch.context() as patch, chdir(place):
-        patch.setattr(train, "COMMAND", replace(train.COMMAND, execute=execute))
-        patch.setattr("sys.argv", ["trainer/__main__.py", "--multirun", *WORDS])
-        return place, started, sweep(place), sweep(place)
-
-
-def test_a_sweep_ends_in_the_table_of_its_runs(sweeps):
-    rows = sweeps[3]["rows"]
-    assert list(dict.fromkeys(row["run"] for row in rows)) == [
-        f"optimizer.lr={lr}, qk_norm.when={norm}" for lr, norm in RATES
-    ]
-    assert len(rows) == 4 * 3
-    first = swept(*RATES[0])
-    for row in rows:
-        set_to = float(row["optimizer.lr"]), row["model.qk_norm.when"]
-        config, factor = swept(*set_to), float(row["factor"])
-        assert row["state"] == "finished"
-        assert int(row["tokens"]) == 8 * config.tokens_per_step
-        assert float(row["training_loss"]) == 5 - 8 / 100
-        assert int(row["skipped_steps"]) == 2
-        right, least = hits(config, factor), hits(first, factor)
-        assert (float(row["retrieval"]), int(row["n"])) == (right / TRIALS, TRIALS)
-        limits = float(row["low"]), float(row["high"])
-        assert limits == pytest.approx(wilson_interval(right, TRIALS))
-        windows = losses(config, factor)
-        assert float(row["loss"]) == sum(windows) / WINDOWS
-        if set_to == RATES[0]:
-            assert row["p_value"] == row["loss_change"] == ""
-            continue
-        pairs = [[1.0] * n + [0.0] * (TRIALS - n) for n in (right, least)]
-        assert float(row["p_value"]) == sign_test(*pairs).p_value
-        assert float(row["loss_change"]) == change(windows, losses(first, factor)).mean
-
-
-def test_a_sweep_says_its_table_on_the_terminal(sweeps):
-    said = sweeps[3]["out"]
-    assert [path.name for path in (sweeps[0] / "multirun").iterdir() if path.is_dir()] == ["rate"]
-    assert "Comparison: multirun/rate/report.html" in said
-    assert max(map(len, said.splitlines())) <= 100
-
-
-def test_a_job_that_fails_is_a_row_and_an_exit_code(sweeps):
-    _, started, failed, _ = sweeps
-    assert failed["code"] == 2
-    assert started[:4] == [f"runs/rate_{lr}_{norm}" for lr, norm in RATES]  # the others ran
-    name = "optimizer.lr=0.001, qk_norm.when=always"
-    (row,) = (row for row in failed["rows"] if row["run"] == name)
-    assert (row["state"], row["loss"]) == ("failed", "")
-    assert row["problem"] == "trainer: runs/rate_0.001_always does not fit."
-    assert f"{name}: failed; trainer: runs/rate_0.001_always" in " ".join(failed["out"].split())
-    assert failed["err"] == "error: trainer: runs/rate_0.001_always does not fit.\n"
-
-
-def test_the_same_words_start_only_what_is_missing(sweeps):
-    _, started, _, again = sweeps
-    assert again["code"] == 0
-    assert started[4:] == ["runs/rate_0.001_always"]
-    assert {row["state"] for row in again["rows"]} == {"finished"}
 
 
 def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
@@ -400,33 +302,6 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.rows and data.strip():
             self.rows[-1].append(data.strip())
-
-
-def test_a_comparison_elsewhere_leaves_nothing_in_the_directory_of_sweeps(place):
-    for n in (1, 2):
-        fabricate(configured(f"apart_{n}", seed=n))
-    main(["compare", "runs/apart_1", "runs/apart_2", "output=elsewhere"])
-    assert Path("elsewhere/report.html").is_file()
-    Path("runs/apart_2/report.json").write_text("[]")
-    with pytest.raises(UserError, match=r"^runs: .*apart_2/report.json is not a report"):
-        compare_runs(CompareRequest(["runs/apart_1", "runs/apart_2"]))
-    assert not list(Path("multirun").glob("apart*"))
-
-
-def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
-    assert "python -m trainer --multirun trainer.max_steps=8" in sweeps[2]["page"]
-    page = Page(sweeps[2]["page"])
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
-    first, second = page.rows[1], page.rows[2]
-    assert first[:4] == ["optimizer.lr=0.001, qk_norm.when=never", "47.5", "3.250", "32.9–62.5"]
-    assert second[-1] == "failed"
-    assert page.links == []
-    monkeypatch.chdir(sweeps[0])
-    Path("runs/rate_0.001_never/report.html").write_text("its own")
-    written = write_sweep_report(
-        compared(Path("multirun/rate")), {"Made": "", "Command": ""}, Path("new")
-    )
-    assert Page(written.read_text()).links == ["../runs/rate_0.001_never/report.html"]
 
 
 NO_RUN = "runs: 'runs/alons' is no run (it has no config.yaml), nor a sweep (sweep.json)."

@@ -12,24 +12,24 @@ import pytest
 from tests.report.examples import report as reported
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.method_config import (
+from trainer.config import (
     ChoiceSettings,
+    DataConfig,
     DopeSettings,
+    EvaluationConfig,
+    EvaluationRequest,
     LongRopeSettings,
+    NeedleTaskSettings,
+    RulerSettings,
     TemperatureSettings,
     WeightedRopeSettings,
 )
-from trainer.evaluation.needles import NeedleTaskSettings
 from trainer.evaluation.results import Report
-from trainer.evaluation.ruler import RulerSettings
 from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
-from trainer.workflows.requests import EvaluationRequest
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.config import EvaluationRequest, RunConfig
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import Arm, Change, troubles
 from trainer.runs.arms import arms_of, control_problems
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.metrics_file import write_metrics
@@ -25,7 +25,6 @@ from trainer.training.run import TrainedRun
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import branch_checkpoint, run_experiment, start_problems
 from trainer.workflows.experiment_report import arm_of, median_rate
-from trainer.workflows.requests import EvaluationRequest
 
 SWA = {"layers": ["rope", "nope", "nope", "nope"], "windows": [32, None, None, None]}
 EXPECTED = [

@@ -8,9 +8,9 @@ import pytest
 
 from tests.program import ROOT
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands.hydra.composing import compose_words
+from trainer.commands.composing import compose_words
+from trainer.config import RunConfig
 from trainer.positional.layout import Layout
-from trainer.runs.config import RunConfig
 from trainer.runs.directory import saved_run
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.small_runs import trained_in
 from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.config import ExportRequest
 from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.requests import ExportRequest
 
 pytestmark = pytest.mark.slow
 

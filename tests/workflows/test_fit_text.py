@@ -12,18 +12,19 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tests.data.streams import held_out
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import (
+    ChoiceSettings,
+    DataConfig,
+    EvaluationConfig,
+    LongRopeSettings,
+    TemperatureSettings,
+    TokenizerConfig,
+)
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.method_config import (
-    ChoiceSettings,
-    LongRopeSettings,
-    TemperatureSettings,
-)
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.config import GenerationRequest
 from trainer.data.tokenizer import train_tokenizer
 from trainer.workflows import generate
 from trainer.workflows.generate import Continuations
-from trainer.workflows.requests import GenerationRequest
 
 
 def test_the_end_of_text_token_and_a_single_token_are_said():

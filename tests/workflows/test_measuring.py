@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.report.examples import report
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import STATEMENTS, Cell
 from trainer.workflows import evaluate

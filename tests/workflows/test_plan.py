@@ -10,10 +10,10 @@ import yaml
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands.train import read_config
+from trainer.commands.run import read_config
+from trainer.config import RunConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
-from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config, parse
 from trainer.training.module import make_decoder

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.data.conftest import write_texts
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows.prepare import prepare_texts
 

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis.settings import AttenuationSettings
 from trainer.common.errors import UserError
+from trainer.config import (
+    AnalysisConfig,
+    AttenuationSettings,
+    EvaluationConfig,
+    NeedleTaskSettings,
+    RulerSettings,
+    RunConfig,
+    TemperatureSettings,
+)
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.method_config import TemperatureSettings
-from trainer.evaluation.needles import NeedleTaskSettings
-from trainer.evaluation.ruler import RulerSettings
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
@@ -29,7 +32,6 @@ from trainer.training.callbacks.transitions import effect_batch
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import Text, measure_models
-from trainer.workflows.requests import AnalysisConfig
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
 SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9, 1.0, 100)}

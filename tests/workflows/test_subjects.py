@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from trainer.common.errors import UserError
-from trainer.evaluation.config import EvaluationConfig
+from trainer.config import DopeSettings, EvaluationConfig
 from trainer.evaluation.engine import Subject
-from trainer.evaluation.method_config import DopeSettings
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.store import fingerprint
 from trainer.workflows.subjects import multiplying, subject_of

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer
 from trainer.runs.arms import arms_of, control_problems
-from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import training_text
 from trainer.workflows.training_text import (

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from trainer.analysis.arrays import SIDES, Side, pair_counts, pair_norms, stack_heads
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.settings import USUAL, Gate, ShortTime
+from trainer.analysis.settings import Gate
 from trainer.common.errors import UserError
+from trainer.config import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 

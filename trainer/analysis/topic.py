@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, NeedlePrompt, capture, separate_prefix
-from trainer.analysis.settings import USUAL, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.config import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.model.language_model import LanguageModel
 
 COLUMNS = (*("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value"),)

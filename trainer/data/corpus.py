@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.encoding import SPLITS, Split
 from trainer.data.held_out import HeldOutPart, HeldOutText, divided
 from trainer.data.prepared import (

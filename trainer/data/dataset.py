@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
 from trainer.data.order import Integers, Mixture, keys, sample_indices

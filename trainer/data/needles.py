@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.data.config import NeedlesConfig
+from trainer.config import NeedlesConfig
 from trainer.data.order import Integers, uniforms
 
 NAMES = (

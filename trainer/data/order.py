@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.config import PERIOD
+from trainer.config import PERIOD
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import cores
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.encoding import (
     SPLITS,
     Encoder,

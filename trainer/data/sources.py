@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
 from trainer.common.plugins import REGISTRIES
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError
-from trainer.data.config import TokenizerConfig
+from trainer.config import TokenizerConfig
 from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
 from trainer.interchange.token_files import eos_ids, read_token_files
 

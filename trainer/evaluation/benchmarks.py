@@ -3,88 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field
-
-from trainer.common.errors import Problem, listed
-from trainer.common.fields import Count, FreeForm, Natural, Number, OptionalText, configuration
-from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.statistics import Comparison, sign_test
-from trainer.positional.rescaling import RESCALINGS
 
-NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature")
 """Parts that change nothing for an extension factor of 1."""
-
-
-@configuration
-class BenchmarkConfig(MethodsConfig):
-    """Keys of all kinds of benchmarks."""
-
-    tasks: list[str] = field(default_factory=list)
-    """Tasks by name."""
-    factor: Annotated[Number, Field(ge=1, le=1_000_000)] = 1.0
-    """Multiple of the training length that methods are set for, and the length of the text they
-    choose on; questions keep their length."""
-    limit: Count | None = None
-    """Questions of a task, the first ones; null: all."""
-    max_length: Count | None = None
-    """Tokens that the model reads at once, longer contexts lose their beginning; null: the
-    training length."""
-    batch_tokens: Count = 4096
-    """Tokens in a forward pass."""
-    add_bos: bool | None = None
-    """Begin every text with end-of-text, as training sequences do; null: yes for runs of this
-    program, as the tokenizer says for published weights."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
-    multiplies in TF32."""
-
-    @property
-    def factors(self) -> list[float]:
-        """The single extension factor that methods are set for."""
-        return [self.factor]
-
-    @listed
-    def problems(self) -> Iterator[Problem]:
-        """Check the values."""
-        if not self.tasks:
-            yield Problem("evaluation.tasks", "expected one or more, for instance [arc_easy,piqa].")
-        yield from self.method_problems()
-        idle = [part for part in self.parts if part in NEED_A_FACTOR]
-        if idle and self.factor == 1:
-            yield Problem(
-                "evaluation.factor",
-                f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
-                "training length they are set for, for instance 4.",
-            )
-
-
-@configuration
-class MultipleChoiceConfig(BenchmarkConfig):
-    """Questions from files."""
-
-    directory: OptionalText = None
-    """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
-    unconditional: bool = True
-    """Also score answers by how much the question makes them likelier, where the files can;
-    doubles the work."""
-
-
-@configuration
-class HarnessConfig(BenchmarkConfig):
-    """Tasks of lm-eval, which gets their data from the hub."""
-
-    num_fewshot: Natural | None = None
-    """Solved examples before each question; null: as the task says."""
-    include_path: OptionalText = None
-    """Directory with more tasks; null: none."""
-    metadata: FreeForm = field(default_factory=dict)
-    """Arguments of tasks that make their questions, such as max_seq_lengths and tokenizer of
-    RULER."""
 
 
 @dataclass(frozen=True)

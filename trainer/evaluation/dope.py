@@ -19,13 +19,9 @@ from torch import Tensor
 from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
+from trainer.config import DopeSettings
 from trainer.evaluation.layouts import require_rotation, with_intervention
-from trainer.evaluation.method_config import (
-    DopeSettings,
-    check_heads,
-    rotating_heads,
-    spectrum_of,
-)
+from trainer.evaluation.method_config import check_heads, rotating_heads, spectrum_of
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum

@@ -15,8 +15,9 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
 from trainer.common.errors import Problem, UserError, did_you_mean, first_line
+from trainer.config import HarnessConfig
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.benchmarks import HarnessConfig, Score
+from trainer.evaluation.benchmarks import Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
 from trainer.evaluation.passes import longest_first
 from trainer.model.config import Sampling

@@ -23,7 +23,7 @@ import zipfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from functools import cached_property
 from importlib.resources.abc import Traversable
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Natural, OptionalText, configuration
+from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.interchange.hub import cached_or_downloaded
@@ -408,20 +408,6 @@ def _bucket(value: float, edges: tuple[int, ...], times: str, unit: str) -> str:
     if place == len(edges):
         return f"{edges[-1]}{times}+ {unit}"
     return f"{(0, *edges)[place]}–{edges[place]}{times} {unit}"
-
-
-@configuration
-class LongBenchSettings:
-    """Settings of longbench."""
-
-    directory: OptionalText = None
-    """Directory of TASK.jsonl; null: the archive that the hub distributes."""
-    tasks: list[str] = field(default_factory=lambda: list(FOURTEEN))
-    """Tasks of LongBench to ask."""
-    limit: Count | None = None
-    """Questions of a task; null: all, 150 to 500."""
-    seed: Natural = 42
-    """Seed of the choice of questions."""
 
 
 def longbench_tasks(

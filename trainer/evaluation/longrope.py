@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.common.errors import UserError
+from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
 from trainer.evaluation.loss import answer_loss, mean_loss
-from trainer.evaluation.method_config import LongRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (

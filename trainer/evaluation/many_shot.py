@@ -11,18 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
+from trainer.config import ManyShotSettings
 from trainer.data.order import Integers
 from trainer.evaluation.scoring import Prompt, Task
 
@@ -36,24 +34,6 @@ FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
 QUESTION = "Problem: {problem}\nSolution:"
 NEXT = "Problem:"
 """Text that ends an answer, as in the paper (App. A.2); its wording of prompts is unpublished."""
-
-
-@configuration
-class ManyShotSettings:
-    """Settings of many_shot."""
-
-    tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """Tasks to ask: many_shot_needle, many_shot_skip, zero_shot."""
-    file: OptionalText = None
-    """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
-    trials: Annotated[Count, Field(le=1_000_000)] = 100
-    """Problems of a task, length and depth."""
-    depths: list[Share] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
-    """Places of the needle: 0 the beginning of the examples, 1 their end."""
-    new_tokens: Count | None = None
-    """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
-    seed: Natural = 42
-    """Seed of the trials."""
 
 
 @dataclass(frozen=True)

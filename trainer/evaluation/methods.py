@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.words import counted
+from trainer.config import BY_LAYER, MethodsConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
@@ -29,11 +30,7 @@ from trainer.evaluation.layouts import (
 )
 from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
-from trainer.evaluation.method_config import (
-    BY_LAYER,
-    MethodsConfig,
-    check_heads,
-)
+from trainer.evaluation.method_config import check_heads
 from trainer.evaluation.outcomes import AS_IS, AS_IS_TITLE
 from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig, MultipleChoiceConfig
 from trainer.data.sources import cache_directory
-from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
+from trainer.evaluation.benchmarks import Score, mean_score
 from trainer.evaluation.likelihood import Encoder, Pair, log_likelihoods
 from trainer.model.language_model import LanguageModel
 

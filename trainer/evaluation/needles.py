@@ -14,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import resources
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import wonderwords
-from pydantic import Field
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Natural, Share, configuration
 from trainer.common.plugins import REGISTRIES
+from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.scoring import (
@@ -127,25 +126,6 @@ def listed(items: list[str]) -> str:
     if len(items) < 3:
         return " and ".join(items)
     return ", ".join(items[:-1]) + f", and {items[-1]}"
-
-
-@configuration
-class NeedleTaskSettings:
-    """Settings of statements and of all tasks with needles."""
-
-    trials: Annotated[Count, Field(le=1_000_000)] = 256
-    """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
-    depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
-    """Places of the needle: 0 the beginning of the text, 1 its end."""
-    needles: Count = 4
-    """Needles in tasks that state several."""
-    changes: Natural = 0
-    """How many of the statements give the requested name an earlier number, in the task statements;
-    the answer is its last one. For runs trained with data.needles.changes."""
-    sinks: Count = 8
-    """Tokens behind the needle in the task noisy."""
-    seed: Natural = 1
-    """Seed of the trials."""
 
 
 @dataclass(frozen=True)

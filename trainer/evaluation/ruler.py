@@ -14,21 +14,19 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Annotated
 from uuid import UUID
 
-from pydantic import Field
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Natural, OptionalText, configuration
+from trainer.config import RulerSettings
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -545,22 +543,6 @@ READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_ho
 """Tasks that need a file: its key and its reader."""
 
 TASKS = (*KINDS, *READERS)
-
-
-@configuration
-class RulerSettings:
-    """Settings of ruler."""
-
-    tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """Tasks of RULER to ask."""
-    trials: Annotated[Count, Field(le=1_000_000)] = 500
-    """Prompts of a task and length."""
-    seed: Natural = 42
-    """Seed of the trials."""
-    squad_file: OptionalText = None
-    """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
-    hotpotqa_file: OptionalText = None
-    """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
 
 
 def ruler_tasks(

@@ -7,11 +7,11 @@ from functools import cached_property
 
 from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.words import counted
+from trainer.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
-from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.analysis.frequency_entropy import attenuation, frequency_entropies
 from trainer.analysis.settings import Gate
+from trainer.config import WeightedRopeSettings
 from trainer.evaluation.layouts import require_rotation, with_intervention
-from trainer.evaluation.method_config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Intervention, LayerEncoding, Layout
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, listed
-from trainer.common.fields import Count, OptionalText, Positive, configuration
+from trainer.common.errors import UserError
+from trainer.common.fields import Count, Positive, configuration
 
 
 @configuration
@@ -62,10 +61,10 @@ class ModelConfig:
     transformers does, and DroPE's Table 5."""
     attention_backend: Literal["auto", "sdpa", "flash", "flex"] = "auto"
     """Kernel of attention: auto, sdpa, flash, flex."""
-    from_pretrained: OptionalText = None
+    from_pretrained: str | None = None
     """Directory or hub id with weights to start from, with their shape, positions
     and tokenizer; null: random weights."""
-    from_run: OptionalText = None
+    from_run: str | None = None
     """A run of this program, or one of its checkpoints, to start from, with its shape, positions
     and tokenizer; null: none."""
 
@@ -86,22 +85,24 @@ class ModelConfig:
         block = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * block
 
-    @listed
-    def problems(self) -> Iterator[Problem]:
-        """Check rules between fields; return a problem for each that is broken."""
-        heads, size = self.num_attention_heads, self.head_size
-        if self.head_dim is None and self.hidden_size % heads:
-            yield Problem(
-                "model.num_attention_heads",
-                f"{heads} heads do not divide hidden_size {self.hidden_size}; choose a divisor or "
-                "set model.head_dim.",
-            )
-        elif size % 2:
-            message = f"{size} is odd, but channels rotate in pairs; use {size + 1} or {size - 1}."
-            yield Problem("model.head_dim", message)
-        if heads % self.num_key_value_heads:
-            message = f"{self.num_key_value_heads} does not divide num_attention_heads {heads}."
-            yield Problem("model.num_key_value_heads", message)
+
+def check_shape(config: ModelConfig) -> None:
+    """Check that heads divide the width and key-value heads the heads.
+
+    Raises:
+        UserError: they do not.
+    """
+    heads, kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
+    for is_broken, text in (
+        (
+            config.head_dim is None and config.hidden_size % heads,
+            f"model.num_attention_heads: {heads} do not divide hidden_size {config.hidden_size}",
+        ),
+        (size % 2, f"model.head_dim: expected an even number (pairs of channels), got {size}"),
+        (heads % kv, f"model.num_key_value_heads: {kv} do not divide {heads} attention heads"),
+    ):
+        if is_broken:
+            raise UserError(text)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from trainer.common.errors import Problem, UserError, collecting, did_you_mean, raise_all
-from trainer.common.fields import Count, FreeForm, NotNegative, Number, Share, configuration
+from trainer.common.fields import Count, NotNegative, Share, configuration
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
@@ -29,7 +29,7 @@ class TemperatureConfig:
     """c of the factor scale (1 + c ln s)^exponent on the logits, from the first step on."""
     exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 1.0
     """Exponent of the factor."""
-    scale: Annotated[Number, Field(ge=0.001, le=MOST_SCALE)] = 1.0
+    scale: Annotated[float, Field(ge=0.001, le=MOST_SCALE)] = 1.0
     """Constant part of the factor."""
     per: Literal["sequence", "query"] = "query"
     """Length n that counts: query (keys that a query sees), or sequence (tokens of its
@@ -80,7 +80,7 @@ class PositionalConfig:
     heads: dict[str, Share] = field(default_factory=dict)
     """Share of every layer's key-value heads, the last ones, that get another encoding: {nope:
     0.5}."""
-    encodings: dict[str, FreeForm] = field(default_factory=dict)
+    encodings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameters by encoding. A name of your own with a type is a variant: {local: {type: rope,
     base: 1e4}}."""
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from trainer.common.errors import Problem, did_you_mean
-from trainer.common.fields import Integer, adapter
+from trainer.common.fields import adapter
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum, Temperature
 
@@ -56,7 +56,7 @@ PLAIN_TEMPERATURE: dict[str, Any] = {
 Group = tuple[Spectrum, int]
 """A spectrum, and the number of neighbouring key-value heads that have it."""
 LAYER_WORDS = ("all", "full_attention")
-LayerChoice = str | list[Integer] | None
+LayerChoice = Literal["all", "full_attention"] | list[int] | None
 """Layers that an extension changes: ``all``; ``full_attention``, the layers without a window; or
 indices, where negative ones count from the last. None: the layers that see more than C keys, since
 a window within C meets no distance that was not trained."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from trainer.config import ChangeConfig
 from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.config import ChangeConfig
 
 EVERYTHING = ChangeConfig()
 """Drop in all heads of all layers."""

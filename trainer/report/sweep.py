@@ -16,6 +16,7 @@ from rich.text import Text
 
 from trainer.common.files import csv_text
 from trainer.common.words import factor_label, percent
+from trainer.config import RunConfig
 from trainer.evaluation.outcomes import AS_IS, Outcomes, Result
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Report, is_known
 from trainer.evaluation.statistics import Comparison, EffectiveLength, Estimate, change, sign_test
@@ -34,7 +35,6 @@ from trainer.report.tables import (
     terminal_cell,
     terminal_table,
 )
-from trainer.runs.config import RunConfig
 
 FEW = 2
 """Most swept keys that every row names; with more, a row names those unlike the first run's."""

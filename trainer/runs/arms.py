@@ -11,13 +11,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from trainer.common.errors import Problem, listed
-from trainer.data.config import SourceConfig
-from trainer.runs.config import MAIN, RunConfig
+from trainer.config import MAIN, RunConfig, SourceConfig, StrategyConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import differences, plain
 from trainer.runs.parsing import control_config
 from trainer.runs.phases import phases_of
-from trainer.runs.training_config import StrategyConfig
 
 Check = Callable[[RunConfig], Sequence[Problem]]
 """Function that returns the problems of a configuration."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.common.processes import cores
+from trainer.config import RunConfig
 from trainer.data.needles import NAMES, WORDS
-from trainer.runs.config import RunConfig
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus

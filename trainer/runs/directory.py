@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 
 RECORD = "config.yaml"
 LOCK = ".lock"

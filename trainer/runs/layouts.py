@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.model.config import ModelConfig
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
-from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.drop import dropped_layout
-from trainer.runs.config import RunConfig
 from trainer.runs.phases import Phase, phases_of
 
 
@@ -84,36 +83,26 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
     return layout.rescaled(RESCALINGS[phase.rescale.method], factor, phase.rescale.layers)
 
 
-def layout_problems(config: RunConfig) -> list[Problem]:
-    """Check that the layouts of an otherwise valid run can be made and that each drop changes one.
+def check_layouts(config: RunConfig) -> None:
+    """Check that the layouts of a run can be made, and that each drop and rescaling changes one.
 
     Published weights bring their layout, which is known only once they are read: the phases of such
     a run are not checked.
-    """
-    try:
-        first = configured_layout(config)
-        if config.model.from_pretrained is not None:
-            return []
-        layouts = [*layouts_of_phases(config, first)]
-        for phase, before in zip(phases_of(config), layouts, strict=False):
-            key = f"phases.{phase.name}.drop" if config.phases else "drop"
-            if phase.drop is not None and (problem := _idle_drop(key, phase.drop, before, config)):
-                return [problem]
-    except UserError as error:
-        return list(error.problems)
-    return []
-
-
-def _idle_drop(key: str, drop: ChangeConfig, layout: Layout, config: RunConfig) -> Problem | None:
-    """Return why the drop would change nothing in ``layout``, if so.
 
     Raises:
-        UserError: the new encoding is impossible for this model.
+        UserError: a layout is impossible, or a change changes nothing.
     """
-    if layout != dropped_layout(layout, config.positional, drop, config.model.head_size):
-        return None
-    return Problem(
-        f"{key}.to",
-        f"{drop.to!r} is what the layers to drop have already, so that nothing would be dropped; "
-        "choose another encoding, or no drop.",
-    )
+    first = configured_layout(config)
+    if config.model.from_pretrained is not None:
+        return
+    layouts, phases = [*layouts_of_phases(config, first)], phases_of(config)
+    for phase, before, after in zip(phases, layouts[:-1], layouts[1:], strict=True):
+        key = f"phases.{phase.name}" if config.phases else "drop"
+        longer = phase.config.data.sequence_length > before.training_length
+        by_length = phase.rescale and phase.rescale.factor is None and phase.rescale.base is None
+        if by_length and not longer:
+            raise UserError(f"{key}.rescale: its sequences are no longer than those before")
+        if phase.drop is not None and replace(before, training_length=1) == replace(
+            after, training_length=1
+        ):
+            raise UserError(f"{key}: the layers to drop have {phase.drop.to!r} already")

@@ -12,11 +12,10 @@ import torch
 
 from trainer.common.errors import Problem, listed
 from trainer.common.words import remedy
-from trainer.evaluation.config import EvaluationConfig
+from trainer.config import EvaluationConfig, RunConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.model.config import ModelConfig
-from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 
 GIB = 1 << 30

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from trainer.checkpoint import MANIFEST, find_checkpoint, load_decoder, model_config, read_state
 from trainer.common.errors import UserError
 from trainer.common.files import checksum
+from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.hub import find_pretrained
@@ -25,7 +26,6 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import training_length_at

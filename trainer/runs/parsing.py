@@ -1,189 +1,413 @@
-"""Parsing of plain values to a checked configuration; reports all problems together.
+"""Plain values to a checked and completed configuration, and the rules between its keys.
 
-The configuration is completed: steps follow from tokens, and a run that begins with trained weights
-has their shape.
+A rule is here if breaking it would waste hours of training or give wrong numbers in silence.
+Everything else fails where it happens.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
-from trainer.common.errors import Problem, UserError, collecting, raise_all
-from trainer.common.fields import checked, value_at
+from trainer.common.errors import UserError
+from trainer.common.fields import validated
 from trainer.common.plugins import load_plugins
-from trainer.runs.config import MAIN, NAME, RunConfig
+from trainer.config import (
+    LONGBENCH,
+    MANY_SHOT,
+    MOST_NAMES,
+    PARTS,
+    PERIOD,
+    PERPLEXITY,
+    RULER,
+    STATEMENTS,
+    BenchmarksConfig,
+    ChangeConfig,
+    DataConfig,
+    EvaluationConfig,
+    MethodsConfig,
+    MixedText,
+    RunConfig,
+    TrainerConfig,
+)
+from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.model.config import check_shape
 from trainer.runs.directory import saved_run
-from trainer.runs.layouts import layout_problems
-from trainer.runs.phases import branch_problems, phase_problems, with_lengths
+from trainer.runs.layouts import check_layouts
+from trainer.runs.phases import branch_problem, phases_of, with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
-"""Groups whose keys users choose."""
-CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
-"""Keys that a run may set for a model with trained weights; the weights determine all others."""
+"""Groups whose keys users choose; null stands for none."""
+SHORTEST = {"sequence": 6, "spectrum": 1024}
+"""Tokens that the entropies of ``evaluation.weighted_rope`` need."""
+
+T = TypeVar("T")
+Rules = Iterable[tuple[object, str]]
+"""Conditions that must not hold, each with a message."""
 
 
-class Schema(Protocol):
-    """A dataclass that checks its values."""
-
-    def problems(self) -> list[Problem]:
-        """Check the values."""
-        ...
-
-
-T = TypeVar("T", bound=Schema)
-
-
-def parse(
-    schema: type[T],
-    values: dict[str, Any],
-    known: Sequence[Problem] = (),
-    *,
-    weights: bool = True,
-) -> T:
+def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T:
     """Return plain values as a checked and completed dataclass.
 
-    ``plugins`` are run first, so that the configuration can name what they register. ``known``:
-    problems found before, to be raised together with the others. ``weights``: whether the weights
-    that a run begins with are available; otherwise the shape in ``values`` is used.
+    ``plugins`` are run first, so that the configuration can name what they register. ``weights``:
+    whether the weights that a run begins with are available; otherwise the shape in ``values`` is
+    used.
 
     Raises:
-        UserError: with every problem: unknown keys, wrong types, impossible combinations.
+        UserError: unknown keys, wrong types, or a broken rule.
     """
-    # Null omits an experiment's controls, and in a control the phases of its run.
-    values = values | {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
-    config, unknown, wrong = checked(schema, values)
-    problems = [*known, *unknown, *wrong]
-    if not _of_plugins(problems):
-        with collecting(problems):
-            load_plugins(getattr(config, "plugins", ()))
+    values = values | {k: {} for k in NAMED_BY_USERS if values.get(k, ...) is None}
+    load_plugins(values.get("plugins") or ())
+    config = validated(schema, values)
     if isinstance(config, RunConfig):
-        completed, impossible = _completed(config, values, problems, weights)
-        config = cast("T", completed)
-    else:
-        impossible = config.problems()
-    if _of_plugins(problems):  # without a plugin, the names that it adds would seem unknown
-        impossible = [p for p in impossible if _group(p) not in NAMED_BY_PLUGINS]
-    raise_all([*problems, *_apart_from(wrong, impossible)])
+        completed = with_lengths(config)
+        completed = with_trained_shape(completed) if weights else completed
+        check_run(completed)
+        for name, changes in completed.controls.items() if weights else ():
+            _check_control(values, completed, name, changes)
+        return completed  # type: ignore[return-value]  # T is RunConfig
+    evaluation, text = getattr(config, "evaluation", None), getattr(config, "text", None)
+    if isinstance(evaluation, MethodsConfig):
+        check_evaluation(evaluation)
+    if isinstance(text, DataConfig):
+        _refuse(_data_rules(text))
     return config
 
 
-def _of_plugins(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of plugins that cannot be loaded."""
-    return [problem for problem in problems if _group(problem) == "plugins"]
+def task_names() -> tuple[str, ...]:
+    """Return the names for ``evaluation.tasks``, including those of plugins."""
+    return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
-def _group(problem: Problem) -> str:
-    """Return the outermost group of a problem's key."""
-    return problem.key.split("[")[0].split(".")[0]
+def _refuse(rules: Rules) -> None:
+    """Raise the message of the first rule that is broken."""
+    for is_broken, text in rules:
+        if is_broken:
+            raise UserError(text)
 
 
-NAMED_BY_PLUGINS = ("positional", "drop", "phases", "evaluation", "monitor", "analysis", "data")
-"""Groups that can name what a plugin adds."""
-DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
-"""Groups that are checked against sizes of the model, of its text and of its steps."""
+def check_run(config: RunConfig) -> None:
+    """Check the rules of a run, of its phases and of its evaluation.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    check_shape(config.model)
+    _refuse(_trainer_rules(config))
+    _refuse(_data_rules(config.data))
+    _refuse(_benchmark_rules(config.monitor.benchmarks))
+    for key, phase in _phase_keys(config).items():
+        _refuse(_phase_rules(config, key, phase))
+    _refuse(_drop_rules(config))
+    for part in phases_of(config):
+        _refuse(_data_rules(part.config.data))
+        if part.drop is not None:
+            key = f"phases.{part.name}.drop" if config.phases else "drop"
+            _refuse(_change_rules(config, key, part.drop, part.config.data.sequence_length))
+    check_layouts(config)
+    if config.evaluation.enabled:
+        check_evaluation(config.evaluation, config.training_length)
+        _refuse(_run_evaluation_rules(config))
 
 
-def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of ``impossible`` that stay whatever replaces the values of ``wrong``."""
-    groups = {_group(problem) for problem in wrong}
-    unsure = {*groups, *(DEPENDENT if groups & {"model", "data", "trainer"} else ())}
-    return [problem for problem in impossible if _group(problem) not in unsure]
+def _trainer_rules(config: RunConfig) -> Rules:
+    run, model = config.trainer, config.model
+    sizes = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_size
+    yield _uneven(run)
+    yield run.fp8 and run.precision != "bf16", "trainer.fp8: needs trainer.precision=bf16"
+    yield (
+        run.fp8 and any(size % 16 for size in sizes),
+        "trainer.fp8: model.hidden_size, intermediate_size and num_key_value_heads * head_dim must "
+        f"be multiples of 16, got {sizes}",
+    )
+    yield (
+        config.strategy.cpu_offload and config.strategy.name not in ("fsdp2", "hsdp"),
+        f"strategy.cpu_offload: strategy={config.strategy.name} does not shard",
+    )
+    has_drop = config.drop.at is not None or config.drop.at_tokens is not None
+    yield (
+        model.qk_norm.when == "after_drop" and not has_drop and config.drop_step is None,
+        "model.qk_norm.when: 'after_drop', but there is no drop",
+    )
 
 
-def _completed(
-    config: RunConfig, values: dict[str, Any], known: Sequence[Problem], weights: bool
-) -> tuple[RunConfig, list[Problem]]:
-    """Complete a run's configuration with derived values; also return what is impossible in it."""
-    config = with_lengths(config)
-    if not weights:
-        return config, _problems(config)
-    try:
-        config = with_trained_shape(config)
-    except UserError as error:
-        return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
-    problems = _problems(config)
-    values = values | {"controls": config.controls}  # without keys that are already reported
-    for name, changes in config.controls.items():
-        problems += _control_problems(values, config, name, changes, [*known, *problems])
-    return config, problems
+def _uneven(run: TrainerConfig) -> tuple[object, str]:
+    return (
+        run.batch_size % (run.micro_batch_size or run.batch_size),
+        f"trainer.micro_batch_size: {run.micro_batch_size} does not divide the {run.batch_size} "
+        "sequences of a step",
+    )
 
 
-def _problems(config: RunConfig) -> list[Problem]:
-    """Check a run, its phases and the layouts that it passes through."""
-    of_phases = phase_problems(config)
-    problems = [*config.problems(), *of_phases]
-    sizes = *of_phases, *config.model.problems(), *config.drop_problems()
-    has_steps = all(phase.steps is not None for phase in config.phases.values())
-    if not sizes and has_steps and config.data.sequence_length > 1:
-        problems += layout_problems(config)
-    return list(dict.fromkeys(problems))
+def _data_rules(data: DataConfig) -> Rules:
+    needles, share = data.needles, sum(w for _, w in data.texts.values()) / PERIOD
+    yield (
+        data.restart_positions and not data.document_mask,
+        "data.restart_positions: needs data.document_mask=true",
+    )
+    yield (
+        data.mixture and data.prepared,
+        "data.prepared: one text, but data.mixture names several; give it there",
+    )
+    for name, changes in data.mixture.items():
+        validated(MixedText, changes, f"data.mixture.{name}")
+    for name, (text, weight) in data.texts.items():
+        yield (
+            data.mixture and weight < share,
+            f"data.mixture.{name}.weight: {weight:g} is less than one of {PERIOD:,} samples",
+        )
+        yield (
+            text.validation + text.test >= 1,
+            "data.validation: with data.test it leaves no documents to train on",
+        )
+    for key, (least, most) in (("names", needles.names), ("mentions", needles.mentions)):
+        yield least > most, f"data.needles.{key}: expected least and most, got {[least, most]}"
+    yield (
+        needles.names[1] > MOST_NAMES,
+        f"data.needles.names: expected at most {MOST_NAMES}, got {needles.names[1]}",
+    )
+    yield (
+        needles.share and 3 * needles.mentions[1] >= data.sequence_length,
+        f"data.needles.mentions: {needles.mentions[1]} statements of 3 tokens do not fit "
+        f"data.sequence_length {data.sequence_length}",
+    )
 
 
-def _control_problems(
-    values: dict[str, Any],
-    config: RunConfig,
-    name: str,
-    changes: dict[str, Any],
-    known: list[Problem],
-) -> list[Problem]:
-    if not NAME.fullmatch(name):
-        reason = f"{name!r} names a directory in the run's; expected letters, digits and ._+- only."
-        return [Problem("controls", reason)]
-    if name == MAIN:
-        reason = "this is what the run itself is called; choose another name."
-        return [Problem(f"controls.{name}", reason)]
-    branch = changes.get("branch")
-    problems = [
-        Problem(key, "a control has none of its own; leave it out.")
-        for key in ("run_dir", "controls", "evaluation")
-        if key in changes
-    ]
-    if not problems and not known:  # the run's own problems may be the reason for these
-        problems = _branch_problems(config, branch)
-    if not problems:
-        try:
-            control = control_config(values, name)
-        except UserError as error:
-            problems = [problem for problem in error.problems if problem not in known]
-        else:
-            step = config.drop_step if branch == "drop" else branch
-            keys = [
-                f"{group}.{key}"
-                for group, inside in changes.items()
-                for key in (inside if isinstance(inside, dict) else ())
-            ]
-            problems = _ignored_changes(control, changes)
-            problems += idle_keys(keys, merged({**values, "controls": {}}, changes))
-            if not problems and not known and step is not None:
-                problems = branch_problems(config, control, step)
-    return [problem.under(f"controls.{name}") for problem in problems]
+def _phase_keys(config: RunConfig) -> dict[str, Any]:
+    return {f"phases.{name}": phase for name, phase in config.phases.items()}
 
 
-def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
-    """Check the step at which a control branches off."""
-    is_step = isinstance(branch, int) and not isinstance(branch, bool)
-    if branch not in (None, "drop") and not is_step:
-        return [Problem("branch", f"expected 'drop', a step or nothing, got {branch!r}.")]
+def _phase_rules(config: RunConfig, key: str, phase: Any) -> Rules:
+    yield phase.steps is None and phase.tokens is None, f"{key}: expected steps or tokens"
+    yield phase.rescale and phase.drop, f"{key}.rescale: expected a phase apart from the drop"
+    for name in phase.weights or ():
+        yield name not in config.data.mixture, f"{key}.weights.{name}: no text of data.mixture"
+    if rescale := phase.rescale:
+        yield (
+            (rescale.method == "base") != (rescale.base is not None),
+            f"{key}.rescale.base: expected the new base with method base, and null without",
+        )
+
+
+def _drop_rules(config: RunConfig) -> Rules:
+    drop, last = config.drop, config.trainer.max_steps
+    both = drop.at is not None and drop.at_tokens is not None
+    yield both, "drop: expected drop.at or drop.at_tokens, not both"
+    yield (
+        config.phases and (drop.at is not None or drop.at_tokens is not None),
+        "drop: with phases it is one of them that drops; expected phases.NAME.drop",
+    )
+    step, first = config.drop_step, 0 if config.model.is_trained else 1
+    yield (
+        step is not None and not first <= step < last,
+        f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "
+        f"weights before it, and trainer.max_steps is {last}",
+    )
+
+
+def _change_rules(config: RunConfig, key: str, change: ChangeConfig, length: int) -> Rules:
+    model = config.model
+    for name, count in (("layers", model.num_hidden_layers), ("heads", model.num_key_value_heads)):
+        chosen = getattr(change, name)
+        yield chosen == [], f"{key}.{name}: expected one or more, or null for all"
+        for index in chosen or ():
+            yield not -count <= index < count, f"{key}.{name}: there is no {index} among {count}"
+    windows = change.windows
+    yield windows == [], f"{key}.windows: expected one or more, or null"
+    yield (
+        len(windows or ()) > model.num_hidden_layers,
+        f"{key}.windows: {len(windows or ())} for {model.num_hidden_layers} layers",
+    )
+    for window in windows or ():
+        yield (
+            window is not None and window > length,
+            f"{key}.windows: {window} tokens do not fit sequences of {length}",
+        )
+
+
+def _benchmark_rules(asked: BenchmarksConfig) -> Rules:
+    names = [*asked.tasks, *asked.multiple_choice, *asked.harness]
+    key = "monitor.benchmarks"
+    yield asked.every and asked.every_tokens, f"{key}: expected every or every_tokens, not both"
+    yield asked.enabled and not names, f"{key}: expected tasks, multiple_choice or harness"
+    yield names and not asked.enabled, f"{key}.every: expected the steps between measurements"
+    for name in asked.tasks:
+        yield name not in task_names(), f"{key}.tasks: unknown task {name!r}"
+
+
+def check_evaluation(config: MethodsConfig, training_length: int | None = None) -> None:
+    """Check an evaluation, also of models with that training length if it is known.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    _refuse(_method_rules(config))
+    if isinstance(config, EvaluationConfig):
+        _refuse(_task_rules(config))
+        if (C := config.training_length or training_length) is not None:
+            _refuse(_length_rules(config, C))
+            check_choice(config, C, config.methods or ())
+
+
+def _method_rules(config: MethodsConfig) -> Rules:
+    yield from _listed("evaluation.methods", config.names)
+    dope, choice = config.dope, config.choice
+    intervenes = dope.removal == "zero" or dope.variant == "by_gaussian"
+    for name in config.names:
+        yield from method_rules(name, "evaluation.methods")
+        yield (
+            intervenes and {"dope", "weighted_rope"} <= {*name.split("+")},
+            f"evaluation.methods: {name!r} changes heads twice, which needs dope.removal=unrotate "
+            "and another variant than by_gaussian",
+        )
+    yield (
+        "weighted_rope" in config.parts and not config.weighted_rope,
+        "evaluation.weighted_rope: expected one rule or more",
+    )
+    yield (
+        dope.spectral != "inverse" and (dope.entropy, dope.r) != ("trunc", 1),
+        "evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1",
+    )
+    texts = ("validation", *NEEDLE_TASKS, "many_shot_needle", "many_shot_skip")
+    yield choice.text not in texts, f"evaluation.choice.text: there is no text {choice.text!r}"
+
+
+def method_rules(name: str, key: str) -> Rules:
+    """Yield the rules of a method's name."""
+    parts = name.split("+")
+    for part in parts:
+        yield part not in PARTS, f"{key}: unknown method {part!r}"
+    yield (
+        len({*parts}) < len(parts) or ("none" in parts and len(parts) > 1),
+        f"{key}: {name!r} does one thing twice, or 'none' and more",
+    )
+
+
+def _listed(key: str, names: list[str]) -> Rules:
+    yield not names, f"{key}: expected one or more, got none"
+    for name, times in Counter(names).items():
+        yield times > 1, f"{key}: expected each one once, got {name!r} {times} times"
+
+
+def _files(key: str, path: str | None) -> Iterator[tuple[object, str]]:
+    yield path is not None and not Path(path).exists(), f"{key}: there is no {path!r}"
+
+
+def _task_rules(config: EvaluationConfig) -> Rules:
+    yield from _listed("evaluation.tasks", config.tasks)
+    for name in config.tasks:
+        yield name not in task_names(), f"evaluation.tasks: unknown task {name!r}"
+    yield not (config.tokens or config.lengths), "evaluation.lengths: expected one or more"
+    needles = config.needles
+    yield (
+        needles.changes >= needles.needles,
+        f"evaluation.needles.changes: expected fewer than the {needles.needles} needles",
+    )
+    for key in ("needles", "many_shot"):
+        yield not getattr(config, key).depths, f"evaluation.{key}.depths: expected one or more"
+    yield from _files("evaluation.many_shot.file", config.many_shot.file)
+    yield from _files("evaluation.longbench.directory", config.longbench.directory)
+    yield from _files("evaluation.ruler.squad_file", config.ruler.squad_file)
+    yield from _files("evaluation.ruler.hotpotqa_file", config.ruler.hotpotqa_file)
+
+
+def _length_rules(config: EvaluationConfig, training_length: int) -> Rules:
+    lengths, least = config.in_tokens(training_length), 3 * config.needles.needles + 2
+    key, shortest = config.lengths_key, min(lengths)
+    yield shortest < 2 or max(lengths) >= 1 << 31, f"{key}: {lengths} are no lengths in tokens"
+    yield len({*lengths}) < len(lengths), f"{key}: expected each length once, got {lengths}"
+    reads = STATEMENTS in config.tasks
+    yield (
+        reads and config.needles.needles > MOST_NAMES,
+        f"evaluation.needles.needles: expected at most {MOST_NAMES} for statements",
+    )
+    yield (
+        reads and least > shortest,
+        f"{key}: {shortest} tokens are too few for {config.needles.needles} statements, which take "
+        f"{least}",
+    )
+    yield (
+        PERPLEXITY in config.tasks and config.last is not None and config.last > shortest,
+        f"evaluation.last: {config.last} tokens, but the shortest length has {shortest}",
+    )
+
+
+def check_choice(config: MethodsConfig, training_length: int, methods: Iterable[str]) -> None:
+    """Check the text on which methods choose, for models of that training length.
+
+    Raises:
+        UserError: it is too short.
+    """
+    _refuse(_choice_rules(config, training_length, methods))
+
+
+def _choice_rules(config: MethodsConfig, training_length: int, methods: Iterable[str]) -> Rules:
+    C = training_length
+    parts = {part for name in methods for part in name.split("+")}
+    for length in config.temperature.lengths or () if "temperature" in parts else ():
+        yield (
+            round(length * C) <= C,
+            f"evaluation.temperature.lengths: {length:g} of {C} tokens is no more than these",
+        )
+    rules = config.weighted_rope if "weighted_rope" in parts else ()
+    least = max((2, *(SHORTEST[rule.entropy] for rule in rules)))
+    tokens = round((config.choice.length or min(config.factors)) * C)
+    yield (
+        parts & {"dope", "weighted_rope"} and tokens < least,
+        f"evaluation.choice.length: {tokens} tokens, but {least:,} or more are needed to choose on",
+    )
+
+
+def _run_evaluation_rules(config: RunConfig) -> Rules:
+    evaluation, model = config.evaluation, config.model
+    heads = model.num_attention_heads * model.num_hidden_layers
+    yield (
+        "none" not in (evaluation.methods or ["none"]),
+        "evaluation.methods: expected 'none' among them; a run is reported as it is first",
+    )
+    yield (
+        "dope" in evaluation.parts and evaluation.dope.heads > heads,
+        f"evaluation.dope.heads: expected at most {heads}, the heads of the model",
+    )
+    yield (
+        {*evaluation.tasks} == {STATEMENTS} and not config.data.needles.share,
+        "evaluation.tasks: statements alone, but data.needles.share is 0",
+    )
+    if isinstance(layers := evaluation.layers, list):
+        count = model.num_hidden_layers
+        yield (
+            not layers or not all(-count <= index < count for index in layers),
+            f"evaluation.layers: expected some of {count} layers, got {layers}",
+        )
+
+
+def _check_control(
+    values: dict[str, Any], config: RunConfig, name: str, changes: dict[str, Any]
+) -> None:
+    """Check a control and the step at which it branches off.
+
+    Raises:
+        UserError: with the name of the control.
+    """
+    key, branch, last = f"controls.{name}", changes.get("branch"), config.trainer.max_steps
+    for own in ("run_dir", "controls", "evaluation"):
+        if own in changes:
+            raise UserError(f"{key}.{own}: a control has none of its own")
     if branch == "drop" and config.drop_step is None:
-        reason = "the run has no drop to branch from; set drop.at, or leave it out."
-        return [Problem("branch", reason)]
-    last = config.trainer.max_steps
-    if is_step and not 1 <= branch <= last:
-        return [Problem("branch", f"expected a step from 1 to {last}, the last, got {branch}.")]
-    return []
-
-
-def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[Problem]:
-    """Check for changes of a control that its trained weights determine."""
-    sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
-    groups = "model", "tokenizer"
-    keys = [f"{group}.{key}" for group in groups for key in changes.get(group) or ()]
-    keys += ["positional"] * ("positional" in changes)
-    return [p for source in sources for p in ignored_keys(keys, source)]
+        raise UserError(f"{key}.branch: 'drop', but the run has no drop")
+    step = config.drop_step if branch == "drop" else branch
+    if branch is not None and not (isinstance(step, int) and 0 <= step <= last):
+        raise UserError(f"{key}.branch: expected 'drop' or a step up to {last}, got {branch!r}")
+    try:
+        control = control_config(values, name)
+    except UserError as error:
+        raise UserError(f"{key}.{error}") from error
+    if step is not None and (problem := branch_problem(config, control, step)):
+        raise UserError(f"{key}.{problem}")
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -213,65 +437,6 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
     return parse(RunConfig, merged(base, changes), weights=weights)
 
 
-def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:
-    """Report the dotted ``keys`` that the trained weights of ``source`` determine.
-
-    Published weights determine their encodings as well, but a drop may replace them.
-    """
-    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
-    reason = f"the model that model.{source} names has its own{keeps}; leave it out."
-
-    def is_ignored(key: str) -> bool:
-        group, _, name = key.partition(".")
-        if group == "model":
-            return bool(name) and name.partition(".")[0] not in CHOSEN
-        if group == "tokenizer":
-            return name != "path"  # the tokenizer file may have moved
-        return group == "positional" and source == "from_run"
-
-    return [Problem(key, reason) for key in keys if is_ignored(key)]
-
-
-def idle_keys(keys: Iterable[str], values: dict[str, Any]) -> list[Problem]:
-    """Report the dotted ``keys`` without effect on a run and on all of its controls.
-
-    ``values``: the plain values of the run, which may still be wrong.
-    """
-    controls = values.get("controls")
-    changes = controls.values() if isinstance(controls, dict) else ()
-    runs = [values, *(merged(values, change) for change in changes if isinstance(change, dict))]
-    problems = []
-    for key in keys:
-        reasons = [_idle_reason(key, run) for run in runs]
-        if all(reasons):
-            problems.append(Problem(key, reasons[0]))
-    return problems
-
-
-def _idle_reason(key: str, values: dict[str, Any]) -> str:
-    """Return why a key has no effect on a run, and what to write; empty if it has one."""
-    group, _, name = key.partition(".")
-    value, inside = value_at(values, key), values.get("phases")
-    phases = [*map(str, inside)] if isinstance(inside, dict) else []
-    if phases and value is not None and key in ("trainer.max_steps", "trainer.max_tokens"):
-        length = f"phases.{phases[0]}.{name.removeprefix('max_')}={value}"
-        return f"the phases ({', '.join(phases)}) give the run's length; write {length}."
-    setting = name.partition(".")[0]
-    if group == "drop" and setting not in ("", "at", "at_tokens", "enabled", "effect_sequences"):
-        if phases:
-            of_phase = name if setting in ("schedule", "optimizer_state") else key
-            return f"with phases it is one of them that drops; write phases.NAME.{of_phase}."
-        step = value_at(values, "drop.at"), value_at(values, "drop.at_tokens")
-        if step == (None, None) and value_at(values, "drop.enabled") is True:
-            return "nothing is dropped; write drop.at=0.85 as well, or leave it out."
-    optimizer, strategy = value_at(values, "optimizer.name"), value_at(values, "strategy.name")
-    if key in ("optimizer.muon_lr", "optimizer.muon_momentum") and optimizer == "adamw":
-        return "optimizer=adamw does not use Muon; write optimizer=muon as well, or leave it out."
-    if key == "strategy.reduce_gradients" and strategy in ("single", "ddp"):
-        return f"strategy={strategy} does not shard; choose fsdp2 or hsdp, or leave it out."
-    return ""
-
-
 def with_trained_shape(config: RunConfig) -> RunConfig:
     """Return the configuration with the shape of the trained model that the run begins with.
 
@@ -294,10 +459,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     assert start is not None
     is_normed = normalizes(start.layout)
     if not is_normed and model.qk_norm.when == "always":
-        raise UserError.at(
-            "model.qk_norm.when",
-            "'always', but the weights were trained without; choose 'never' or 'after_drop'.",
-        )
+        raise UserError("model.qk_norm.when: 'always', but the weights were trained without")
     shape = replace(
         start.config,
         qk_norm=replace(start.config.qk_norm, when="always") if is_normed else model.qk_norm,

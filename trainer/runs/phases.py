@@ -7,22 +7,20 @@ the next stretch begins as a resumed run does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 
-from trainer.common.errors import Problem, did_you_mean, listed
-from trainer.data.config import DataConfig
-from trainer.model.config import ModelConfig
-from trainer.positional.encodings import ENCODINGS
-from trainer.recalibration.config import ChangeConfig, ScheduleConfig
-from trainer.runs.config import (
-    NAME,
+from trainer.config import (
+    ChangeConfig,
+    DataConfig,
     PhaseConfig,
     RescaleConfig,
     RunConfig,
+    ScheduleConfig,
 )
+from trainer.model.config import ModelConfig
 
 RECALIBRATION = "recalibrate"
 """The phase after the drop of a run that names no phases."""
@@ -234,66 +232,6 @@ def tokens_at(config: RunConfig, step: int) -> int:
     return phase_before(phases_of(config), step).tokens_at(step)
 
 
-@listed
-def phase_problems(config: RunConfig) -> Iterator[Problem]:
-    """Check the phases of an otherwise valid run."""
-    if not config.phases:
-        return
-    alone: list[Problem] = []
-    texts = list(config.data.mixture)
-    for name, phase in config.phases.items():
-        if not NAME.fullmatch(name):
-            alone.append(Problem("phases", f"{name!r}: expected letters, digits and ._+- only."))
-        alone += phase.problems(f"phases.{name}", texts, config.model.num_hidden_layers)
-    if config.drop.at is not None or config.drop.at_tokens is not None:
-        alone.append(
-            Problem("drop", "with phases it is one of them that drops; give phases.NAME.drop.")
-        )
-    yield from alone
-    if alone or any(phase.steps is None for phase in config.phases.values()):
-        return  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
-    phases = phases_of(config)
-    together = [problem for phase in phases for problem in _problems_of(config, phase)]
-    yield from together or _rescale_problems(config, phases)
-
-
-def _problems_of(config: RunConfig, phase: Phase) -> Iterator[Problem]:
-    """Check a phase with the sizes and texts that it has in this run."""
-    key, model = f"phases.{phase.name}", config.model
-    for problem in (*phase.config.trainer.problems(), *phase.config.data.problems()):
-        if problem.key != "trainer.profile_steps":
-            yield problem.renamed({"trainer": key, "data": key})
-    if phase.drop is not None:
-        yield from phase.drop.change_problems(
-            f"{key}.drop",
-            model.num_hidden_layers,
-            model.num_key_value_heads,
-            phase.config.data.sequence_length,
-        )
-        if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
-            near = did_you_mean(phase.drop.to, ENCODINGS)
-            yield Problem(f"{key}.drop.to", f"unknown encoding {phase.drop.to!r}.", near)
-        if not phase.start and not model.is_trained:
-            yield Problem(f"{key}.drop", "nothing is trained yet; drop in a later phase.")
-
-
-def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> Iterator[Problem]:
-    """Check for rescalings to sequences that are no longer than those before."""
-    if config.model.is_trained:
-        return  # known only once the weights are read
-    longest = 0
-    for phase in phases:
-        length, rescale = phase.config.data.sequence_length, phase.rescale
-        by_length = rescale is not None and rescale.factor is None and rescale.base is None
-        if by_length and length <= longest:
-            yield Problem(
-                f"phases.{phase.name}.rescale",
-                f"its sequences of {length:,} tokens are not longer than those before, so that "
-                "nothing would change; give a sequence_length or rescale.factor.",
-            )
-        longest = max(longest, length)
-
-
 CONTINUED = (
     *(f"model.{field.name}" for field in fields(ModelConfig) if field.name != "attention_backend"),
     "positional",
@@ -303,29 +241,21 @@ CONTINUED = (
 """Keys whose value a checkpoint determines for a control that continues from it."""
 
 
-def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[Problem]:
+def branch_problem(run: RunConfig, control: RunConfig, step: int) -> str | None:
     """Return why ``control`` cannot continue from the checkpoint of ``run`` after ``step``."""
-    if differing := [key for key in CONTINUED if attrgetter(key)(run) != attrgetter(key)(control)]:
-        reason = (
-            "a control that branches off continues with the run's; leave it out, or leave out "
-            "branch."
-        )
-        return [Problem(key, reason) for key in differing]
+    for key in CONTINUED:
+        if attrgetter(key)(run) != attrgetter(key)(control):
+            return f"{key}: a control that branches off continues with the run's"
     main, other = phases_of(run), phases_of(control)
     starts = {phase.start for phase in (*main, *other) if phase.start < step}
     for start in sorted(starts):
         a, b = phase_at(main, start), phase_at(other, start)
         if _read(a, start) != _read(b, start):
-            reason = f"from step {start} on the run reads other samples than the control."
-            return [Problem("branch", reason)]
+            return f"branch: from step {start} on the run reads other samples than the control"
         changes = [phase.change if phase.start == start else () for phase in (a, b)]
         if changes[0] != changes[1]:
-            reason = (
-                f"after step {start} the run and the control are not changed alike, and step "
-                f"{step}, from which the control goes on, is later."
-            )
-            return [Problem("branch", reason)]
-    return []
+            return f"branch: after step {start} the run and the control are changed differently"
+    return None
 
 
 def _read(phase: Phase, step: int) -> tuple[object, ...]:

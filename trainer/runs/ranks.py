@@ -23,7 +23,7 @@ from trainer.common.ranks import (
     share_of_cores,
     shutdown_distributed,
 )
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 
 __all__ = [
     "Ranks",

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from trainer.checkpoint import versions
+from trainer.config import RunConfig
 from trainer.evaluation.results import Milestone, Reach
 from trainer.model.decoder import Decoder
-from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 
 

@@ -25,6 +25,7 @@ from trainer.checkpoint import (
     remove_leftovers,
 )
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.interchange.pretrained import Pretrained, read_pretrained
@@ -32,7 +33,6 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
 from trainer.runs.metrics_file import continue_metrics

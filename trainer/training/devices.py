@@ -16,10 +16,9 @@ import torch
 from trainer.common.errors import Problem
 from trainer.common.processes import usual_threads
 from trainer.common.words import duration
-from trainer.runs.config import RunConfig
+from trainer.config import Products, RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
-from trainer.runs.training_config import Products
 from trainer.training.speed import multiplies_bf16_fast
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from lightning.pytorch.strategies import (
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainer.config import RunConfig
 from trainer.data.dataset import Batch, CountingSampler, TrainingSamples
-from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, device_of, device_type
 
 

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.errors import Problem, UserError, first_line, os_reason
 from trainer.common.files import write_atomically
+from trainer.config import RunConfig
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
-from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import LENGTH, append_metrics
 from trainer.runs.ranks import current_ranks, on_rank_zero
 

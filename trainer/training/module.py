@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from trainer.config import RunConfig
 from trainer.data.dataset import Batch
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
-from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks

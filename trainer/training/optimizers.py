@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.runs.training_config import OptimizerConfig
+from trainer.config import OptimizerConfig
 
 HAS_FAST_BF16 = (
     torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

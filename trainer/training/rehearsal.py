@@ -20,14 +20,13 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainer.config import DropConfig, RunConfig
 from trainer.data.dataset import Batch
 from trainer.model import decoder, loss
 from trainer.model.decoder import Decoder
 from trainer.model.forward_pass import slopes_of
 from trainer.positional.config import PositionalConfig
 from trainer.positional.rotation import frequencies
-from trainer.recalibration.config import DropConfig
-from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import optimizers
 from trainer.training import strategy as strategies

@@ -18,13 +18,13 @@ from trainer.checkpoint import check_same_model, damage, regular_checkpoints, st
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
 from trainer.common.words import same_command
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.phases import phase_at, phases_of, stretch_end
 from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero

@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
+from trainer.config import OptimizerConfig
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.training_config import OptimizerConfig
 from trainer.training.optimizers import make_optimizer
 
 

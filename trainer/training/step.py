@@ -38,8 +38,8 @@ import lightning as L
 
 from trainer.checkpoint import restore
 from trainer.common.progress import Progress
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
-from trainer.runs.config import RunConfig
 from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before
 from trainer.runs.ranks import Ranks
 from trainer.runs.saved_state import RunState, description

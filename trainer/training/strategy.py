@@ -30,12 +30,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainer.config import RunConfig, StrategyConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.arms import shard_size
-from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, all_gather
-from trainer.runs.training_config import StrategyConfig
 
 SHARDED = ("fsdp2", "hsdp")
 

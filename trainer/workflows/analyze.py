@@ -22,6 +22,7 @@ from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
+from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import (
     HeldOutPart,
@@ -31,7 +32,6 @@ from trainer.data.held_out import (
 )
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.methods import recipe
@@ -43,7 +43,6 @@ from trainer.report.analysis_page import AnalysisReport, write_analysis
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
-from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 from trainer.workflows.subjects import held_out_corpus
 
 log = logging.getLogger(__name__)

@@ -15,15 +15,14 @@ from trainer.checkpoint import versions
 from trainer.common.errors import UserError, raise_all, renaming
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
-from trainer.data.config import DataConfig
-from trainer.evaluation.benchmarks import (
+from trainer.config import (
     BenchmarkConfig,
+    BenchmarkRequest,
+    DataConfig,
     HarnessConfig,
     MultipleChoiceConfig,
-    Score,
-    Scored,
-    comparisons,
 )
+from trainer.evaluation.benchmarks import Score, Scored, comparisons
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import CHOICE, Method, Recipe, applicable
@@ -36,7 +35,6 @@ from trainer.runs.directory import free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.requests import BenchmarkRequest
 from trainer.workflows.subjects import held_out_corpus, multiplying, subject_of
 
 log = logging.getLogger(__name__)

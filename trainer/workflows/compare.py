@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError, renaming
-from trainer.common.fields import value_at
+from trainer.config import CompareRequest, RunConfig
 from trainer.evaluation.results import Report, is_known
 from trainer.evaluation.store import all_fields
 from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, made_now
 from trainer.runs.directory import (
     FREE_TO_CHANGE,
@@ -25,7 +24,6 @@ from trainer.runs.directory import (
 )
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
-from trainer.workflows.requests import CompareRequest
 
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
@@ -108,7 +106,14 @@ def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> lis
     keys = dict.fromkeys(
         key for other in others for key, *_ in differences(first, other, NOT_COMPARED)
     )
-    return [{k: _text(value_at(config, k)) for k in keys} if config else {} for config in values]
+    return [{k: _text(_value_at(config, k)) for k in keys} if config else {} for config in values]
+
+
+def _value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested groups, or None if there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
 
 
 def _text(value: Any) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import UserError, raise_all, renaming
+from trainer.common.errors import UserError, renaming
+from trainer.config import EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import Measured, measure_cells, plan_cells
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.outcomes import AS_IS, Outcomes, rows
@@ -34,9 +34,9 @@ from trainer.runs.descriptions import (
 from trainer.runs.directory import free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
+from trainer.runs.parsing import check_evaluation
 from trainer.runs.ranks import Ranks, join_evaluation
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.subjects import (
     held_out_corpus,
     multiplied_in,
@@ -80,7 +80,7 @@ def evaluate_lengths(
     length = request.evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])
-    raise_all(request.evaluation.problems(first.layout.training_length))
+    check_evaluation(request.evaluation, first.layout.training_length)
     text = Text(held_out_corpus(request.text, first), first)
     if asks_for_statements and not text.training_share:
         why = text.held_out.without_statements

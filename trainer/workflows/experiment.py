@@ -9,12 +9,12 @@ from pathlib import Path
 
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import Problem, raise_all
+from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
 from trainer.evaluation.results import Report, write_csv
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
-from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.directory import (
     check_run_directory,
     locked,

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median_high
 
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
 from trainer.report.training_figures import recoveries
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics

@@ -13,18 +13,17 @@ from tokenizers import Tokenizer
 from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
+from trainer.config import ExportRequest, RunConfig
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.export import Exported, check_destination, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped
 from trainer.runs.directory import saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import published_place
 from trainer.runs.phases import phases_of, training_length_at
-from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from trainer.config import EvaluationConfig, MethodsConfig
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.methods import CHOICE, Recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Task
@@ -107,7 +107,8 @@ def _task(config: MethodsConfig, straw: Haystack) -> Task:
         needles = replace(settings.needles, trials=texts, seed=settings.needles.seed + 1)
         return NEEDLE_TASKS[name](straw, needles)
     shots = settings.many_shot
-    shots = replace(shots, tasks=[name], trials=texts, seed=shots.seed + 1)
+    tasks: Any = [name]
+    shots = replace(shots, tasks=tasks, trials=texts, seed=shots.seed + 1)
     (task,), _ = many_shot_tasks(shots, straw.tokenizer, straw.bos[0] if straw.bos else None)
     return task
 

@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.processes import usual_threads
+from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
 from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import find_candidate
-from trainer.workflows.requests import GenerationRequest
 from trainer.workflows.subjects import multiplying, subject_of
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from trainer.common.errors import UserError
+from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.arms import arms_of, shard_size
-from trainer.runs.config import MAIN, RunConfig
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.transitions import describe

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainer.config import RunConfig
 from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import describe
-from trainer.runs.config import RunConfig
 from trainer.workflows.training_text import tokenizer_of_weights
 
 

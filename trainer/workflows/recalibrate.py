@@ -17,21 +17,19 @@ import torch
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
+from trainer.config import EvaluationRequest, ExportRequest, OptimizerConfig, RunConfig
 from trainer.evaluation.results import Report
 from trainer.interchange.export import check_destination
 from trainer.interchange.hub import find_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
-from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.starting_point import starting_weights
-from trainer.runs.training_config import OptimizerConfig
 from trainer.training.speed import Times, measure_step, product_peak
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 RECORD = "recalibrate.json"
 """File of a run directory with the chosen keys, so that a resumed run measures nothing again."""

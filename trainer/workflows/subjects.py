@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from trainer.common.errors import UserError, renaming
-from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Subject

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from trainer.checkpoint import read_state
 from trainer.common.errors import Problem, raise_all
-from trainer.data.config import DataConfig
+from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.engine import Subject
@@ -19,7 +19,6 @@ from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.runs.arms import arm_problems, arms_of
-from trainer.runs.config import RunConfig
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.starting_point import starting_weights, texts_read

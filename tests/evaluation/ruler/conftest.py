@@ -7,8 +7,9 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from trainer.config import RulerSettings
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.ruler import NOISE, RulerSettings, ruler_tasks
+from trainer.evaluation.ruler import NOISE, ruler_tasks
 
 BOS = 0
 DOCUMENTS = [" ".join(text.split()) for _, text in sorted(topics.items())][:60]

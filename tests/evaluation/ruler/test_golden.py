@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.golden.files import GOLDEN
-from trainer.evaluation.ruler import DEPTHS, TASKS, RulerSettings, ruler_tasks, vocabulary
+from trainer.config import RulerSettings
+from trainer.evaluation.ruler import DEPTHS, TASKS, ruler_tasks, vocabulary
 
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())

@@ -6,13 +6,13 @@ import pytest
 
 from tests.evaluation.ruler.conftest import BOS, DOCUMENTS
 from trainer.common.errors import UserError
+from trainer.config import RulerSettings
 from trainer.evaluation.ruler import (
     TASKS,
     CommonWords,
     Essay,
     FrequentWords,
     Needles,
-    RulerSettings,
     ruler_tasks,
     step,
 )

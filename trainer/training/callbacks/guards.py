@@ -19,7 +19,7 @@ import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.common.files import write_atomically
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule, StepCallback
 

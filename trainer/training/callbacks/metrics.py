@@ -13,10 +13,10 @@ import torch
 
 from trainer.common.errors import os_reason
 from trainer.common.progress import Progress
+from trainer.config import RunConfig
 from trainer.data.dataset import Batch
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
-from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import COLUMNS, read_metrics, write_metrics
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import all_gather

@@ -17,11 +17,11 @@ import torch
 
 from trainer.analysis.attention import MEASURES, probe
 from trainer.common.errors import Problem, UserError, renaming
+from trainer.config import BenchmarksConfig, HarnessConfig, MultipleChoiceConfig, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import held_out_windows
 from trainer.data.needles import NeedleVocabulary, Trials
 from trainer.data.order import Integers
-from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Reading, Statements
@@ -36,12 +36,10 @@ from trainer.evaluation.multiple_choice import (
 from trainer.evaluation.results import Milestone, Reach
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
-from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
 from trainer.runs.saved_state import RunState
-from trainer.runs.training_config import BenchmarksConfig
 from trainer.training.callbacks.guards import watch
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule, StepCallback, evaluating

@@ -11,7 +11,7 @@ from typing import Any, cast
 import lightning as L
 
 from trainer.checkpoint import BEFORE_DROP, Writer, step_name
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 from trainer.runs.ranks import Ranks, Vote
 from trainer.training.callbacks.guards import watch
 from trainer.training.module import LanguageModule, StepCallback

@@ -23,9 +23,8 @@ from typing import Any
 import lightning as L
 
 from trainer.common.processes import stopping_at_once
-from trainer.runs.config import RunConfig
+from trainer.config import RunConfig
 from trainer.runs.ranks import Vote
-from trainer.runs.training_config import seconds_of
 from trainer.training.callbacks.saving import Saving
 from trainer.training.module import LanguageModule, StepCallback
 
@@ -188,7 +187,7 @@ def deadline(config: RunConfig, start_time: float, margin: float = MARGIN) -> tu
     """
     limits = [(float("inf"), "no limit")]
     if config.trainer.max_time is not None:
-        limits.append((start_time + seconds_of(config.trainer.max_time), "trainer.max_time"))
+        limits.append((start_time + _seconds(config.trainer.max_time), "trainer.max_time"))
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         limits.append((float(end) - margin, "the end of the SLURM job"))
     return min(limits)
@@ -201,3 +200,9 @@ def stopping_between_files() -> AbstractContextManager[None]:
     """
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     return stopping_at_once("Stopped after training", *numbers)
+
+
+def _seconds(time: str) -> float:
+    """Convert ``hours:minutes:seconds`` to seconds."""
+    hours, minutes, seconds = map(int, time.split(":"))
+    return 3600 * hours + 60 * minutes + seconds

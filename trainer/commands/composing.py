@@ -1,0 +1,135 @@
+"""Words of a command line to plain values, with Hydra.
+
+Keys and defaults stand once, in :mod:`trainer.config`; ``ConfigStore`` hands them to Hydra, so that
+``conf/`` holds only what differs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from trainer import config as schema
+from trainer.commands.help import GROUPS, config_directory
+from trainer.common.plugins import load_plugins
+from trainer.positional.encodings import ENCODINGS, parameters
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Configuration that the words of one job stand for."""
+
+    values: dict[str, Any]
+    choices: dict[str, str]
+    """The chosen option of each group."""
+    words: tuple[str, ...]
+    """The overrides."""
+
+    @classmethod
+    def of(cls, config: DictConfig, choices: Mapping[Any, Any], words: Sequence[str]) -> Composed:
+        """Return the plain values of a composed configuration without Hydra's own."""
+        keys = [str(key) for key in config if key != "hydra"]
+        masked = OmegaConf.masked_copy(config, keys)
+        values: Any = OmegaConf.to_container(masked, resolve=True, throw_on_missing=True)
+        return cls(values, {str(k): str(v) for k, v in choices.items()}, tuple(words))
+
+    @classmethod
+    def from_hydra(cls, config: DictConfig) -> Composed:
+        """Return the configuration that Hydra hands to a job."""
+        job = HydraConfig.get()
+        return cls.of(config, job.runtime.choices, list(job.overrides.task))
+
+
+def register_schema() -> None:
+    """Hand keys and defaults to Hydra.
+
+    The three kinds of evaluation have keys of their own, which the options of ``evaluation`` start
+    from.
+    """
+    store = ConfigStore.instance().store
+    run = asdict(schema.RunConfig())
+    store("run_schema", {k: v for k, v in run.items() if k != "evaluation"} | {"run_dir": "???"})
+    for kind in (schema.EvaluationConfig, schema.MultipleChoiceConfig, schema.HarnessConfig):
+        values = asdict(kind())
+        store(f"{values['kind']}_schema", values, group="evaluation")
+    models = asdict(schema.ModelsRequest())
+    for name, values in {
+        "evaluate_schema": models,
+        "analyze_schema": asdict(schema.AnalysisRequest()),
+        "generate_schema": asdict(schema.GenerationRequest()),
+        "export_schema": asdict(schema.ExportRequest()),
+        "compare_schema": asdict(schema.CompareRequest()),
+        "plan_schema": asdict(schema.PlanKeys()),
+        "recalibrate_schema": asdict(schema.RecalibrateKeys()),
+    }.items():
+        store(name, values)
+
+
+def register_encodings(words: Sequence[str]) -> None:
+    """Run the plugins among the words, and make options of ``positional`` of their encodings."""
+    plugins = next((w.partition("=")[2] for w in words if re.match(r"\+?plugins=", w)), "")
+    load_plugins([path for path in re.split(r"[\[\],'\" ]+", plugins) if path])
+    directory = config_directory() / "positional"
+    for name in ENCODINGS if plugins else ():
+        if not (directory / f"{name}.yaml").exists():
+            values = {"layers": [name], "encodings": {name: parameters(name)}}
+            ConfigStore.instance().store(f"{name}.yaml", values, group="positional")
+
+
+def overrides_of(words: Sequence[str]) -> list[str]:
+    """Return the words with ``+evaluation=NAME`` as ``evaluation=NAME``, whether a command has a
+    default for that group or not."""
+    pattern = re.compile(rf"\+({'|'.join(GROUPS)})=")
+    return [word[1:] if pattern.match(word) else word for word in words]
+
+
+def compose_words(
+    words: Sequence[str], root: str = "config", config_dir: str | None = None
+) -> Composed:
+    """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
+
+    ``root``: the file of ``conf/`` that the command starts from. ``config_dir``: a directory with
+    more options.
+    """
+    register_schema()
+    register_encodings(words)
+    more = [] if config_dir is None else [f"hydra.searchpath=[{Path(config_dir).absolute()}]"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        given = overrides_of(words)
+        config = compose(root, [*given, *more], return_hydra_config=True)
+    return Composed.of(config, config.hydra.runtime.choices, given)
+
+
+def explain(error: BaseException) -> str:
+    """Return the message of an error as lines, with the nearest key or option if one is unknown."""
+    cause: BaseException = error
+    while isinstance(cause, HydraException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    choices: list[str] = []
+    word, text = "", str(cause) or type(cause).__name__
+    if isinstance(cause, MissingConfigException):
+        choices, text = list(cause.options or ()), text.splitlines()[0]
+        word = Path(str(cause.missing_cfg_file)).stem
+    elif isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        parent = cause.parent_node
+        choices = [str(key) for key in parent] if isinstance(parent, DictConfig) else []
+        word = str(cause.key)
+    elif isinstance(cause, KeyError):
+        text = f"KeyError: {text}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(cause, OmegaConfBaseException):  # the other lines name the key and its type
+        lines = [", ".join(line for line in lines if not line.startswith("object_type"))]
+    if near := get_close_matches(word, choices, 1):
+        lines[-1] += f"; the nearest is {near[0]!r}"
+    return "\n".join(lines)

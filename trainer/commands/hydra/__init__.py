@@ -1,1 +1,0 @@
-"""Shared machinery of all commands: composition, help, options and jobs."""

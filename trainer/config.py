@@ -1,0 +1,1247 @@
+"""The schema of every configuration: each key once, with its type, default and meaning.
+
+Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.parsing`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, field, replace
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field
+
+from trainer.common.fields import (
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Processes,
+    Share,
+    configuration,
+)
+from trainer.model.config import ModelConfig, Sampling
+from trainer.positional.config import PositionalConfig
+from trainer.positional.layout import LayerChoice
+from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
+
+Length = Annotated[int, Field(ge=2, lt=1 << 31)]
+"""Tokens of a sequence."""
+Part = Annotated[Positive, Field(lt=1)]
+"""A share of the text, neither none nor all of it."""
+Beta = Annotated[NotNegative, Field(lt=1)]
+"""Decay rate of a moving average."""
+MISSING = "???"
+"""Value of a key that has to be given, as Hydra writes it."""
+NAME = r"^\w[\w.+-]*$"
+"""Pattern of names of runs, phases and controls, which become names of directories."""
+Name = Annotated[str, Field(pattern=NAME)]
+MAIN = "main"
+"""Name of the run itself among its controls."""
+PERIOD = 10_000
+"""Samples in which each text of a mixture has exactly its share."""
+MOST_NAMES = 16
+"""Different names that statements can have; :data:`trainer.data.needles.NAMES` lists them."""
+Products = Literal["bf16", "tf32", "fp32"]
+"""Precision in which a GPU multiplies matrices."""
+Window = Literal["hann", "hamming", "blackman", "rectangular"]
+PERPLEXITY, STATEMENTS = "perplexity", "statements"
+RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
+RulerTask = Literal[
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+]
+LongBenchTask = Literal[
+    "narrativeqa",
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "musique",
+    "gov_report",
+    "qmsum",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "lcc",
+    "repobench-p",
+    "passage_count",
+    "passage_retrieval_en",
+]
+"""RoPE-ID averages the first fourteen (App. A.8)."""
+ManyShotTask = Literal["many_shot_needle", "many_shot_skip", "zero_shot"]
+METHODS = (
+    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
+    *("dope", "weighted_rope", "temperature"),
+)
+"""Methods that are tried where ``evaluation.methods`` is null."""
+BY_LAYER = (
+    *RESCALINGS,
+    *(f"dynamic_{name}" for name in RESCALINGS),
+    *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
+)
+"""Parts of methods that change only the layers of ``evaluation.layers``."""
+PARTS = (
+    *("none", "crop", "window"),
+    *BY_LAYER,
+    *("dope", "weighted_rope", "drop"),
+)
+"""Parts of methods, which ``evaluation.methods`` joins by ``+``."""
+ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
+"""Parts that choose something on validation text."""
+
+
+# ---- Text ----
+
+
+@configuration
+class NeedlesConfig:
+    """Key-value statements mixed into training sequences, in the form that the evaluation uses."""
+
+    share: Share = 0.0
+    """Share of the training sequences that carry statements."""
+    names: tuple[Count, Count] = (2, 5)
+    """Least and most different names in a sequence."""
+    mentions: tuple[Count, Count] = (2, 20)
+    """Least and most statements in a sequence."""
+    weight: Positive = 10.0
+    """Weight in the loss of a value that was stated before; other tokens have 1."""
+    changes: Share = 0.0
+    """Share of the mentions after a name's first that state a new number, which holds from then
+    on. Above 0 the content of statements does not suffice: their order decides."""
+
+
+@configuration
+class SourceConfig:
+    """Source of text, and which of it is held out; together they determine prepared text."""
+
+    source: str = "stdlib_docs"
+    """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
+    files, hub, or a source that a plugin registers."""
+    files: list[str] = field(default_factory=list)
+    """Files of the source files (.txt, .md, .rst, .jsonl, .csv, .parquet, .arrow, also compressed):
+    paths, directories or globs, here or at s3://, gs://, https://; @LIST is a file with one
+    address a line."""
+    allow_patterns: list[str] = field(default_factory=list)
+    """Globs; only addresses of a list that match one of them are read. Empty: all."""
+    hub_name: str | None = None
+    """Dataset on the Hugging Face hub."""
+    hub_config: str | None = None
+    """Configuration of that dataset; null: its only one."""
+    hub_split: str = "train"
+    """Split of that dataset."""
+    revision: str | None = None
+    """Commit or tag of the dataset; for other sources any word that tells two states of the text
+    apart."""
+    text_field: str = "text"
+    """Column of jsonl, csv, parquet and arrow files that holds the text."""
+    validation: Part = 0.03
+    """Share of the text for fitting and for the drop's effect."""
+    test: Part = 0.07
+    """Share of the text for reported figures."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a source that a plugin registers."""
+
+
+@configuration
+class MixedText(SourceConfig):
+    """One text of a mixture: changes to the source of all."""
+
+    prepared: str | None = None
+    """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the weights of the other texts."""
+
+
+@configuration
+class DataConfig(SourceConfig):
+    """Text, and how it becomes sequences."""
+
+    sequence_length: Annotated[int, Field(ge=2, lt=1 << 31)] = 64
+    """Tokens of a sequence; the training length of the model."""
+    prepared: str | None = None
+    """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
+    mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Several texts by name, each with a weight (its share of the tokens) and changes to the
+    source: {name: {weight: 0.7, hub_name: ...}, ...}."""
+    document_mask: bool = False
+    """Keep attention within a document."""
+    restart_positions: bool = False
+    """Count positions from 0 in every document; needs document_mask."""
+    needles: NeedlesConfig = field(default_factory=NeedlesConfig)
+    """Statements mixed into training sequences."""
+    num_workers: Annotated[Natural, Field(le=1024)] = 0
+    """Processes that read; 0: none."""
+    cache_dir: str | None = None
+    """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
+
+    def _mixed(self, changes: dict[str, Any]) -> DataConfig:
+        return replace(self, mixture={}, **{k: v for k, v in changes.items() if k != "weight"})
+
+    @property
+    def texts(self) -> dict[str, tuple[DataConfig, float]]:
+        """Every text by name, with its weight; one alone is called ``text``."""
+        if not self.mixture:
+            return {"text": (self, 1.0)}
+        return {
+            name: (self._mixed(changes), float(changes.get("weight", 1.0)))
+            for name, changes in self.mixture.items()
+        }
+
+
+@configuration
+class TokenizerConfig:
+    """The tokenizer, read from a file or trained."""
+
+    path: str | None = None
+    """A tokenizer.json or a model on the hub; null: train a byte-level BPE on the
+    training text."""
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 1024
+    """Entries of the tokenizer that is trained; 257 hold every byte."""
+    sample_megabytes: Count = 64
+    """Megabytes of the training text to train it on."""
+
+
+# ---- Training ----
+
+
+@configuration
+class ScheduleConfig:
+    """Learning rate of one phase, as a multiple of the optimizer's learning rates."""
+
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up: cosine (falls to the end), wsd (stays, then falls over the last
+    decay_fraction), constant."""
+    peak: Positive = 1.0
+    """Factor on the optimizer's learning rates after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    final: Share = 0.1
+    """Factor at the end, as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Share of the phase over which wsd falls."""
+
+    def factor(self, step: int, length: int) -> float:
+        """Return the factor on the base learning rate for update ``step`` of ``length``."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.name == "wsd":
+            start = max(start, round(length * (1 - self.decay_fraction)))
+        progress = min(max((step - start) / max(length - start, 1), 0.0), 1.0)
+        fall = progress if self.name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
+        return self.peak * (1 - (1 - self.final) * fall)
+
+
+@configuration
+class ChangeConfig:
+    """Choice of the encodings to drop, and their replacement."""
+
+    layers: list[int] | None = None
+    """Indices of the layers to drop; null: all."""
+    heads: list[int] | None = None
+    """Indices of the key-value heads of these layers; null: all."""
+    to: str = "nope"
+    """Encoding that takes the place, named as in positional."""
+    windows: list[Count | None] | None = None
+    """Sliding windows of all layers from the drop on, in tokens, repeated over the depth; null:
+    those before."""
+    qk_norm_gain: Literal["one", "matched"] = "one"
+    """Gain of a QK-norm that comes on at the drop: one, or matched (to the RMS of queries and
+    keys on the effect batch)."""
+
+    @property
+    def of_what(self) -> str:
+        """Description of the choice, such as ``" of layers 0, 1"``; empty for all layers."""
+        parts = [
+            f"{name} {', '.join(map(str, chosen))}"
+            for name in ("layers", "heads")
+            if (chosen := getattr(self, name)) is not None
+        ]
+        return f" of {', '.join(parts)}" if parts else ""
+
+
+@configuration
+class DropConfig(ChangeConfig):
+    """When the encoding is dropped, what replaces it, and how training resumes."""
+
+    enabled: bool = True
+    """Drop as configured; false leaves out a drop that is set."""
+    at: int | float | None = None
+    """When to drop: a step (0 only for trained weights), or a fraction of the run such as 0.85;
+    null: never."""
+    at_tokens: Count | None = None
+    """When to drop, in tokens read; null: see at."""
+    optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
+    """State of the optimizer at the drop: keep, reset, or reset_new (only of parameters that the
+    drop adds)."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate from the drop to the end."""
+    effect_sequences: Count = 64
+    """Held-out sequences whose loss is measured before and after the drop."""
+
+    def step(self, max_steps: int, tokens_per_step: int) -> int | None:
+        """Return the number of steps trained before the drop, or None for never."""
+        if not self.enabled:
+            return None
+        if self.at_tokens is not None:
+            return -(-self.at_tokens // tokens_per_step)
+        if isinstance(self.at, float):
+            return round(self.at * max_steps)
+        return self.at
+
+
+@configuration
+class OptimizerConfig:
+    """Optimizer and its rates."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon (for the matrices of the blocks, AdamW for the rest)."""
+    lr: Positive = 3e-4
+    """Learning rate of AdamW, times the schedule."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: Annotated[Positive, Field(le=1)] = 1e-8
+    """Added to the denominator of AdamW's update."""
+    weight_decay: Annotated[NotNegative, Field(le=1000)] = 0.1
+    """Weight decay of matrices; norms and biases have none."""
+    decay_embeddings: bool = False
+    """Also decay embeddings and the head."""
+    muon_lr: Positive = 0.02
+    """Learning rate of Muon, times the schedule."""
+    muon_momentum: Beta = 0.95
+    """Momentum of Muon."""
+
+
+@configuration
+class TrainerConfig:
+    """Length, batch, precision and rhythm of a run."""
+
+    max_steps: Count = 1000
+    """Optimizer steps of the run."""
+    max_tokens: Count | None = None
+    """Length of the run in tokens, instead of steps; null: see max_steps."""
+    batch_size: Count = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: Count | None = None
+    """Sequences per forward pass of one rank; null: all that the rank has."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32, or bf16 (computes in bfloat16 and keeps float32 weights)."""
+    fp8: bool = False
+    """Multiply in float8 within blocks; with precision=bf16, on Ada, Hopper and later GPUs, and the
+    extra fp8 (torchao)."""
+    tf32: bool = True
+    """Multiply float32 matrices in TF32 on GPUs."""
+    deterministic: bool = False
+    """Compute the same bits every time, with slower GPU kernels."""
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """Device: auto (GPUs where torch sees them, otherwise the CPU), cpu, gpu."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
+    gradient_clip: NotNegative = 1.0
+    """Largest norm of a gradient; 0: no clipping."""
+    z_loss: Annotated[NotNegative, Field(le=1000)] = 0.0
+    """Weight of the squared log-partition in the loss."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    log_every: Count = 10
+    """Steps between logged rows."""
+    checkpoint_every: Count = 100
+    """Steps between checkpoints."""
+    checkpoint_minutes: Positive | None = None
+    """Minutes after a checkpoint until the next; null: by steps only."""
+    keep_checkpoints: Count = 2
+    """Number of most recent checkpoints to keep, and of those with finite weights and no update
+    just skipped; the one before the drop is always kept."""
+    keep_every: Count | None = None
+    """Steps between checkpoints that are all kept; null: none."""
+    max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
+    """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
+    end of its SLURM job, if it has one."""
+    step_timeout: Positive | None = 1800.0
+    """Seconds after which a step counts as stuck and the process ends with its stacks; null:
+    never."""
+    profile_steps: list[Count] = field(default_factory=list)
+    """First and last step to profile, such as [10, 13]."""
+
+    @property
+    def products(self) -> Products:
+        """The precision in which a GPU multiplies matrices, apart from float8."""
+        return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
+
+    def accumulation(self, ranks: int = 1) -> int:
+        """Return the number of forward passes of a rank per optimizer step."""
+        return self.batch_size // ((self.micro_batch_size or self.batch_size // ranks) * ranks)
+
+
+@configuration
+class StrategyConfig:
+    """Distribution of a run over devices."""
+
+    name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
+    """single (one device), ddp (a copy on every rank), fsdp2 (parameters, gradients and
+    optimizer sharded over all ranks), hsdp (sharded in groups of ranks, copied between them)."""
+    shard_size: Count | None = None
+    """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
+    cpu_offload: bool = False
+    """Keep sharded parameters and optimizer on the CPU."""
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients of shards are reduced: micro_batch, step (keeps whole gradients, 4 bytes a
+    parameter), or auto (step, if these fit in a tenth of a GPU)."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward recomputes: none, selective (all but matrix products and attention), full
+    (whole blocks)."""
+    timeout: Positive = 1800.0
+    """Seconds that ranks wait for each other in a collective."""
+
+
+@configuration
+class LoggerConfig:
+    """Destinations of metrics besides ``metrics.csv``."""
+
+    wandb: bool = False
+    """Log to Weights & Biases; offline without a key or connection."""
+    project: str = "unrope"
+    """Project at Weights & Biases."""
+    entity: str | None = None
+    """Team at Weights & Biases; null: the user's own."""
+    offline: bool = False
+    """Log offline in any case; `wandb sync` sends it later."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run directory."""
+
+
+@configuration
+class BenchmarksConfig:
+    """Tasks that the model answers in training, also before and after the drop and at the end."""
+
+    every: Count | None = None
+    """Steps between them; null: never."""
+    every_tokens: Count | None = None
+    """Tokens between them, instead of steps; null: see every."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks on validation text, named as in evaluation.tasks."""
+    lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0])
+    """Lengths of these tasks, in multiples of the training length."""
+    multiple_choice: list[str] = field(default_factory=list)
+    """Tasks of request files, for instance [arc_easy, piqa]."""
+    directory: str | None = None
+    """Directory of the request files; null: where scripts/fetch_benchmarks.py puts them."""
+    harness: list[str] = field(default_factory=list)
+    """Tasks of lm-eval."""
+    include_path: str | None = None
+    """Directory with more tasks of lm-eval; null: none."""
+    limit: Count = 200
+    """Questions, trials or windows of each task and length."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any measurement is enabled."""
+        return self.every is not None or self.every_tokens is not None
+
+    def is_due(self, before: int, tokens: int, step: int) -> bool:
+        """Whether a measurement is due after ``step``, given the tokens before and after it."""
+        if self.every is not None:
+            return step % self.every == 0
+        return self.every_tokens is not None and (
+            before // self.every_tokens < tokens // self.every_tokens
+        )
+
+
+@configuration
+class MonitorConfig:
+    """Measurements of the model in training; they do not affect it."""
+
+    lengths_every: Count | None = None
+    """Steps between measurements of retrieval and held-out loss by length; null: never."""
+    lengths: list[Annotated[Count, Field(le=1_000_000)]] = field(default_factory=lambda: [1, 2, 4])
+    """Lengths to measure at, in multiples of the training length (the last phase's)."""
+    trials: Annotated[Natural, Field(le=1_000_000)] = 64
+    """Retrieval trials of a length, if the training text carries needles; 0: none."""
+    windows: Count = 16
+    """Windows of held-out text of a length."""
+    probe_every: Count | None = None
+    """Steps between looks at the attention of every layer; null: never."""
+    probe_sequences: Count = 2
+    """Sequences that such a look reads."""
+    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
+    """Tasks that the model answers in training; each kind may be empty."""
+
+
+# ---- Evaluation ----
+
+
+@configuration
+class TemperatureSettings:
+    """Softmax temperature 1 + c ln s, fitted on validation text."""
+
+    grid: list[Annotated[NotNegative, Field(le=100)]] = field(
+        default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
+    )
+    """Values of c to try; larger ones, up to 2, while the largest is the best."""
+    per: Literal["sequence", "query"] = "sequence"
+    """Length s counts: sequence, query."""
+    models: Literal["free", "all"] = "free"
+    """Models it is fitted for: free (those without positions), all."""
+    lengths: list[Annotated[float, Field(gt=1, le=1_000_000)]] | None = None
+    """Lengths to fit at, in multiples of the training length (one alone is DroPE's target
+    length, App. C.2); null: those evaluated."""
+    fit: Literal["sum", "line"] = "sum"
+    """How several lengths combine: sum (least sum of their losses), line (through the best scale
+    of each, as YaRN)."""
+    rope_id_coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.1
+    """Coefficient of temperature_rope_id, (1 + 0.1 ln s)^2 in RoPE-ID's App. A.4."""
+    rope_id_exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 2.0
+    """Exponent of temperature_rope_id."""
+
+
+@configuration
+class DynamicNtkSettings:
+    """Settings of dynamic_ntk_alpha."""
+
+    alpha: Annotated[float, Field(ge=1, le=1_000_000)] | None = None
+    """Slows a sequence of n > C tokens for s = alpha n / C - (alpha - 1); null: the length over
+    the training length (DoPE, App. A.2)."""
+
+
+@configuration
+class LongRopeSettings:
+    """Settings of longrope."""
+
+    search: Literal["perplexity", "needles"] = "perplexity"
+    """What factors are searched for: perplexity (of text, LongRoPE), needles (of their answers,
+    LongRoPE2)."""
+    evaluations: Count = 64
+    """Sets of factors to try at each length."""
+    windows: Count = 4
+    """Held-out texts to try them on."""
+    seed: Natural = 0
+    """Seed of the search."""
+
+
+@configuration
+class ChoiceSettings:
+    """Text on which dope chooses heads, and weighted_rope pairs."""
+
+    text: str = "validation"
+    """validation, or the prompts of a task: standard, noisy, multi_key, multi_query,
+    multi_value, many_shot_needle, many_shot_skip."""
+    length: Positive | None = None
+    """Length of a text in multiples of the training length; null: the length evaluated."""
+    texts: Count = 4
+    """Number of texts to read."""
+
+
+@configuration
+class DopeSettings:
+    """Which heads lose which bands; by default the paper's best at 64k tokens (Table 1) with fewer
+    heads."""
+
+    variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
+    """What a head loses: by_parts (bands slower than one turn in the training length, Eq. 33),
+    by_all (all bands), by_gaussian (noise takes its place, Eq. 36 and 37)."""
+    by: Literal["query", "key", "joint"] = "query"
+    """Whose entropies rank heads: query, key, joint (of one Gram matrix over both)."""
+    entropy: Literal["vanilla", "trunc"] = "trunc"
+    """trunc (truncated effective rank, Eq. 30), vanilla (mean over the bands, Eq. 26)."""
+    r: Count | None = 1
+    """Eigenvalues of trunc; null: all."""
+    stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
+    """State of the encoding that is ranked: pre_ntk, post_ntk, post_rope."""
+    spectral: Literal["inverse", "share", "norm"] = "inverse"
+    """What ranks heads with entropy=trunc and r=1, where Eq. 30 is 1 for all: inverse (1 over the
+    largest eigenvalue's share, so that ascending begins with low entropy), share, norm (the
+    largest eigenvalue itself)."""
+    order: Literal["ascending", "descending"] = "ascending"
+    """ascending (heads of low entropy first), descending."""
+    heads: Natural = 1
+    """Number of heads; the paper takes 5 of about a thousand."""
+    removal: Literal["unrotate", "zero"] = "unrotate"
+    """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
+    sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
+    """Standard deviation of the noise; null: as in the retained heads (Sec. 4.3)."""
+    seed: Natural = 0
+    """Seed of the noise."""
+
+
+@configuration
+class WeightedRopeSettings:
+    """A rule that multiplies pairs by alpha, chosen by their entropy."""
+
+    entropy: Literal["spectrum", "sequence"] = "sequence"
+    """Entropy that chooses: spectrum (SpectrumFE), sequence (SequenceFE)."""
+    side: Literal["below", "above"] = "below"
+    """Side of the threshold: below, above."""
+    tau: Share = 0.6
+    """Threshold of the entropy."""
+    alpha: Share = 0.1
+    """Factor on the pairs."""
+
+
+@configuration
+class MethodsConfig:
+    """Methods and their settings, the same in every kind of evaluation."""
+
+    _: KW_ONLY
+    training_length: Length | None = None
+    """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
+    trained on last, or what a published model's configuration says."""
+    methods: list[str] | None = field(default_factory=lambda: ["none"])
+    """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
+    dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
+    checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
+    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
+    fit_windows: Count = 32
+    """Windows of validation text for fits."""
+    layers: LayerChoice = None
+    """Layers that rescalings and temperatures change: all, full_attention (those without a
+    window), or indices, [3,7]; null: the layers that see more than the training length."""
+    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    """Settings of temperature, 1 + c ln s with s the length in training lengths."""
+    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
+    """Settings of dynamic_ntk_alpha."""
+    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    """Settings of longrope."""
+    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
+    """What dope chooses heads on and weighted_rope pairs."""
+    dope: DopeSettings = field(default_factory=DopeSettings)
+    """Settings of dope."""
+    weighted_rope: list[WeightedRopeSettings] = field(
+        default_factory=lambda: [WeightedRopeSettings()]
+    )
+    """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
+    0.1}; +evaluation=weighted_rope has both."""
+
+    @property
+    def factors(self) -> list[float]:
+        """Extension factors that methods are set for."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> list[str]:
+        """Requested methods."""
+        return list(METHODS) if self.methods is None else self.methods
+
+    @property
+    def parts(self) -> list[str]:
+        """Their parts, without duplicates."""
+        return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
+
+
+@configuration
+class NeedleTaskSettings:
+    """Settings of statements and of all tasks with needles."""
+
+    trials: Annotated[Count, Field(le=1_000_000)] = 256
+    """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
+    depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
+    """Places of the needle: 0 the beginning of the text, 1 its end."""
+    needles: Count = 4
+    """Needles in tasks that state several."""
+    changes: Natural = 0
+    """How many of the statements give the requested name an earlier number, in the task statements;
+    the answer is its last one. For runs trained with data.needles.changes."""
+    sinks: Count = 8
+    """Tokens behind the needle in the task noisy."""
+    seed: Natural = 1
+    """Seed of the trials."""
+
+
+@configuration
+class RulerSettings:
+    """Settings of ruler."""
+
+    tasks: list[RulerTask] = field(default_factory=lambda: list(get_args(RulerTask)))
+    """Tasks of RULER to ask."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 500
+    """Prompts of a task and length."""
+    seed: Natural = 42
+    """Seed of the trials."""
+    squad_file: str | None = None
+    """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
+    hotpotqa_file: str | None = None
+    """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
+
+
+@configuration
+class LongBenchSettings:
+    """Settings of longbench."""
+
+    directory: str | None = None
+    """Directory of TASK.jsonl; null: the archive that the hub distributes."""
+    tasks: list[LongBenchTask] = field(default_factory=lambda: list(get_args(LongBenchTask)[:14]))
+    """Tasks of LongBench to ask."""
+    limit: Count | None = None
+    """Questions of a task; null: all, 150 to 500."""
+    seed: Natural = 42
+    """Seed of the choice of questions."""
+
+
+@configuration
+class ManyShotSettings:
+    """Settings of many_shot."""
+
+    tasks: list[ManyShotTask] = field(default_factory=lambda: list(get_args(ManyShotTask)))
+    """Tasks to ask: many_shot_needle, many_shot_skip, zero_shot."""
+    file: str | None = None
+    """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 100
+    """Problems of a task, length and depth."""
+    depths: list[Share] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
+    """Places of the needle: 0 the beginning of the examples, 1 their end."""
+    new_tokens: Count | None = None
+    """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
+    seed: Natural = 42
+    """Seed of the trials."""
+
+
+@configuration
+class EvaluationConfig(MethodsConfig):
+    """Methods, tasks and lengths; the defaults are for the evaluation at the end of a run."""
+
+    kind: Literal["lengths"] = "lengths"
+    """Kind of evaluation, which decides the keys."""
+    enabled: bool = True
+    """Evaluate a training run at its end."""
+    lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    """Lengths in multiples of the training length."""
+    tokens: list[Length] | None = None
+    """Lengths in tokens, in place of lengths; null: lengths."""
+    methods: list[str] | None = field(
+        default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
+    )
+    tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
+    """perplexity, statements (for runs trained with data.needles), standard, noisy,
+    multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot."""
+    windows: Count = 96
+    """Held-out windows of the task perplexity at each length."""
+    last: Count | None = None
+    """Tokens of each window that are reported; null: the training length, or the shortest length
+    if that is less."""
+    batch_tokens: Count = 16384
+    """Tokens in a forward pass."""
+    prefill_chunk: Count | None = None
+    """Tokens of a sequence read at once; null: 32,768 on a GPU, all on a CPU."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
+    multiplies in TF32."""
+    needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
+    """Settings of statements and of every task with needles."""
+    ruler: RulerSettings = field(default_factory=RulerSettings)
+    """Settings of ruler."""
+    longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
+    """Settings of longbench."""
+    many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
+    """Settings of many_shot."""
+
+    @property
+    def factors(self) -> list[float]:
+        """Evaluated lengths, as multiples of the training length; see :meth:`in_multiples`."""
+        return self.lengths
+
+    @property
+    def lengths_key(self) -> str:
+        """The key that the lengths come from."""
+        return "evaluation.lengths" if self.tokens is None else "evaluation.tokens"
+
+    def in_tokens(self, training_length: int) -> list[int]:
+        """Return the evaluated lengths of models with this training length."""
+        C = self.training_length or training_length
+        return self.tokens or [round(C * factor) for factor in self.lengths]
+
+    def in_multiples(self, training_length: int) -> EvaluationConfig:
+        """Return the configuration with C of the models, and ``lengths`` in place of ``tokens``."""
+        C = self.training_length or training_length
+        lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
+        return replace(self, training_length=C, lengths=lengths, tokens=None)
+
+    def limited(self, trials: int, questions: int) -> Self:
+        """Return the configuration with at most so many trials, and questions of longbench."""
+        limit = min(self.longbench.limit or questions, questions)
+        return replace(
+            self,
+            needles=replace(self.needles, trials=min(self.needles.trials, trials)),
+            ruler=replace(self.ruler, trials=min(self.ruler.trials, trials)),
+            many_shot=replace(self.many_shot, trials=min(self.many_shot.trials, trials)),
+            longbench=replace(self.longbench, limit=limit),
+        )
+
+
+@configuration
+class BenchmarkConfig(MethodsConfig):
+    """Keys of all kinds of benchmarks."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Tasks by name."""
+    factor: Annotated[float, Field(ge=1, le=1_000_000)] = 1.0
+    """Multiple of the training length that methods are set for, and the length of the text they
+    choose on; questions keep their length."""
+    limit: Count | None = None
+    """Questions of a task, the first ones; null: all."""
+    max_length: Count | None = None
+    """Tokens that the model reads at once, longer contexts lose their beginning; null: the
+    training length."""
+    batch_tokens: Count = 4096
+    """Tokens in a forward pass."""
+    add_bos: bool | None = None
+    """Begin every text with end-of-text, as training sequences do; null: yes for runs of this
+    program, as the tokenizer says for published weights."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
+    multiplies in TF32."""
+
+    @property
+    def factors(self) -> list[float]:
+        """The single extension factor that methods are set for."""
+        return [self.factor]
+
+
+@configuration
+class MultipleChoiceConfig(BenchmarkConfig):
+    """Questions from files."""
+
+    kind: Literal["multiple_choice"] = "multiple_choice"
+    """Kind of evaluation, which decides the keys."""
+    directory: str | None = None
+    """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
+    unconditional: bool = True
+    """Also score answers by how much the question makes them likelier, where the files can;
+    doubles the work."""
+
+
+@configuration
+class HarnessConfig(BenchmarkConfig):
+    """Tasks of lm-eval, which gets their data from the hub."""
+
+    kind: Literal["harness"] = "harness"
+    """Kind of evaluation, which decides the keys."""
+    num_fewshot: Natural | None = None
+    """Solved examples before each question; null: as the task says."""
+    include_path: str | None = None
+    """Directory with more tasks; null: none."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Arguments of tasks that make their questions, such as max_seq_lengths and tokenizer of
+    RULER."""
+
+
+# ---- A run ----
+
+
+Rescale = Literal[
+    "pi",
+    "ntk",
+    "ntk_by_parts",
+    "yarn",
+    "llama3",
+    "yarn_full_range",
+    "ntk_by_parts_turns",
+    "yarn_turns",
+    "base",
+]
+
+
+@configuration
+class RescaleConfig:
+    """Frequencies slowed at the start of a phase, for good."""
+
+    method: Rescale = "yarn"
+    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns, or
+    base (a new base, see base)."""
+    factor: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
+    """How much longer sequences get; null: the phase's sequences over the longest trained on
+    before."""
+    base: Annotated[float, Field(gt=1)] | None = None
+    """New base theta of the frequencies base^(-2i/d), for method base; null: see method."""
+    layers: LayerChoice = None
+    """Layers to rescale: all, full_attention (those without a window), or indices; null: the
+    layers that see more than the longest sequences before."""
+
+
+@configuration
+class PhaseConfig:
+    """A part of a run; what is null is as the run has it."""
+
+    steps: Count | None = None
+    """Optimizer steps of the phase; null: see tokens."""
+    tokens: Count | None = None
+    """Length in tokens, which takes precedence over steps; null: see steps."""
+    sequence_length: Annotated[int, Field(ge=2, lt=1 << 31)] | None = None
+    """Tokens of a sequence; null: data.sequence_length."""
+    batch_size: Count | None = None
+    """Sequences per optimizer step; null: trainer.batch_size."""
+    micro_batch_size: Count | None = None
+    """Sequences per forward pass of one rank; null: trainer.micro_batch_size."""
+    weights: dict[str, Positive] | None = None
+    """Weights of data.mixture's texts by name; a text that is not named is not read. Null: those
+    of the run."""
+    schedule: ScheduleConfig | None = None
+    """Learning rate of the phase; null: the run's, laid out over all phases, continues."""
+    drop: ChangeConfig | None = None
+    """What is dropped at the start; null: nothing."""
+    rescale: RescaleConfig | None = None
+    """How frequencies are slowed at the start; null: not at all."""
+    optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
+    """State of the optimizer at the start: keep, reset, or reset_new (only of parameters that
+    the drop adds)."""
+    log_every: Count | None = None
+    """Steps between logged rows; null: trainer.log_every."""
+
+
+@configuration
+class RunConfig:
+    """Everything that defines a run."""
+
+    name: Name = "run"
+    """Name of the run and its directory."""
+    label: str | None = None
+    """What tables call the run; null: its encoding."""
+    run_dir: str = "runs/run"
+    """Directory of the run; the same command resumes what is there."""
+    seed: Natural = 0
+    """Seed of the weights and of the order of samples."""
+    overwrite: bool = False
+    """Start again in a directory that holds a run."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files that register encodings of your own."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the decoder, or weights to start from."""
+    positional: PositionalConfig = field(default_factory=PositionalConfig)
+    """Encodings over layers and heads."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text, and how it becomes sequences."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer, read from a file or trained."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer and its rates."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate of the run, before a drop."""
+    drop: DropConfig = field(default_factory=DropConfig)
+    """When the encoding is dropped, what replaces it, and how training resumes."""
+    phases: dict[Name, PhaseConfig] = field(default_factory=dict)
+    """Parts of the run by name, in order, for more than one change (docs/phases.md);
+    trainer.max_steps is then their sum."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Length, batch, precision and rhythm of the run."""
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How the run spreads over devices."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where metrics go besides metrics.csv."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """What the run is measured by at its end."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """What is measured during training."""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Lightning callbacks of your own by name: {name: {_target_: module.Class, argument:
+    value}}."""
+    controls: dict[Name, dict[str, Any]] = field(default_factory=dict)
+    """Other runs to train and report beside this one: {name: changes}. branch: drop, or a step,
+    resumes from this run's state there."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step."""
+        return self.trainer.batch_size * self.data.sequence_length
+
+    @property
+    def training_length(self) -> int:
+        """C: tokens of the sequences that the model is trained on last."""
+        lengths = [phase.sequence_length for phase in self.phases.values()]
+        return (lengths[-1] if lengths else None) or self.data.sequence_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """Largest number of tokens per sequence that the model is trained on, over all phases."""
+        lengths = (phase.sequence_length or 0 for phase in self.phases.values())
+        return max(self.data.sequence_length, *lengths, 0)
+
+    @property
+    def drop_step(self) -> int | None:
+        """Number of steps trained before the first drop, or None."""
+        if self.phases:
+            steps = [phase.steps or 0 for phase in self.phases.values()]
+            drops = [bool(phase.drop) for phase in self.phases.values()]
+            return sum(steps[: drops.index(True)]) if any(drops) else None
+        return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
+
+
+# ---- Analysis ----
+
+
+@configuration
+class ShortTime:
+    """Frames of a short-time Fourier transform, as in the paper on frequency entropy."""
+
+    window: Window = "hann"
+    """Window of each frame: hann, hamming, blackman, rectangular."""
+    frame: Annotated[Count, Field(ge=2)] = 1024
+    """Tokens of a frame; SpectrumFE is left out of shorter texts."""
+    hop: Count | None = None
+    """Tokens from one frame to the next; null: half a frame."""
+
+    @property
+    def step(self) -> int:
+        """Tokens from one frame to the next."""
+        return self.hop or self.frame // 2
+
+
+USUAL = ShortTime()
+
+
+@configuration
+class AttenuationSettings:
+    """Perplexity by the factor on pairs of extreme entropy (Frequency Entropy, Fig. 4)."""
+
+    alphas: list[Share] = field(default_factory=lambda: [0.0, 0.5, 0.9])
+    """Factors; []: leave it out."""
+    gates: list[str] = field(
+        default_factory=lambda: ["spectrum<0.2", "spectrum>0.4", "sequence<0.6"]
+    )
+    """Which pairs, by entropy and threshold; + joins several rules: spectrum>0.4+sequence<0.6."""
+    choice: Literal["page", "validation"] = "page"
+    """Text whose entropies choose: page (perplexity is measured on it too), validation."""
+    choice_length: Annotated[Count, Field(ge=6)] | None = None
+    """Tokens of that text; null: as many as the page has."""
+    tokens: list[Count] | None = field(default_factory=lambda: [1024])
+    """First tokens of a text whose perplexity is measured, one length after the other; null:
+    all."""
+    texts: Count = 1
+    """Texts to measure, the first of the page."""
+
+
+@configuration
+class NeedleSettings:
+    """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6)."""
+
+    kind: Literal["copy", "question"] = "copy"
+    """copy (of the end of the text, needs no words), question (a statement, asked for at the
+    end)."""
+    depth: Share = 0.1
+    """Place of the statement: 0 the beginning of the text, 1 its end."""
+    by: Literal["query", "key"] = "query"
+    """Whose entropies rank the heads: query, key."""
+    ranked_on: Literal["text", "prompt"] = "text"
+    """Text that they are ranked in: text (the page's), prompt (the one with the needle)."""
+
+
+@configuration
+class AnalysisConfig:
+    """Which analysis, of which text."""
+
+    kind: str = "all"
+    """An analysis by name, or all that the model has the structure for."""
+    length: Annotated[Count, Field(ge=2)] | None = None
+    """Tokens of a text with its beginning-of-text token; null: 8 times the training length, but
+    no more than 4,096 or twice it, and no more than there is text."""
+    texts: Count | None = None
+    """Texts read together; null: as many as make 4,096 tokens, at most 16."""
+    chosen: list[tuple[Natural, Natural]] = field(default_factory=list)
+    """Pairs [layer, query head] to show as single heads; []: found by their measures."""
+    pairs: list[Natural] = field(default_factory=list)
+    """Rotary pairs that pictures of offset_features show one by one; []: all of a head, or
+    found."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the weights: fp32, bf16."""
+    seed: Natural = 0
+    """Seed of subsamples."""
+    frequency_entropy: ShortTime = field(default_factory=ShortTime)
+    """Frames of SpectrumFE."""
+    prefixes: list[Annotated[Count, Field(ge=6)]] = field(default_factory=list)
+    """Numbers of first tokens at which frequency entropies are shown as well (Frequency Entropy,
+    App. F)."""
+    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
+    """Perplexity by the factor on pairs of extreme frequency entropy."""
+    needle: NeedleSettings = field(default_factory=NeedleSettings)
+    """The needle that heads of extreme matrix entropy are shown with."""
+    method: str | None = None
+    """Method applied to the model's layout first, named as in evaluation.methods and needing no
+    text: pi, yarn, dynamic_ntk_alpha, ...; null: none."""
+    layers: LayerChoice = None
+    """Layers that the method changes: all, full_attention (those without a window), or indices;
+    null: the layers that see more than the training length."""
+    file: str | None = None
+    """Text to read as a whole in place of held-out text; null: held-out text."""
+
+
+# ---- Requests ----
+
+
+@configuration
+class ModelsRequest:
+    """The keys that all kinds of evaluation have."""
+
+    checkpoint: str = MISSING
+    """A run directory, a checkpoint, a published model's directory, or
+    hf:DIRECTORY of a model that transformers is to compute."""
+    compare: list[str] = field(default_factory=list)
+    """More models, measured on the same trials."""
+    output: str | None = None
+    """Directory of the report and its finished cells, NAME-2 beside it for other settings; null:
+    evaluation in the run, or lengths/NAME with +evaluation=NAME; runs/ITS_NAME for a published
+    model."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores."""
+    text: DataConfig | None = None
+    """Where held-out text comes from, for kinds that read some; null: the first checkpoint's own
+    source."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files that register needle tasks of your own."""
+
+
+@configuration
+class EvaluationRequest(ModelsRequest):
+    """Methods, tasks and lengths, for models of the same tokenizer and training length."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Methods, tasks and lengths."""
+
+
+@configuration
+class BenchmarkRequest(ModelsRequest):
+    """Benchmarks, which bring their own text; methods may choose something on another."""
+
+    evaluation: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    """Tasks and methods."""
+
+
+@configuration
+class MultipleChoiceRequest(BenchmarkRequest):
+    """Questions from files."""
+
+    evaluation: MultipleChoiceConfig = field(default_factory=MultipleChoiceConfig)
+    """Tasks and methods."""
+
+
+@configuration
+class HarnessRequest(BenchmarkRequest):
+    """Tasks of lm-eval."""
+
+    evaluation: HarnessConfig = field(default_factory=HarnessConfig)
+    """Tasks and methods."""
+
+
+@configuration
+class AnalysisRequest:
+    """Request of the analyze command."""
+
+    checkpoint: str = MISSING
+    """A run directory, a checkpoint, a published model's directory, or
+    hf:DIRECTORY of a model that transformers is to compute."""
+    compare: str | None = None
+    """Model before the drop, for drop (null: the run's checkpoint from just before it), or
+    another model, for offset_features."""
+    output: str | None = None
+    """Directory of the page; null: analysis/NAME in the run, or in runs/ITS_NAME for a published
+    model."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores."""
+    text: DataConfig | None = None
+    """Where held-out text comes from; null: the checkpoint's own source."""
+    plugins: list[str] = field(default_factory=list)
+    """Python files that register analyses of your own."""
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
+    """Which analysis, of which text."""
+
+
+@configuration
+class GenerationRequest:
+    """Request of the generate command."""
+
+    checkpoint: str = MISSING
+    """A run directory, a checkpoint, or a published model."""
+    prompts: list[str] = field(default_factory=list)
+    """Texts to continue; prompt=... adds one, whatever characters are in it."""
+    max_new_tokens: Annotated[Count, Field(le=1 << 24)] = 128
+    """Most tokens of a continuation."""
+    temperature: NotNegative = 0.0
+    """Divides the logits; 0: always the likeliest token."""
+    top_p: Annotated[Positive, Field(le=1)] = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
+    seed: Natural = 0
+    """Seed of the draws."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU."""
+    stream: bool = True
+    """Show a single continuation while it grows."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters."""
+        return Sampling(self.temperature, self.top_p, self.seed)
+
+
+@configuration
+class ExportRequest:
+    """Request of the export command."""
+
+    checkpoint: str = MISSING
+    """A run directory, a checkpoint, or a published model or an earlier export to write anew."""
+    to: str = MISSING
+    """Directory to write, new or empty."""
+    tolerance: NotNegative = 1e-4
+    """How far logits may differ in float32, as a share of the largest."""
+    temperature_at: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
+    """Length in training lengths whose fitted temperature the weights get, constant at all
+    lengths; null: none."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights: float32, bfloat16 (half the size)."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores."""
+
+
+@configuration
+class CompareRequest:
+    """Request of the compare command."""
+
+    runs: list[str] = field(default_factory=list)
+    """Run directories, or the directory of a sweep, which stands for its runs."""
+    output: str | None = None
+    """Directory of the comparison; null: the sweep's, or one below multirun
+    with what the runs' names begin with."""
+
+
+# ---- Commands that read a run ----
+
+
+@configuration
+class PlanKeys:
+    """Keys of ``plan`` beside those of a run."""
+
+    gpus: Count = 8
+    """Number of GPUs, among which the batch is divided."""
+    mfu: Annotated[Positive, Field(le=1)] = 0.4
+    """Share of a GPU's dense peak that training reaches."""
+
+
+@configuration
+class RecalibrateKeys:
+    """Keys of ``recalibrate`` beside those of a run."""
+
+    checkpoint: str = MISSING
+    """Model: a directory or hub id of published weights, or a run."""
+    minutes: Positive = 20.0
+    """Minutes of recalibration and evaluation together; preparing text and exporting add to
+    them."""
+    text: str | list[str] | None = None
+    """Text files, directories or globs to recalibrate on, as data.files; null: another data group,
+    such as data=stdlib_docs."""
+    to: str | None = None
+    """Directory of the export, new or empty; null: export in the run directory."""
