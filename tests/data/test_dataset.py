@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -81,6 +81,7 @@ def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(0, 5)
 )
+@settings(max_examples=40, deadline=None)
 def test_ranks_and_micro_batches_cut_each_step_into_the_same_samples(
     ranks, micro_batches, size, start, more
 ):

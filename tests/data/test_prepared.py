@@ -158,7 +158,7 @@ def test_the_tokenizer_sees_no_held_out_document(config, monkeypatch):
 
 
 def test_special_tokens_in_text_are_text_and_many_words_make_ids_of_four_bytes(config, tmp_path):
-    words = {word: i for i, word in enumerate([END_OF_TEXT, "a", "ä", *map(str, range(70_000))])}
+    words = {END_OF_TEXT: 0, "a": 1, "b": 70_000}  # a vocabulary with holes
     tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

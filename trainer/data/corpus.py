@@ -15,13 +15,12 @@ from trainer.data.encoding import SPLITS, Split
 from trainer.data.held_out import HeldOutPart, HeldOutText, divided
 from trainer.data.prepared import (
     Prepared,
-    digest,
     directory_of,
     is_prepared,
     open_prepared,
     prepare,
 )
-from trainer.data.sources import describe
+from trainer.data.sources import describe, digest
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_token, same_tokens
 
 

@@ -24,7 +24,7 @@ LONGEST_WORK = 1 << 20
 
 def document_hash(text: str) -> int:
     """Return the first 64 bits of the SHA-256 of a document's UTF-8 bytes."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def split_of(text: str, bounds: tuple[int, int]) -> Split:

@@ -7,7 +7,6 @@ while text is prepared, it says up to where they are complete. ``tokenizer.json`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -49,6 +48,7 @@ from trainer.data.sources import (
     LONGEST,
     cache_directory,
     describe,
+    digest,
     documents,
     revision_of,
     state_of,
@@ -170,11 +170,6 @@ class Prepared:
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer for another text with the same token after each document."""
         return TextTokenizer(self.tokenizer, (self.end_of_text,))
-
-
-def digest(value: Any) -> str:
-    """Return sixteen hexadecimal digits that identify plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_prepared(directory: Path) -> bool:

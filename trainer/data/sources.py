@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
+from glob import has_magic
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -52,23 +54,27 @@ def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterabl
     return function
 
 
-def state_of(config: DataConfig) -> Any:
+def digest(value: Any) -> str:
+    """Return sixteen hexadecimal digits that identify plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def state_of(config: DataConfig) -> str | None:
     """Return what tells two states of a source apart, without a network.
 
     Raises:
         FileNotFoundError: a file is missing.
     """
-    if config.source == "stdlib_docs":
-        return f"{platform.python_implementation()} {platform.python_version()}"
-    if config.source == "files":
-        files = find_files(config)
-        return [
-            path if "://" in path else [Path(path).name, Path(path).stat().st_size]
-            for path in files
-        ]
     if config.source == "hub":
         return None
-    return hashlib.sha256(inspect.getsource(_function(config)).encode()).hexdigest()[:16]
+    if config.source == "stdlib_docs":
+        return f"{platform.python_implementation()} {platform.python_version()}"
+    if config.source != "files":
+        return digest(inspect.getsource(_function(config)))
+    files = find_files(config)
+    return digest(
+        [path if "://" in path else [Path(path).name, Path(path).stat().st_size] for path in files]
+    )
 
 
 def _function(config: DataConfig) -> Callable[..., Iterable[str]]:
@@ -156,7 +162,7 @@ def find_files(config: DataConfig) -> list[str]:
     for pattern in _addresses(config):
         system, path = url_to_fs(pattern)
         is_directory = "http" not in system.protocol and system.isdir(path)
-        if is_directory or "*" in path:
+        if is_directory or has_magic(path):
             named = system.find(path) if is_directory else system.glob(path)
             named = [name for name in named if kind_of(name) and not _is_hidden(name, path)]
         else:
@@ -171,7 +177,7 @@ def find_files(config: DataConfig) -> list[str]:
 
 
 def _is_hidden(name: str, root: str) -> bool:
-    parts = name.removeprefix(root.partition("*")[0]).split("/")
+    parts = name.removeprefix(re.split(r"[*?\[]", root)[0]).split("/")
     return any(part.startswith(".") for part in parts)
 
 
