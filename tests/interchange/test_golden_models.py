@@ -17,7 +17,7 @@ from tests.program import ROOT
 from trainer.commands.composing import compose_words
 from trainer.commands.run import read_evaluation
 from trainer.data.tokenizer import train_tokenizer
-from trainer.interchange.adapted.model import AdaptedModel
+from trainer.interchange.adapted import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
 from trainer.interchange.pretrained import read_pretrained
 from trainer.workflows import evaluate

@@ -18,7 +18,6 @@ from trainer.common.errors import UserError
 from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
-from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.hub import find_pretrained
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.token_files import stop_ids
@@ -182,7 +181,9 @@ def find_candidate(reference: str) -> Candidate:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    if reference.startswith(PREFIX):
+    if reference.startswith("hf:"):
+        from trainer.interchange.adapted import read_adapted  # imports transformers
+
         adapted = read_adapted(reference)
         return Candidate(
             reference,

@@ -1,1 +1,0 @@
-"""Models computed by transformers, behind our interface for analyses and evaluations."""
