@@ -11,13 +11,66 @@ as JSON instead and uses no network.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.runs.metrics_file import LENGTH, SECTIONS, Panel
+from trainer.runs.metrics_file import DROP_LOSSES, LENGTH, PART_TIMES
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
+
+STEP = "trainer/global_step"
+"""Name that Lightning's logger gives the optimizer step."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Panel of lines of ``metrics`` and of all that match ``pattern``, against ``x``; without ``x``
+    bars of the last values."""
+
+    title: str
+    metrics: tuple[str, ...] = ()
+    pattern: str | None = None
+    x: str | None = STEP
+
+
+SECTIONS = {
+    "Training": (
+        Panel("Loss (nats per token)", ("loss",)),
+        Panel("Learning rate", ("learning_rate",)),
+        Panel("Gradient norm", ("gradient_norm",)),
+        Panel("Tokens per second", ("tokens_per_second",)),
+        Panel("Model FLOPs utilisation", ("mfu",)),
+        Panel("Skipped steps", ("skipped_steps",)),
+    ),
+    "Drop": (
+        Panel("Held-out loss around the drop (nats per token)", DROP_LOSSES, x=None),
+        Panel("Phase", ("phase",)),
+    ),
+    "Length generalisation": (
+        Panel(
+            "Retrieval by length (fraction of trials)",
+            pattern="evaluation/retrieval/.+",
+            x=LENGTH,
+        ),
+        Panel("Loss by length (nats per token)", pattern="evaluation/loss/.+", x=LENGTH),
+    ),
+    "While training": (
+        Panel(
+            "Retrieval by length (fraction of trials)",
+            pattern="length/retrieval_.+",
+        ),
+        Panel("Loss by length (nats per token)", pattern="length/loss_[^/]+"),
+        Panel("Loss by length and text (nats per token)", pattern="length/loss_[^/]+/.+"),
+        Panel("Attention", pattern="probe/.+"),
+    ),
+    "System": (
+        Panel("Seconds of a step", PART_TIMES),
+        Panel("Peak memory (GiB)", ("memory",)),
+    ),
+}
+"""Panels by section, in the order in which they are shown."""
 
 
 def workspace(entity: str, project: str, name: str) -> Workspace:

@@ -18,7 +18,6 @@ from trainer.data.corpus import prepare_corpus
 torch.set_num_threads(1)
 read_run(compose_words(["+experiment=drope_demo"]), weights=False)
 compose_words([])
-compose_words([], "evaluate")
 prepare_corpus(DataConfig(), TokenizerConfig())  # keeps the text of Python's documentation
 gc.collect()
 gc.freeze()  # as a collection would copy every page that it marks

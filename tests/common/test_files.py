@@ -35,40 +35,8 @@ def test_a_durable_write_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatc
     assert temporary.name.startswith(".file.")
 
 
-def test_processes_with_one_id_on_two_machines_may_write_the_same_file(tmp_path, monkeypatch):
-    path, replace = tmp_path / "file", Path.replace
-
-    def interrupted(self, target):
-        monkeypatch.setattr(Path, "replace", replace)
-        write_atomically(path, "second")
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    write_atomically(path, b"first")
-    assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("file", "first")]
-
-
 def test_a_renamed_directory_stays(tmp_path):
     with partial_directory(tmp_path / "model") as partial:
         (partial / "weights").write_text("whole")
         partial.rename(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_partial_directories_of_killed_processes_are_removed_and_no_others(tmp_path):
-    process = os.fork()
-    if not process:
-        os._exit(0)
-    os.waitpid(process, 0)
-    node = os.uname().nodename
-    others = [
-        f".a[b].partial-{node}-{os.getppid()}",
-        f".a[b].partial-elsewhere-{process}",
-        f".ab.partial-{node}-{process}",
-        ".a[b].partial-of-mine",
-    ]
-    for name in (f".a[b].partial-{node}-{process}", *others):
-        (tmp_path / name).mkdir()
-    with partial_directory(tmp_path / "a[b]"):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.positional.config import PositionalConfig
 from trainer.runs.descriptions import (
     checkpoint_label,
-    command,
-    commit,
     describe_task,
     environment,
     is_dropped,
@@ -101,38 +98,3 @@ def test_the_environment_names_versions_and_amounts_and_nobody():
         "training_text_tokens": 50,
         "held_out_text_tokens": 7,
     }
-
-
-@pytest.mark.parametrize(
-    ("argv", "typed"),
-    [
-        (
-            ["/a/trainer/__main__.py", "evaluate", "name=a b"],
-            "python -m trainer evaluate 'name=a b'",
-        ),
-        (["/env/bin/unrope", "+experiment=x"], "unrope +experiment=x"),
-    ],
-)
-def test_the_command_can_be_typed_again(argv, typed):
-    assert command(argv) == typed
-
-
-def test_the_commit_is_that_of_the_package_s_own_repository(tmp_path):
-    def git(*words):
-        name = ("-c", "user.name=a", "-c", "user.email=a@b")
-        done = subprocess.run(
-            ["git", "-C", str(tmp_path), *name, *words], capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    assert commit(tmp_path) == ""
-    git("init", "--quiet")
-    assert commit(tmp_path) == ""  # nothing in it yet
-    (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "--quiet", "-m", "a")
-    assert commit(tmp_path) == f", commit {git('rev-parse', '--short', 'HEAD')}"
-    (tmp_path / "a").write_text("2")
-    assert commit(tmp_path).endswith(" and changes since")
-    (tmp_path / "inside").mkdir()
-    assert commit(tmp_path / "inside") == ""  # a package that is installed in someone's repository

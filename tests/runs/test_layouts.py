@@ -77,7 +77,8 @@ DROPPED = {"steps": 100, "drop": {"to": "nope"}}
     ],
 )
 def test_a_drop_that_changes_nothing_is_refused_whatever_the_phases_before_it(phases):
-    assert refused(phases=phases) == f"phases.{list(phases)[-1]}.drop.to"
+    with pytest.raises(UserError, match=rf"phases\.{list(phases)[-1]}: the layers to drop have"):
+        parse(RunConfig, {"run_dir": "x", "phases": phases})
 
 
 def test_frequencies_after_a_rescaling_can_be_replaced_by_those_of_the_encoding():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
-from trainer.common.errors import UserError
 from trainer.runs import metrics_file
 from trainer.runs.metrics_file import COLUMNS, append_metrics, continue_metrics, read_metrics
 from trainer.training.loggers import MetricsFile
@@ -99,35 +97,3 @@ def test_a_full_disk_stops_no_run_and_loses_no_row(tmp_path, full, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "metrics.csv: No space left on device; the run goes on"
     ]
-
-
-def test_a_run_whose_last_rows_cannot_be_written_says_so(tmp_path, full):
-    logger = MetricsFile(written(tmp_path / "metrics.csv", [10]))
-    full.is_full = True
-    logger.log_metrics({"loss": 1.0}, 20)
-    with pytest.raises(OSError, match="No space left"):
-        logger.finalize("success")
-
-
-@pytest.mark.parametrize(
-    "damage", ["", "step,lo", "step,loss\nx,1\n", "loss\n1\n", "step\n1\n1,2\n", "step\n\xff\n"]
-)
-def test_a_file_that_is_damaged_is_named(tmp_path, damage):
-    path = tmp_path / "metrics.csv"
-    path.write_bytes(damage.encode("latin-1"))
-    with pytest.raises(UserError, match=r"metrics\.csv' is damaged in row"):
-        read_metrics(path)
-
-
-def test_the_rows_that_a_control_begins_with_are_never_there_in_part(tmp_path, monkeypatch):
-    """A process killed while it copies would leave a file that a resume takes for the whole."""
-    source, path = tmp_path / "source.csv", tmp_path / "control.csv"
-    source.write_text("step,loss\n10,1.0\n20,2.0\n")
-
-    def fail(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="no space"):
-        continue_metrics(path, 10, source)
-    assert not path.exists()

@@ -86,79 +86,6 @@ def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
     assert kept_steps(config) == {2, 4, 7}
 
 
-IMPOSSIBLE = {
-    "phases.a: how long is it? Give phases.a.steps or phases.a.tokens.": {"a": {}},
-    "phases.a.weights: there is one text; data.mixture names several.": {
-        "a": {"steps": 1, "weights": {"x": 1.0}}
-    },
-    "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
-        "a": {"steps": 1, "rescale": {"method": "yarm"}}
-    },
-    "phases.a.rescale.base: expected the new base, such as 2e6.": {
-        "a": {"steps": 1, "rescale": {"method": "base"}}
-    },
-    "phases.a.rescale.base: is for method base; give that, or leave it out.": {
-        "a": {"steps": 1, "rescale": {"base": 2e6, "factor": 2.0}}
-    },
-    "phases.a.rescale.factor: method base has none; leave it out.": {
-        "a": {"steps": 1, "rescale": {"method": "base", "base": 2e6, "factor": 2.0}}
-    },
-    "phases.b.drop.windows: a window of 64 tokens does not fit sequences of 32": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"windows": [64]}}
-    },
-    "phases.b.rescale.layers: layer 4 does not exist in a model of 2 layers; expected 0 to 1": {
-        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0, "layers": [0, 4]}}
-    },
-    "phases.b.rescale.layers: expected 'all', 'full_attention', a list of layers, or null": {
-        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0, "layers": "sliding"}}
-    },
-    "phases.b.rescale: its sequences of 32 tokens are not longer than those before": {
-        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}}
-    },
-    "phases.c.drop.to: 'nope' is what the layers to drop have already": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {}}, "c": {"steps": 1, "drop": {}}
-    },
-
-
-
-    "phases.b.rescale: give it a phase apart from phases.b.drop.": {
-        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}, "drop": {}}
-    },
-    "phases.a.drop: nothing is trained yet; drop in a later phase.": {
-        "a": {"steps": 1, "drop": {}}
-    },
-    "phases.b.drop.to: unknown encoding 'nop'. Did you mean": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"to": "nop"}}
-    },
-    "phases.b.drop.to: 'rope' is what the layers to drop have already": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"to": "rope"}}
-    },
-    "phases.b.drop.layers: layer 2 does not exist in a model of 2 layers.": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"layers": [2]}}
-    },
-
-    "phases.a.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
-        "a": {"steps": 1, "micro_batch_size": 3}
-    },
-
-
-    "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("problem", IMPOSSIBLE)
-def test_what_is_impossible_is_named(problem):
-    with pytest.raises(UserError) as error:
-        configured(IMPOSSIBLE[problem])
-    (result,) = map(str, error.value.problems)
-    assert result.startswith(problem)
-
-
-def test_a_drop_of_the_run_beside_phases_is_refused():
-    with pytest.raises(UserError, match=r"^drop: with phases it is one of them that drops"):
-        configured({"a": {"steps": 5}}, drop={"at": 3})
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -172,12 +99,8 @@ def test_a_drop_of_the_run_beside_phases_is_refused():
 def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(changes, key):
     run = {**SMALL, "drop": {"at": 50}, "optimizer": {"name": "adamw"}}
     control = {"label": "x", "branch": 32, **changes}
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=rf"{key}: a control that branches off continues with"):
         parse(RunConfig, merged(run, {"controls": {"x": control}}))
-    assert list(map(str, error.value.problems)) == [
-        f"controls.x.{key}: a control that branches off continues with the run's; leave it out, or "
-        "leave out branch."
-    ]
     allowed = {"branch": 32, "label": "x", "model": {"attention_backend": "sdpa"}}
     parse(RunConfig, merged(run, {"controls": {"x": allowed}}))
 
@@ -195,11 +118,6 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
         data={"mixture": mixture, "sequence_length": 64},
     )  # fmt: skip
     assert [phase.order for phase in phases_of(config)] == [0, 0, 1]
-
-
-def test_a_size_that_makes_no_sense_is_named_by_itself():
-    with pytest.raises(UserError, match=r"data\.sequence_length: expected 2"):
-        configured({"a": {"tokens": 5000}}, data={"sequence_length": 0})
 
 
 def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
@@ -222,32 +140,6 @@ MIXED = {
     name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("one", "two")
 }
 ENDS = "needed, since 'a' may end early, and the run's is laid out over all steps."
-REFUSED = {
-    "phases.a.tokens: expected 1 or more, got -3.": {"a": {"tokens": -3, "steps": 5}},
-    "phases.a.weights.oen: no text of data.mixture. Did you mean 'one'?": {
-        "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
-    },
-    "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
-
-    "phases.b.drop.heads: head 2 does not exist in a model of 2 key-value heads.": {
-        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"heads": [2]}}
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("problem", REFUSED)
-def test_what_is_refused_is_said_in_one_whole_sentence(problem):
-    with pytest.raises(UserError) as error:
-        configured(REFUSED[problem], data={"mixture": MIXED})
-    assert tuple(map(str, error.value.problems)) == (problem,)
-
-
-def test_layouts_after_a_rescaling_are_known_only_when_it_is_done():
-    phases = {"a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0}}}
-    drop = {"c": {"steps": 1, "drop": {"to": "rope"}}}
-    assert configured(phases | drop).drop_step == 2
-    with pytest.raises(UserError, match=r"phases\.c\.drop\.to: 'rope' is what the layers"):
-        configured({"a": {"steps": 2}} | drop)
 
 
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
@@ -278,18 +170,6 @@ def test_a_control_that_does_not_branch_off_may_read_other_samples():
         UserError, match=r"^controls\.c\.branch: from step 0 on the run reads other"
     ):
         run_of(controls={"c": {**other, "branch": 5}})
-
-
-@pytest.mark.parametrize("length", [16, 64])  # of the phase; the run's is 32
-def test_windows_of_a_phase_fit_its_own_sequences(length):
-    def with_window(window):
-        b = {"steps": 1, "sequence_length": length, "drop": {"windows": [window]}}
-        return configured({"a": {"steps": 1}, "b": b})
-
-    with_window(length)
-    wrong = f"phases.b.drop.windows: .* does not fit sequences of {length}"
-    with pytest.raises(UserError, match=wrong):
-        with_window(length + 1)
 
 
 def test_phases_have_what_they_change_and_else_what_the_run_has():

@@ -20,7 +20,7 @@ from trainer.common.errors import UserError
 from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
-from trainer.runs.arms import spread_problems
+from trainer.runs.arms import check_spread
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import Ranks
 from trainer.training import devices
@@ -184,9 +184,9 @@ def test_shapes_that_float8_cannot_multiply_are_refused(trainer, model, message)
 
 def test_a_micro_batch_has_a_multiple_of_16_tokens():
     config = parse(RunConfig, {"data": {"sequence_length": 24}, "trainer": FP8 | {"batch_size": 4}})
-    assert spread_problems(config, 2, 2) == []  # two sequences each
-    (problem,) = spread_problems(config, 4, 4)
-    assert str(problem).startswith("trainer.fp8: float8 products need a multiple of 16 tokens")
+    check_spread(config, 2, 2)  # two sequences each
+    with pytest.raises(UserError, match=r"trainer\.fp8: expected micro-batches of 16 n tokens"):
+        check_spread(config, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from tokenizers.models import WordLevel
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer
-from trainer.runs.arms import arms_of, control_problems
+from trainer.runs.arms import arms_of, check_arms
 from trainer.runs.parsing import parse
 from trainer.workflows import training_text
 from trainer.workflows.training_text import (
@@ -191,6 +192,7 @@ MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "re
 )
 def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
     """It would be trained on the run's."""
-    config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": {"other": changes}})
-    keys = [problem.key for problem in control_problems(arms_of(config))]
-    assert keys == ["controls.other.label", *(f"controls.other.{key}" for key in said)]
+    controls = {"other": {**changes, "label": "Other"}}
+    config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": controls})
+    with pytest.raises(UserError) if said else nullcontext():
+        check_arms(arms_of(config))

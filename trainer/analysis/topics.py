@@ -14,7 +14,6 @@ from trainer.analysis.settings import ANALYSES
 from trainer.analysis.sinks import SinkFigures
 from trainer.analysis.synthetic import SyntheticFigures
 from trainer.analysis.topic import Topic
-from trainer.common.plugins import REGISTRIES
 
 TOPICS: dict[str, type[Topic]] = {
     topic.key: topic
@@ -28,7 +27,6 @@ TOPICS: dict[str, type[Topic]] = {
         PositionalBiasFigures,
     )
 }
-REGISTRIES["analysis.kind"] = TOPICS
 
 
 def analysis(topic: type[Topic]) -> type[Topic]:

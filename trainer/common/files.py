@@ -8,13 +8,10 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from glob import escape
 from io import StringIO
 from pathlib import Path
 from secrets import randbelow
 from typing import Any
-
-from trainer.common.processes import is_running
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -67,18 +64,9 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def partial_directory(final: Path) -> Iterator[Path]:
-    """Create a directory beside ``final``, to be written and renamed; remove it at the end.
-
-    The parent of ``final`` exists. Directories that killed processes of this machine left are
-    removed, too.
-    """
-    prefix = f".{final.name}.partial-{os.uname().nodename}-"
-    for leftover in final.parent.glob(f"{escape(prefix)}*"):
-        process = leftover.name.removeprefix(prefix)
-        if process.isdecimal() and not is_running(int(process)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial = final.with_name(f"{prefix}{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Create a directory beside ``final``, to be written and renamed; remove it at the end."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process
     try:
         partial.mkdir()
         yield partial

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from trainer.common.errors import PreemptedError
@@ -18,16 +15,11 @@ MOST_THREADS = 1024
 """With many more, threads cannot be started."""
 
 
-def core_numbers() -> frozenset[int]:
-    """Return the numbers of the cores that this process may use: often fewer than the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
 def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(core_numbers())
+    """Return the number of cores that this process may use: often fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usual_threads() -> int:
@@ -36,17 +28,6 @@ def usual_threads() -> int:
     if not requested.isdecimal() or not int(requested):
         return cores()
     return min(int(requested), MOST_THREADS)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process of this number exists on this machine."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # a process of another user
-        return True
-    return True
 
 
 @contextmanager
@@ -85,15 +66,3 @@ def requeue() -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is not None:
         subprocess.run(["scontrol", "requeue", job], check=True)
-
-
-def tell_torchrun(error: Exception) -> bool:
-    """Write an error's message to the file from which torchrun prints its summary.
-
-    Returns whether that suffices: the first worker of a machine also prints it to the terminal.
-    """
-    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        return False
-    message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
-    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-    return os.environ.get("LOCAL_RANK", "0") != "0"

@@ -1,9 +1,4 @@
-"""Progress of long work: a live bar on a terminal, lines of text elsewhere.
-
-A line is printed at every tenth of the work. Between tenths, one is printed after half a minute
-and then less and less often, but at least every ten minutes, and before a quarter of the time that
-the last one announced has passed.
-"""
+"""Progress of long work: a live bar on a terminal, a line at every tenth of the work elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +13,8 @@ from rich.progress import Progress as RichProgress
 console = Console(stderr=True)
 """Console shared by progress and log, so that a log line does not break the bar."""
 
-FIRST_LINE, LONGEST_SILENCE = 30.0, 600.0
-"""Seconds to the first line, and the longest time between lines, without a terminal."""
+LONGEST_SILENCE = 300.0
+"""Seconds after which a line is printed before the next tenth."""
 
 
 class Progress:
@@ -40,31 +35,23 @@ class Progress:
     ) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
         self.silent, self.after, self.unit = silent, after, unit
-        self.bar: RichProgress | None = None
+        self.bar = RichProgress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self.task = self.bar.add_task(title, total=total, details="")
         self.start_step: float | None = None
-        self.start_time = 0.0
+        self.start_time = self.last_line = 0.0
         self.last_tenth = 0
-        self.next_line = FIRST_LINE
         self.done = 0.0
 
     def __enter__(self) -> Progress:
-        if not self.after:
-            self._start_bar()
         return self
-
-    def _start_bar(self) -> None:
-        if self.bar is None and console.is_terminal and not self.silent:
-            self.bar = RichProgress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self.bar.start()
-            self.bar.add_task(self.title, total=self.total, details="")
 
     def __exit__(
         self,
@@ -72,7 +59,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.bar is not None:
+        if self.bar.live.is_started:
             self.bar.stop()
 
     def advance(self, steps: float) -> None:
@@ -88,37 +75,23 @@ class Progress:
         ``tokens``: number read since the first call, if steps differ in length.
         """
         step = min(step, self.total)  # an estimate of the total may be too low
-        now = time.perf_counter()
+        now, tenth = time.perf_counter(), int(10 * step / self.total)
         if self.start_step is None:
-            self.start_step, self.start_time = step, now
-            self.last_tenth = int(10 * step / self.total)
+            self.start_step, self.start_time, self.last_tenth = step, now, tenth
+            self.last_line = now
         elapsed, done = now - self.start_time, step - self.start_step
+        if self.silent or elapsed < self.after:
+            return
         read = done * self.tokens_per_step if tokens is None else tokens
-        rate = read / elapsed if elapsed > 0 else 0.0
-        details = f"{rate:,.0f} {self.unit}/s" if done else ""
+        details = f"{read / elapsed:,.0f} {self.unit}/s" if done and elapsed > 0 else ""
         if loss is not None:
             details = f"loss {loss:.3f}  {details}"
-        if elapsed < self.after:
-            return
-        self._start_bar()
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, details=details)
-        elif done and not self.silent:
-            remaining = elapsed / done * (self.total - step)
-            if not self._is_time(step, elapsed, remaining):
-                return
-            line = (
-                f"{self.title}  {int(100 * step / self.total)}%  {details}  {remaining:.0f} s left"
-            )
+        if console.is_terminal:
+            self.bar.start()
+            self.bar.update(self.task, completed=step, details=details)
+        elif done and (tenth > self.last_tenth or now - self.last_line > LONGEST_SILENCE):
+            self.last_tenth, self.last_line = tenth, now
+            left = elapsed / done * (self.total - step)
+            line = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
             with suppress(OSError):  # a full disk must not stop the work
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _is_time(self, step: float, elapsed: float, remaining: float) -> bool:
-        """Whether a line is due after ``elapsed`` seconds, with ``remaining`` seconds to go."""
-        tenth = int(10 * step / self.total)
-        if tenth == self.last_tenth and elapsed < self.next_line:
-            return False
-        self.last_tenth = tenth
-        silence = min(max(elapsed, FIRST_LINE), max(remaining / 4, FIRST_LINE), LONGEST_SILENCE)
-        self.next_line = elapsed + silence
-        return True

@@ -22,13 +22,11 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
-from trainer.common.plugins import REGISTRIES
 from trainer.config import DataConfig
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 """Sources of the user's own, by name."""
-REGISTRIES["data.source"] = TEXT_SOURCES
 
 LONGEST = 1 << 21
 """Characters of the longest document; longer ones are cut."""

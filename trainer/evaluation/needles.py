@@ -20,7 +20,6 @@ import numpy as np
 import wonderwords
 
 from trainer.common.errors import UserError
-from trainer.common.plugins import REGISTRIES
 from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.haystack import Haystack
@@ -226,7 +225,6 @@ MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
 M = TypeVar("M", bound=MakeTask)
 NEEDLE_TASKS: dict[str, MakeTask] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
-REGISTRIES["evaluation.tasks"] = NEEDLE_TASKS
 
 
 def needle_task(make: M) -> M:

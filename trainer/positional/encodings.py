@@ -10,50 +10,23 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.common.plugins import REGISTRIES, failure, plugin_of
+from trainer.common.errors import UserError
 from trainer.positional.spectrum import (
-    MOST_COEFFICIENT,
-    MOST_EXPONENT,
-    MOST_FREQUENCY,
     Spectrum,
     Temperature,
 )
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
-REGISTRIES["positional"] = ENCODINGS
-SIGNATURE = "(head_dim, training_length, *, parameters with a number or None as default)"
-"""How an encoding is called."""
 
 
 def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
-    """Register ``function`` under its own name.
-
-    Raises:
-        UserError: its signature is not :data:`SIGNATURE`.
-    """
-    name, signature = function.__name__, inspect.signature(function)
-    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    others = [p for p in signature.parameters.values() if p.kind not in _POSITIONAL]
-    if len(positional) != 2 or not all(
-        p.kind is inspect.Parameter.KEYWORD_ONLY and (p.default is None or _is_number(p.default))
-        for p in others
-    ):
-        shown = signature.replace(return_annotation=inspect.Signature.empty)
-        raise UserError.at(
-            "positional", f"encoding {name!r}: expected {name}{SIGNATURE}, got {name}{shown}."
-        )
-    ENCODINGS[name] = function
+    """Register ``function(head_dim, training_length, *, ...)``, whose parameters are numbers, under
+    its own name."""
+    ENCODINGS[function.__name__] = function
     return function
-
-
-_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -80,78 +53,24 @@ def make_spectrum(
     configuration, if it is not the encoding's.
 
     Raises:
-        UserError: the name, a parameter's name or a parameter's value is wrong, or the encoding
-            of a plugin fails or returns something else than a spectrum of numbers.
+        UserError: the encoding or a parameter is unknown, or it does not fit ``head_dim``.
     """
     if name not in ENCODINGS:
-        raise UserError.at(
-            "positional", f"unknown encoding {name!r}.", did_you_mean(name, ENCODINGS)
-        )
-    known = parameters(name)
+        raise UserError(f"positional: unknown encoding {name!r}")
     where = f"positional.encodings.{variant or name}"
-    problems = [
-        Problem(where, f"unknown parameter {key!r}.", did_you_mean(key, known))
-        if key not in known
-        else Problem(f"{where}.{key}", f"expected a number, got {value!r}.")
-        for key, value in values.items()
-        if key not in known or not (_is_number(value) or (value is None and known[key] is None))
-    ]
-    if problems:
-        raise UserError(*problems)
-    plugin = plugin_of(ENCODINGS[name])
+    for key in values.keys() - parameters(name).keys():
+        raise UserError(f"{where}.{key}: {name} has no such parameter")
     try:
         spectrum = ENCODINGS[name](head_dim, training_length, **values)
     except ValueError as error:
-        raise UserError.at(where, str(error)) from error
-    except Exception as error:
-        if plugin is None:
-            raise
-        reason = f"encoding {name!r} failed: {failure(error, plugin)}."
-        raise UserError.at("plugins", f"{plugin!r}: {reason}") from error
-    if plugin is not None:
-        spectrum = _of_numbers(spectrum, f"{plugin!r}: encoding {name!r}")
+        raise UserError(f"{where}: {error}") from error
+    # plain numbers, where a plugin returns a tensor
+    spectrum = replace(spectrum, inv_freq=tuple(map(float, spectrum.inv_freq)))
     if spectrum.rotary_dim > head_dim:
-        raise UserError.at(
-            where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
-        )
-    temperature = spectrum.temperature
-    if not (
-        0 <= temperature.coefficient <= MOST_COEFFICIENT
-        and 0 <= temperature.exponent <= MOST_EXPONENT
-    ):
-        raise UserError.at(
-            where,
-            f"expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and an "
-            f"exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
-            f"{temperature.exponent:g}.",
-        )
-    if not all(0 <= f <= MOST_FREQUENCY for f in spectrum.inv_freq):
-        raise UserError.at(
-            where,
-            f"its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; expected at "
-            f"most {MOST_FREQUENCY:,.0f}.",
+        raise UserError(
+            f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}"
         )
     return spectrum
-
-
-def _of_numbers(spectrum: object, place: str) -> Spectrum:
-    """Return a plugin's spectrum with plain numbers in place of tensors and arrays.
-
-    Raises:
-        UserError: it is no spectrum.
-    """
-    from pydantic import ValidationError  # slow import, which --help does without
-
-    from trainer.common.fields import adapter
-    from trainer.common.formats import first_problem
-
-    expected = f"{place}: expected a Spectrum of numbers"
-    if not isinstance(spectrum, Spectrum):
-        raise UserError.at("plugins", f"{expected}, got {type(spectrum).__name__}.")
-    try:
-        return adapter(Spectrum).validate_python(spectrum.to_dict())
-    except ValidationError as error:
-        raise UserError.at("plugins", f"{expected}; {first_problem(error)}.") from None
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

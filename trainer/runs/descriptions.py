@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
-import subprocess
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,37 +125,10 @@ def environment(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-ROOT = Path(trainer.__file__).resolve().parent.parent
-
-
 def made_now() -> dict[str, str]:
-    """Describe time, command and state of the program."""
+    """Describe time, command and version of the program."""
     return {
         "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "Command": without_home(command(sys.argv)),
-        "Program": f"unrope {trainer.__version__}{commit(ROOT)}",
+        "Command": without_home(shlex.join(["python", "-m", "trainer", *sys.argv[1:]])),
+        "Program": f"unrope {trainer.__version__}",
     }
-
-
-def command(argv: Sequence[str]) -> str:
-    """Return this process's command line, ready to be typed again."""
-    program = Path(argv[0])
-    inside = program.name == "__main__.py"
-    begins = ["python", "-m", program.parent.name] if inside else [program.name]
-    return shlex.join([*begins, *argv[1:]])
-
-
-def commit(root: Path) -> str:
-    """Return ``, commit 1a2b3c4`` of the checkout that contains the package.
-
-    Adds a word if files were changed since. Empty for an installed package and without git.
-    """
-    if not (root / ".git").exists():  # a repository further up belongs to another program
-        return ""
-    git = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    name, changed, _ = done.stdout.strip().partition("-dirty")
-    return f", commit {name}{' and changes since' if changed else ''}"

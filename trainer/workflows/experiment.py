@@ -8,19 +8,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.checkpoint import BEFORE_DROP, step_name
-from trainer.common.errors import Problem, raise_all
+from trainer.common.errors import raise_all
 from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
 from trainer.evaluation.results import Report, write_csv
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import arm_problems, arms_of, control_problems, spread_problems
+from trainer.runs.arms import arms_of, check_arms, check_spread
 from trainer.runs.directory import (
     check_run_directory,
     locked,
     log_to_file,
     open_run_directory,
 )
+from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks, all_gather, on_rank_zero, process_group
 from trainer.training.callbacks.monitors import benchmark_problems, check_monitored_text
 from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
@@ -58,7 +59,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         if finished is not None:
             return (finished, True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
-        raise_all(start_problems(arms, ranks))
+        check_start(arms, ranks)
         callbacks = {name: make_callbacks(arm.callbacks) for name, arm in arms.items()}
         with ExitStack() as lock, heeding_signals():
             places = on_rank_zero(lambda: _open(config, arms, ranks, lock))
@@ -129,20 +130,21 @@ def _open(
     return list(corpus.directories)
 
 
-def start_problems(arms: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
-    """Return the problems of an experiment that show without its text."""
-    problems = arm_problems(
-        arms,
-        of_run=[
-            device_problems,
-            logger_problems,
-            benchmark_problems,
-            vocabulary_problems,
-            lambda arm: callback_problems(arm.callbacks),
-        ],
-        of_phase=[lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size)],
-    )
-    return problems + control_problems(arms)
+def check_start(arms: dict[str, RunConfig], ranks: Ranks) -> None:
+    """Check what shows without the text: packages, devices, batches, and the controls.
+
+    Raises:
+        UserError: some of it does not fit.
+    """
+    for arm in arms.values():
+        raise_all(device_problems(arm))
+        raise_all(logger_problems(arm))
+        raise_all(benchmark_problems(arm))
+        raise_all(vocabulary_problems(arm))
+        raise_all(callback_problems(arm.callbacks))
+        for phase in phases_of(arm):
+            check_spread(phase.config, ranks.world_size, ranks.local_size)
+    check_arms(arms)
 
 
 def branch_checkpoint(config: RunConfig, control: str) -> Path | None:

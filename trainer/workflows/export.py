@@ -56,7 +56,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
     has_context = is_independent_of_length or not _is_changed(config, state["step"])
     if (factor := request.temperature_at) is not None:
-        _temper(model, path, factor, stored)
+        _temper(model, path, factor)
     began_with = config.model.from_pretrained or config.model.from_run
     card = (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
@@ -83,7 +83,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     )
 
 
-def _temper(model: Decoder, path: Path, factor: float, stored_length: int) -> None:
+def _temper(model: Decoder, path: Path, factor: float) -> None:
     """Give the decoder the checkpoint's fitted temperature, as it is at ``factor`` times the
     training length, for all lengths.
 
@@ -91,7 +91,7 @@ def _temper(model: Decoder, path: Path, factor: float, stored_length: int) -> No
         UserError: no temperature was fitted.
     """
     before = model.layout
-    layout, fitted = with_fitted_temperature(before, path, stored_length)
+    layout, fitted = with_fitted_temperature(before, path)
     if not fitted:
         raise UserError(
             f"temperature_at: no temperature was fitted for {str(path)!r} by an evaluation with "

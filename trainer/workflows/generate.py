@@ -65,9 +65,7 @@ def continue_prompts(
     candidate = find_candidate(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = subject_of(candidate, request.dtype, device).load()
-    model.layout, temperature = with_fitted_temperature(
-        model.layout, candidate.path, candidate.stored_length
-    )
+    model.layout, temperature = with_fitted_temperature(model.layout, candidate.path)
     names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
     say(f"{', '.join(names)}{temperature}")
     with multiplying(device):

@@ -18,7 +18,7 @@ from trainer.evaluation.methods import applicable
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.runs.arms import arm_problems, arms_of
+from trainer.runs.arms import arms_of
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.starting_point import starting_weights, texts_read
@@ -65,7 +65,7 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
             )
         ]
 
-    raise_all(arm_problems(arms, of_run=[problems]))
+    raise_all(problem for arm in arms.values() for problem in problems(arm))
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
