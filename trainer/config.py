@@ -1212,10 +1212,7 @@ class CompareRequest:
     """Request of the compare command."""
 
     runs: list[str] = field(default_factory=list)
-    """Run directories, or the directory of a sweep, which stands for its runs."""
-    output: str | None = None
-    """Directory of the comparison; null: the sweep's, or one below multirun
-    with what the runs' names begin with."""
+    """Directories of runs or evaluations."""
 
 
 # ---- Commands that read a run ----

@@ -119,7 +119,7 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
         "config.yaml", "metrics.csv", "checkpoints", "report.json", "report.html", "figures",
         "log.txt",
     }  # fmt: skip
-    assert names >= {"evaluation", "table.md", "table.tex", "table.csv"}
+    assert names >= {"evaluation", "table.md", "results.csv"}
     assert set(report["drop"]) == {"step", "loss_before", "loss_after", "loss_end", "sequences"}
     assert set(report["cells"][0]) >= {"model", "method", "task", "length", "factor", "scores"}
     assert not list(run_dir.rglob("*.partial"))

@@ -1,34 +1,27 @@
-"""Figures of a report, with the numbers beside them."""
+"""Figures of an evaluation and of training: their series, axes and labels."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.report.described import check, check_csv, described
-from tests.report.examples import EXPERIMENT, cell, example, report, statements
+from tests.report.described import check, described
+from tests.report.examples import cell, report
 from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
-from trainer.plotting import lines
-from trainer.plotting.lines import Frame, Series
-from trainer.plotting.style import paper_style
-from trainer.report import files
-from trainer.report.figures import (
-    Depths,
-    _grey,
-    apart,
-    draw_heatmaps,
-    draw_rows,
-    perplexity_axis,
-    write_figures,
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Drop, Milestone, Reach
+from trainer.plotting.lines import Series
+from trainer.report.figures import Depths, _plots, apart, perplexity_axis, write_figures
+from trainer.report.training_figures import (
+    reach_figures,
+    recoveries,
+    recovery_figure,
+    training_figure,
 )
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
-
 SCORES = {
     ("RoPE", "none"): ((1, 1, 1, 1), (1, 0, 0, 0)),
     ("RoPE", "crop"): (None, (1, 1, 0, 0)),
@@ -58,14 +51,8 @@ def cells():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """By name what was drawn, its words, and its numbers."""
-    figures = {}
-
-    def keep(figure, path):
-        figures[path.stem] = figure
-        return path
-
+def plots():
+    """The plots of a small report by name."""
     small = report(
         *cells(),
         methods=METHODS,
@@ -73,40 +60,22 @@ def made(tmp_path_factory):
         training_length=64,
         task={"chance": 0.015, "chance_listed": 0.25},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "save", keep)
-        written = write_figures(small, tmp_path_factory.mktemp("figures"))
-    return {drawn.path.stem: (figures[drawn.path.stem], drawn) for drawn in written}
+    return {plot.name: plot for plot in _plots(Outcomes(small))}
 
 
-def test_figures_come_in_the_order_of_the_page(made):
-    assert list(made) == [
+def test_figures_come_in_the_order_of_the_page(plots):
+    assert list(plots) == [
         "perplexity_and_retrieval",
         "success_statements",
         "perplexity_by_position",
         "depth_statements",
     ]
-    assert not any(drawn.detail for _, drawn in made.values())
 
 
-def test_the_caption_tells_of_cropping_only_where_it_was_measured(made, tmp_path):
-    _, drawn = made["perplexity_and_retrieval"]
-    assert "read: reading only the last 64 tokens (cropped) keeps it low too." in drawn.caption
-    rest = report(
-        *(each for each in cells() if each.method != "crop"),
-        methods=METHODS,
-        tasks={STATEMENTS: "Statements", PERPLEXITY: "Perplexity"},
-        training_length=64,
-    )
-    contrast, *_ = write_figures(rest, tmp_path)
-    assert "does not show that distant text is read. " in contrast.caption
-
-
-def test_perplexity_against_retrieval(made):
+def test_perplexity_against_retrieval(plots):
     """The first model as is and with what keeps perplexity, others as they are."""
-    figure, drawn = made["perplexity_and_retrieval"]
     check(
-        figure,
+        plots["perplexity_and_retrieval"].figure,
         """
         panel 1,1 of 1x2
           x log
@@ -129,69 +98,19 @@ def test_perplexity_against_retrieval(made):
         legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
         """,
     )
-    assert "on the last 64 tokens of held-out" in drawn.caption
-    check_csv(
-        drawn.path.with_suffix(".csv"),
-        """
-            model, method, length, factor, perplexity, success, low, high
-            RoPE, none, 64, 1, 10, 1, 0.5101, 1
-            RoPE, none, 256, 4, 40, 0.25, 0.04559, 0.6994
-            RoPE, crop, 64, 1, , , ,
-            RoPE, crop, 256, 4, 40, 0.5, 0.15, 0.85
-            DroPE, none, 64, 1, 10, 0.75, 0.3006, 0.9544
-            DroPE, none, 256, 4, 40, 0.75, 0.3006, 0.9544
-            """,
-    )
 
 
-def test_success_over_length(made):
-    figure, drawn = made["success_statements"]
+def test_success_over_length(plots):
+    text = described(plots["success_statements"].figure)
+    assert "line: x 61.39 245.6; y 100 25" in text
+    assert "line: x 66.72 266.9; y 0 0" in text
+    assert "line: level at 1.5" in text
+    assert "'any listed value (25.0%)'" in text
+
+
+def test_perplexity_by_position(plots):
     check(
-        figure,
-        """
-        panel 1,1 of 1x1
-          x log 'sequence length (multiple of the training length; tokens)'
-          y linear 'success (%)'
-          line: x 61.39 245.6; y 100 25
-          line: x 250.7; y 50
-          line: x 64; y 75
-          line: x 65.34 261.4; y 75 75
-          line: x 66.72 266.9; y 0 0
-          line: level at 1.5
-          line: level at 25
-          line: upright at 64
-          note 'training length': 64 1
-          bars: 61.39 51.01, 61.39 100; 245.6 4.559, 245.6 69.94
-          bars: 250.7 15, 250.7 85
-          bars: 64 30.06, 64 95.44
-          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-          bars: 66.72 0, 66.72 48.99; 266.9 0, 266.9 48.99
-        legend 'RoPE + PI', 'DroPE', 'RoPE + cropped', 'RoPE', 'DroPE + YaRN', 'chance
-            (1.5%)', 'any listed value (25.0%)'
-        """,
-    )
-    assert "Grey" not in drawn.caption
-    check_csv(
-        drawn.path.with_suffix(".csv"),
-        """
-            model, method, length, factor, success, low, high
-            RoPE, none, 64, 1, 1, 0.5101, 1
-            RoPE, none, 256, 4, 0.25, 0.04559, 0.6994
-            RoPE, crop, 256, 4, 0.5, 0.15, 0.85
-            RoPE, pi, 64, 1, 0.75, 0.3006, 0.9544
-            DroPE, none, 64, 1, 0.75, 0.3006, 0.9544
-            DroPE, none, 256, 4, 0.75, 0.3006, 0.9544
-            DroPE, yarn, 64, 1, 0, 0, 0.4899
-            DroPE, yarn, 256, 4, 0, 0, 0.4899
-            """,
-    )
-
-
-def test_perplexity_by_position(made):
-    """Of the longest length that any has."""
-    figure, drawn = made["perplexity_by_position"]
-    check(
-        figure,
+        plots["perplexity_by_position"].figure,
         """
         panel 1,1 of 1x1
           x linear 'position in sequences of 256 tokens'
@@ -204,27 +123,11 @@ def test_perplexity_by_position(made):
         legend 'RoPE', 'RoPE + cropped', 'DroPE'
         """,
     )
-    check_csv(
-        drawn.path.with_suffix(".csv"),
-        """
-            model, method, length, from_position, to_position, perplexity, loss
-            RoPE, none, 256, 0, 32, 40, 3.689
-            RoPE, none, 256, 32, 256, 80, 4.382
-            RoPE, crop, 256, 0, 32, 40, 3.689
-            RoPE, crop, 256, 32, 256, 80, 4.382
-            DroPE, none, 256, 0, 32, 40, 3.689
-            DroPE, none, 256, 32, 256, ,
-            """,
-    )
 
 
-def test_success_by_depth(made, tmp_path):
-    figure, drawn = made["depth_statements"]
-    assert [axes.get_title() for axes in figure.axes[:5]] == [
-        *("RoPE", "RoPE + cropped", "RoPE + PI", "DroPE", "DroPE + YaRN"),
-    ]
+def test_success_by_depth(plots):
     check(
-        figure,
+        plots["depth_statements"].figure,
         """
         panel 1,2 of 1x5 'RoPE + cropped'
           x linear
@@ -237,78 +140,34 @@ def test_success_by_depth(made, tmp_path):
         """,
         panel=2,
     )
-    assert described(figure).splitlines()[-3:] == [
-        "bar 'success (%)' 0..100",
-        "below 'sequence length (multiple of the training length)'",
-        "left 'depth (% of the text)'",
-    ]
-    numbers = drawn.path.with_suffix(".csv").read_text().splitlines(keepends=True)
-    assert len(numbers) == 1 + 5 * 2 * 2
-    (tmp_path / "first_model.csv").write_text("".join(numbers[: 1 + 3 * 2 * 2]))
-    check_csv(
-        tmp_path / "first_model.csv",
-        """
-            model, method, length, depth, success
-            RoPE, none, 64, 0, 1
-            RoPE, none, 64, 100, 1
-            RoPE, none, 256, 0, 0.5
-            RoPE, none, 256, 100, 0
-            RoPE, crop, 64, 0,
-            RoPE, crop, 64, 100,
-            RoPE, crop, 256, 0, 1
-            RoPE, crop, 256, 100, 0
-            RoPE, pi, 64, 0, 1
-            RoPE, pi, 64, 100, 0.5
-            RoPE, pi, 256, 0,
-            RoPE, pi, 256, 100,
-            """,
-    )
+
+
+def test_loss_by_position_needs_two_positions(tmp_path):
+    text = {"task": "perplexity", "length": 1024, "last_loss": 4.0}
+    single = report(cell((), edges=(0, 1024), losses=(4.0,), **text))
+    two = report(cell((), edges=(0, 512, 1024), losses=(4.0, 4.1), **text))
+    assert write_figures(single, tmp_path / "one") == []
+    (figure,) = write_figures(two, tmp_path / "two")
+    assert figure.path.with_suffix(".png").is_file()
+    assert "dashed line" not in figure.caption  # nothing lies beyond the training length
+    assert write_figures(report(), tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("values", "scale", "limits", "ticks"),
+    ("values", "scale", "limits"),
     [
         # A margin of 6% of what they span, or so much that the axis spans a fifth of the largest.
-        ((10.0, 15.0), "linear", (9.7, 15.3), None),
-        ((701.0, 704.5), "linear", (632.3, 773.2), None),
-        ((10.0, 10.0), "linear", (9.0, 11.0), None),
-        ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480), [10, 20, 50, 100, 200]),
-        ((10.0, 20_000.0), "log", (10 / 1.2, 24_000), [10, 100, 1000, 10_000]),
-        ((), "linear", (0.9, 1.1), None),
+        ((10.0, 15.0), "linear", (9.7, 15.3)),
+        ((701.0, 704.5), "linear", (632.3, 773.2)),
+        ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480)),
+        ((), "linear", (0.9, 1.1)),
     ],
 )
-def test_the_axis_of_perplexities_holds_them_all(values, scale, limits, ticks):
+def test_the_axis_of_perplexities_holds_them_all(values, scale, limits):
     axes = Figure().subplots()
     perplexity_axis(values)(axes)
     assert axes.get_yscale() == scale
     assert axes.get_ylim() == pytest.approx(limits)
-    if ticks is None:  # matplotlib's own
-        return
-    low, high = axes.get_ylim()
-    assert [y for y in axes.get_yticks() if low <= y <= high] == pytest.approx(ticks)
-
-
-def test_all_figures_of_a_report_draw_a_name_in_one_colour(monkeypatch, tmp_path):
-    """Side by side, in panels of a model, and over training steps."""
-    line_style, colours = lines.line_style, {}
-
-    def noting(item):
-        look = line_style(item)
-        colours.setdefault(item.label, set()).add(look["color"])
-        return look
-
-    monkeypatch.setattr(lines, "line_style", noting)
-    monkeypatch.setattr(files, "save", lambda figure, stem: stem)
-    models = ("RoPE", "DroPE", "NoPE", "HalfRoPE")
-    made = example(models=models, methods=("none", "crop", "yarn"), trials=4)
-    write_figures(report(*(replace(cell, depths=()) for cell in made.cells)), tmp_path)
-    # The other one first, beside a model that has no look of its own.
-    order = ("DroPE", "Mine", "RoPE")
-    cells = [cell for name in order for cell in statements(name, (100, 90, 50, 10))]
-    write_figures(report(*cells, **EXPERIMENT, training_length=64), tmp_path)
-    assert all(len(used) == 1 for used in colours.values()), colours
-    assert colours["YaRN"] == colours["RoPE + YaRN"]
-    assert colours["RoPE"] != colours["Mine"] != colours["DroPE"] != colours["RoPE"]
 
 
 def test_a_depth_is_a_row_until_there_are_more_than_eleven():
@@ -329,148 +188,133 @@ def test_a_row_is_the_mean_of_its_trials():
     assert tenths.means(cell([0.5], depths=(1.0,)))[-1] == 0.5  # the end belongs to the last
 
 
-def test_a_long_title_of_a_heat_map_is_wrapped_and_all_maps_share_a_scale():
-    panels = {
-        "RoPE": np.array([[0.1, 0.2], [0.55, 0.56]]),
-        "DroPE + a method with a long name": np.array([[1.0, math.nan], [0.0, 0.125]]),
-    }
-    depths = Depths((0.0, 1.0, math.inf), ("0", "100"))
-    with paper_style():
-        figure = draw_heatmaps(panels, depths, {64: "1×", 256: "4×"})
-    first, second, _ = figure.axes
-    assert second.get_title() == "DroPE + a method with a\nlong name"
-    assert first.images[0].get_clim() == second.images[0].get_clim() == (0, 100)
-    assert [text.get_text() for text in second.texts] == ["100", "·", "0", "12"]
-
-
-@pytest.mark.parametrize(
-    ("panels", "rows", "shape", "height"),
-    [(1, 2, (1, 1), 1.29), (5, 2, (1, 5), 1.29), (6, 2, (2, 5), 2.08), (1, 12, (1, 1), 2.7)],
-)
-def test_maps_stand_five_in_a_row_and_are_as_high_as_their_rows(panels, rows, shape, height):
-    """Of many rows no higher than 2.2 inches."""
-    depths = Depths((*range(rows), math.inf), tuple(map(str, range(rows))))
-    made = {str(number): np.zeros((rows, 1)) for number in range(panels)}
-    figure = draw_heatmaps(made, depths, {64: "1×"})
-    spec = figure.axes[0].get_subplotspec()
-    assert spec.get_gridspec().get_geometry() == shape
-    assert figure.get_figheight() == pytest.approx(height)
-    labelled = [
-        axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes[: min(panels, 5)]
-    ]
-    assert labelled == [panels <= 5, *[True] * (len(labelled) - 1)]
-
-
-def plain(axes):
-    axes.set_xlim(0, 10)
-
-
-FRAME = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
-
-
-def rows_of(models, methods):
-    """The outcomes of all of them, and a level line for each."""
-    outcomes = Outcomes(report(*(cell([1.0], m, k) for m in models for k in methods)))
-    lines = {
-        row: Series("", 0, [1, 2], [n, n], marked=n > 0) for n, row in enumerate(outcomes.rows)
-    }
-    return outcomes, lines
-
-
-def test_up_to_eight_lines_share_a_panel():
-    outcomes, lines = rows_of(("DroPE", "RoPE"), ("none", "pi"))
-    with paper_style():
-        check(
-            draw_rows(outcomes, lines, FRAME),
-            """
-            panel 1,1 of 1x1
-              x linear 'step'
-              y linear 'loss'
-              line: x 1 2; y 0 0
-              line: x 1 2; y 1 1
-              line: x 1 2; y 2 2
-              line: x 1 2; y 3 3
-              line: level at 0.5
-              line: upright at 4
-              note 'here': 4 1
-            legend 'RoPE + PI', 'RoPE', 'DroPE + PI', 'DroPE', 'chance'
-            """,
-        )
-
-
-def test_more_lines_have_a_panel_for_each_model():
-    """A method looks in all of them as with the first model that has it."""
-    models = ("RoPE", "HoPE", "Mine", "Fourth", "Fifth")
-    outcomes, lines = rows_of((*models, "without lines"), ("none", "yarn"))
-    del lines["RoPE", "yarn"], lines["without lines", "none"], lines["without lines", "yarn"]
-    with paper_style():
-        figure = draw_rows(outcomes, lines, FRAME)
-        assert [axes.get_title() for axes in figure.axes] == [*models]
-        check(
-            figure,
-            """
-            panel 1,2 of 2x3 'HoPE'
-              x linear
-              y linear
-              line: x 1 2; y 0 0
-              line: x 1 2; y 2 2
-              line: x 1 2; y 3 3
-              line: x 1 2; y 4 4
-              line: x 1 2; y 5 5
-              line: x 1 2; y 6 6
-              line: x 1 2; y 7 7
-              line: x 1 2; y 8 8
-              line: x 1 2; y 9 9
-              line: x 1 2; y 2 2
-              line: x 1 2; y 3 3
-              line: level at 0.5
-              line: upright at 4
-            """,
-            panel=2,
-        )
-    assert described(figure).splitlines()[-3:] == [
-        "below 'step'",
-        "left 'loss'",
-        "legend 'as is', 'YaRN', 'chance', 'here'",
-    ]
-
-
-def test_more_methods_than_models_have_a_panel_for_each_method():
-    methods = ("none", "pi", "ntk", "yarn", "longrope", "dope")
-    outcomes, lines = rows_of(("RoPE", "Mine"), methods)
-    del lines["RoPE", "none"], lines["RoPE", "dope"], lines["Mine", "dope"]
-    with paper_style():
-        figure = draw_rows(outcomes, lines, FRAME)
-    first, second, *_ = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == [
-        *("as is", "PI", "NTK-aware", "YaRN", "LongRoPE"),
-    ]
-    # The lines of other panels are grey; the panel's lines are the last before the two marks.
-    levels = [[line.get_ydata()[0] for line in axes.lines[9:-2]] for axes in (first, second)]
-    assert levels == [[6], [1, 7]]
-    assert described(figure).splitlines()[-1] == "legend 'RoPE', 'Mine', 'chance', 'here'"
-
-
-@pytest.mark.parametrize("count", [8, 9, 40])
-def test_many_methods_of_one_model_are_drawn_at_their_lengths(count):
-    methods = {str(number): f"method {number}" for number in range(count)}
-    outcomes = Outcomes(report(*(cell([1.0], "RoPE", k) for k in methods), methods=methods))
-    lines = {row: Series("", 0, [64], [1.0], [0.0], [2.0]) for row in outcomes.rows}
-    figure = draw_rows(outcomes, lines, Frame("length", "%"))
-    places = {
-        float(line.get_xdata()[0])
-        for axes in figure.axes
-        for line in axes.lines
-        if len(line.get_xdata()) == 1
-    }
-    assert (places == {64.0}) is (count > 8)
-    assert bool(_grey(lines)) is (count > 8)
-
-
 def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
     lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
     lines.append(Series("none", 0, [64], [1]))
-    first, second, third, last = apart(lines)
-    for line, octaves in ((first, -0.045), (second, -0.015), (third, 0.015), (last, 0)):
+    for line, octaves in zip(apart(lines), (-0.045, -0.015, 0.015, 0), strict=True):
         assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)[: len(line.x)]])
-    assert first.y == lines[0].y
+
+
+def test_losses_over_steps_with_the_drop():
+    arms = (
+        Arm("DroPE", "rope", 1, 4, 3, None, ((1, 5.0), (2, 4.0), (4, None), (100, 3.0))),
+        Arm("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
+        Arm("not logged", "rope", 1, 2, 3),
+    )
+    made = report(arms=arms, drop=Drop(2, 4.0, 8.5, None))
+    (plot,) = training_figure(made, {"DroPE": 4, "RoPE": 0})
+    check(
+        plot.figure,
+        """
+        panel 1,1 of 1x1
+          x linear 'training step'
+          y linear 'training loss (nats/token)'
+          line: x 1 2 4 100; y 5 4 nan 3
+          line: x 1 2 4 100; y 5 4 nan 3
+          line: x 1 2; y 6 5.5
+          line: x 1 2; y 6 5.5
+          line: upright at 2
+          note 'encoding dropped at step 2\\nloss 4.00 before, 8.50 after, ? at the end': 2 1
+        legend 'RoPE', 'DroPE'
+        """,
+    )
+
+
+def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
+    """Three of 120."""
+    losses = [float(step % 3) for step in range(120)]
+    arm = Arm("RoPE", "rope", 1, 120, 3, None, tuple(enumerate(losses)))
+    (plot,) = training_figure(report(arms=(arm,)), {"RoPE": 0})
+    raw, thick = plot.figure.axes[0].lines
+    assert list(raw.get_ydata()) == losses
+    assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])
+
+
+def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
+    history = (
+        Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5), (0, 64, 128), (4.0, 5.0)),
+        Reach(8, True, 64, (64, 128), (4.5, None), (0.75,), (0, 64, 128), (4.5, None)),
+    )
+    rates = (0.75, 0.5, 0.25)
+    other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates, (0, 192), (3.0,)),)
+    made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
+    both, by_position = reach_figures(made, {"Mine": 1, "RoPE": 0})
+    check(
+        both.figure,
+        """
+        panel 1,1 of 1x1
+          x linear 'training step'
+          y linear 'retrieval (%)'
+          line: x 4 8; y 100 75
+          line: x 4 8; y 50 nan
+          line: x 4; y 25
+          line: upright at 6
+          note 'encoding dropped at step 6': 6 1
+        legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×'
+        """,
+    )
+    check(
+        by_position.figure,
+        """
+        panel 1,1 of 1x1
+          x linear 'training step of the measurement'
+          y linear 'position (tokens)'
+          cells CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
+          line: level at 64
+          line: upright at 1
+        bar 'excess loss (nats/token)' CenteredNorm -1..1
+        """,
+    )
+
+
+def history(*scores, dropped_at=2, key="piqa/acc"):
+    """A measurement every 100 tokens; the one at the drop is there before it and after it."""
+    milestones = []
+    for place, value in enumerate(scores):
+        tokens = 100 * (place if place < dropped_at else place - 1)
+        milestones.append(Milestone(tokens // 10, tokens, place >= dropped_at, {key: value}))
+    return tuple(milestones)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ((0.1, 0.8, 0.2, 0.75, 0.77), "piqa/acc 200 tokens"),
+        ((0.1, 0.8, 0.2, 0.76, 0.1), "piqa/acc 100 tokens"),
+        ((0.1, 0.8, 0.77, 0.1), "piqa/acc 0 tokens"),
+        ((0.1, 0.8, 0.2, None, 0.7), "piqa/acc not within the run"),
+    ],
+)
+def test_when_95_percent_of_the_score_before_the_drop_was_back(scores, message):
+    (line,) = recoveries({"DroPE": history(*scores)})
+    assert line == f"DroPE: 95% recovered after the drop: {message}."
+
+
+def test_a_perplexity_is_recovered_when_it_has_fallen():
+    """20 / 0.95 = 21.05."""
+    (line,) = recoveries({"DroPE": history(30.0, 20.0, 90.0, 21.1, 21.0, key="perplexity/2x")})
+    assert line.endswith("perplexity/2x 200 tokens.")
+    assert recoveries({"RoPE": history(0.1, 0.2, 0.3, dropped_at=9), "NoPE": ()}) == []
+
+
+def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
+    scores = ({"a": 0.5, "b": 0.25, "perplexity/1x": 9.0}, {"a": 0.75, "b": None, "c": 1.0})
+    run = tuple(
+        Milestone(n, 1000 * n, n > 1, measured) for n, measured in enumerate((*scores, scores[0]))
+    )
+    (plot,) = recovery_figure(report(milestones={"DroPE": run, "RoPE": run[:1], "NoPE": ()}))
+    check(
+        plot.figure,
+        """
+        panel 1,1 of 1x1
+          x linear 'training tokens'
+          y linear 'score (%)'
+          line: x 0 1000 2000; y 37.5 87.5 37.5
+          line: x 0 1000 2000; y 50 75 50
+          line: x 0 1000 2000; y 25 nan 25
+          line: x 0; y 37.5
+          line: upright at 2000
+          note 'encoding dropped': 2000 1
+        legend 'DroPE, a', 'DroPE, mean', 'RoPE, mean', 'DroPE, b'
+        """,
+    )

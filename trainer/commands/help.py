@@ -59,8 +59,8 @@ COMMANDS = {
         ("evaluation",),
     ),
     "compare": Command(
-        "RUN [RUN ...] [output=DIR]",
-        "Put finished runs beside each other: a table and a page.",
+        "RUN [RUN ...]",
+        "Put runs beside each other in one table, from their results.csv.",
         "compare",
         "runs",
     ),

@@ -135,18 +135,12 @@ def read_evaluation(composed: Composed) -> Any:
 
 
 def compare(composed: Composed) -> None:
-    """Write the comparison, and print its table."""
+    """Print the table of several runs."""
     request = parse(CompareRequest, composed.values)
-    if not request.runs:
-        raise UserError("runs: expected one or more run directories")
     from trainer.commands.console import report_console
-    from trainer.report.sweep import terminal_sweep
-    from trainer.workflows.compare import compare_runs
+    from trainer.workflows.compare import compare as table_of
 
-    sweep, page = compare_runs(request)
-    out = report_console()
-    out.print(terminal_sweep(sweep, out.width))
-    out.print(f"Comparison: {page}", highlight=False, markup=False)
+    report_console().print(table_of(request.runs))
 
 
 def analyze(composed: Composed) -> None:

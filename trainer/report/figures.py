@@ -1,13 +1,12 @@
-"""The figures of a report: success and perplexity by length, by position and by depth."""
+"""The figures of an evaluation: success and perplexity by length, by position and by depth."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,48 +27,36 @@ from trainer.plotting.lines import (
     log_axis,
     padded,
     side_by_side,
-    small_multiples,
     training_length_mark,
 )
 from trainer.plotting.maps import Scale, numbered_maps
 from trainer.plotting.style import style_numbers
-from trainer.report.files import Drawn, Plan
+from trainer.report.files import Drawn, Plot
 from trainer.report.tables import perplexity
 from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
-
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
 _LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
 _LEAST_SPAN = 0.2  # of the largest perplexity
 _DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
-_INTERVALS = (
-    "Bars: 95% intervals over texts, Wilson's for scores of 0 and 1 and for several trials on a "
-    "text, percentile bootstrap for other fractions. Dashed: the training length."
-)
+_INTERVALS = "Bars: 95% intervals over texts. Dashed: the training length."
 
 AxisScale = Callable[[Axes], None]
 
 
 def write_figures(report: Report, directory: Path) -> list[Drawn]:
-    """Draw what the report has numbers for, and return the figures in the order of the page.
-
-    ``success_*``: success over length, for the mean over tasks and for each task.
-    ``perplexity_and_retrieval``: both side by side. ``training``: training loss over steps.
-    ``perplexity_by_position``: along the longest sequences. ``reach*`` and ``benchmarks``:
-    measurements during training. ``depth_*``: success by depth and length. Each ``NAME.svg`` has a
-    ``NAME.png`` and a ``NAME.csv`` beside it, with numbers in full precision.
-    """
-    drawn: list[Drawn] = []
-    for plan in _plans(Outcomes(report)):
-        # Names that differ only in punctuation must not share a file.
-        again = sum(figure.path.stem.split("~")[0] == plan.name for figure in drawn)
-        stem = f"{plan.name}~{again + 1}" if again else plan.name
-        drawn.append(plan.write(directory / stem))
-    return drawn
+    """Draw what the report has numbers for, and return the figures in the order of the page."""
+    drawn: dict[str, Drawn] = {}
+    for plot in _plots(Outcomes(report)):
+        name = plot.name
+        while name in drawn:  # names that differ only in punctuation must not share a file
+            name += "~"
+        drawn[name] = plot.write(directory / name)
+    return list(drawn.values())
 
 
 def styles_of(outcomes: Outcomes) -> dict[str, int]:
@@ -79,7 +66,7 @@ def styles_of(outcomes: Outcomes) -> dict[str, int]:
     return style_numbers((*map(outcomes.name, outcomes.rows), *arms))
 
 
-def _plans(outcomes: Outcomes) -> Iterator[Plan]:
+def _plots(outcomes: Outcomes) -> Iterator[Plot]:
     styles = styles_of(outcomes)
     if len(outcomes.lengths(outcomes.averaged)) > 1:
         titles = ", ".join(map(outcomes.task, outcomes.averaged))
@@ -95,32 +82,18 @@ def _plans(outcomes: Outcomes) -> Iterator[Plan]:
         yield from _by_depth(outcomes, task)
 
 
-def _success(outcomes: Outcomes, name: str, title: str, tasks: list[str]) -> Plan:
+def _success(outcomes: Outcomes, name: str, title: str, tasks: list[str]) -> Plot:
     lengths = outcomes.lengths(tasks)
-    lines = {row: _success_line(outcomes, row, tasks, lengths) for row in outcomes.rows}
-    lines = {row: line for row, line in lines.items() if len(line.x)}
-    frame = lengths_frame(
-        outcomes.report,
-        lengths,
-        "success (%)",
-        success,
-        narrow=is_panelled(lines),
-        lines=_chances(outcomes.report) if tasks == [STATEMENTS] else (),
-    )
-    return Plan(
+    lines = [_success_line(outcomes, row, tasks, lengths) for row in outcomes.rows]
+    chances = _chances(outcomes.report) if tasks == [STATEMENTS] else ()
+    frame = lengths_frame(outcomes.report, lengths, "success (%)", success, chances)
+    return Plot(
         f"success_{_slug(name)}",
         f"Success over length: {title}",
-        f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS}"
-        f"{_grey(lines)} After Figure 1 and Table 1 of “{_DROPE}”.",
+        f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS} "
+        f"After Figure 1 and Table 1 of “{_DROPE}”.",
         f"Line chart of success over sequence length, {title}; the same numbers are in the tables.",
-        lambda: draw_rows(outcomes, lines, frame),
-        ("model", "method", "length", "factor", "success", "low", "high"),
-        [
-            (*row, length, lengths[length], e.mean, e.low, e.high)
-            for row in lines
-            for length in lengths
-            if (e := outcomes.estimate(row, tasks, length)) is not None
-        ],
+        draw_lines([line for line in lines if len(line.x)], frame),
     )
 
 
@@ -140,8 +113,8 @@ def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Itera
     return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], y, low, high)
 
 
-def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
-    """Plan perplexity beside retrieval of all models as is, and the first with some methods."""
+def _contrast(outcomes: Outcomes) -> Iterator[Plot]:
+    """Draw perplexity beside retrieval of all models as is, and the first with some methods."""
     lengths = outcomes.lengths([PERPLEXITY], losses=True)
     chosen = [
         row
@@ -150,91 +123,59 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     ]
     if not (lengths and outcomes.scored and chosen):
         return
-    task, styles = outcomes.scored[0], styles_of(outcomes)
-    curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
-    perplexities = [
-        Series(name, styles[name], list(curves[row]), list(curves[row].values()))
-        for row in chosen
-        for name in (outcomes.name(row),)
-    ]
+    task, styles, report = outcomes.scored[0], styles_of(outcomes), outcomes.report
+    perplexities = []
+    for row in chosen:
+        cells = [(n, outcomes.cell(row, PERPLEXITY, n)) for n in lengths]
+        known = {n: perplexity(c.last_loss) for n, c in cells if c and c.last_loss is not None}
+        name = outcomes.name(row)
+        perplexities.append(Series(name, styles[name], list(known), list(known.values())))
     tested = outcomes.lengths([task])
     successes = [_success_line(outcomes, row, [task], tested) for row in chosen]
-    report = outcomes.report
-    cropped = ""
-    if any(method == "crop" for _, method in chosen):
-        cropped = (
-            f": reading only the last {report.training_length} tokens (cropped) keeps it low too"
-        )
-    scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
+    scale = perplexity_axis([y for line in perplexities for y in line.y])
     panels = [
         Panel("", apart(perplexities), lengths_frame(report, lengths, "perplexity", scale)),
         Panel("", apart(successes), lengths_frame(report, tested, "success (%)", success)),
     ]
     title = outcomes.task(task)
-    yield Plan(
+    label = panels[0].frame.x_label
+    yield Plot(
         "perplexity_and_retrieval",
         "Perplexity against retrieval",
         f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
         f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
-        f"read{cropped}. "
-        f"{_INTERVALS} After Figure 5 of “{_DROPE}”.",
+        f"read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
-        partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
-        ("model", "method", "length", "factor", "perplexity", "success", "low", "high"),
-        [
-            (*row, n, factor, curves[row].get(n), *((e.mean, e.low, e.high) if e else ("",) * 3))
-            for row in chosen
-            for n, factor in sorted({**lengths, **tested}.items())
-            for e in (outcomes.estimate(row, [task], n),)
-        ],
+        side_by_side(panels, height=2.6, x_label=label, balanced=True),
     )
 
 
-def _perplexities(
-    outcomes: Outcomes, row: Row, lengths: Iterable[int], task: str = PERPLEXITY
-) -> dict[int, float]:
-    cells = ((n, outcomes.cell(row, task, n)) for n in lengths)
-    return {n: perplexity(c.last_loss) for n, c in cells if c and c.last_loss is not None}
-
-
-def _by_position(outcomes: Outcomes) -> Iterator[Plan]:
+def _by_position(outcomes: Outcomes) -> Iterator[Plot]:
     cells = [cell for cell in outcomes.report.cells if cell.losses]
-    if not cells:
-        return
-    longest = max(cell.length for cell in cells)
+    longest = max((cell.length for cell in cells), default=0)
     by_row = {(c.model, c.method): c for c in cells if c.length == longest}
     if all(len(cell.losses) == 1 for cell in by_row.values()):
         return  # a line of one point shows nothing
-    lines = {}
+    lines = []
     for row in (row for row in outcomes.rows if row in by_row):
-        cell = by_row[row]
+        cell, name = by_row[row], outcomes.name(row)
         middles = [(a + b) / 2 for a, b in pairwise(cell.edges)]
         values = [math.nan if loss is None else perplexity(loss) for loss in cell.losses]
-        lines[row] = Series(outcomes.name(row), 0, middles, values, marked=False)
-    scale = perplexity_axis([y for line in lines.values() for y in line.y])
-    frame = positions_frame(outcomes.report, longest, scale)
+        lines.append(Series(name, styles_of(outcomes)[name], middles, values, marked=False))
+    scale = perplexity_axis([y for line in lines for y in line.y])
     beyond = " Right of the dashed line no position was ever trained on."
-    beyond = beyond if longest > outcomes.report.trained else ""
-    yield Plan(
+    yield Plot(
         "perplexity_by_position",
         f"Perplexity by position at {longest} tokens",
         "exp of the mean held-out loss over the positions of a bucket, drawn at its middle, in "
-        f"sequences of {longest} tokens.{beyond}"
-        f"{_grey(lines)} After Figure 5 of “{_DROPE}”, by position instead of length.",
+        f"sequences of {longest} tokens.{beyond if longest > outcomes.report.trained else ''} "
+        f"After Figure 5 of “{_DROPE}”, by position instead of length.",
         "Line chart of perplexity over the position in the sequence.",
-        lambda: draw_rows(outcomes, lines, frame),
-        ("model", "method", "length", "from_position", "to_position", "perplexity", "loss"),
-        [
-            (*row, longest, start, stop, "" if math.isnan(value) else value, loss)
-            for row, line in lines.items()
-            for (start, stop), value, loss in zip(
-                pairwise(by_row[row].edges), line.y, by_row[row].losses, strict=True
-            )
-        ],
+        draw_lines(lines, positions_frame(outcomes.report, longest, scale)),
     )
 
 
-def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
+def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plot]:
     cells = [cell for cell in outcomes.report.cells if cell.task == task and cell.depths]
     if not cells:
         return
@@ -249,36 +190,34 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
     if len(rows) > _TOGETHER:
         groups = {m: [row for row in rows if row[0] == m] for m in dict(rows)}
     for model, group in groups.items():
-        panels = {row: np.array([means.get((row, n), missing) for n in lengths]).T for row in group}
-        one_method = len({method for _, method in group}) == 1
-        titles = {
-            row: outcomes.method(row[1]) if model and not one_method else outcomes.name(row)
+        panels = {
+            textwrap.fill(outcomes.name(row), 24): np.array(
+                [means.get((row, n), missing) for n in lengths]
+            ).T
             for row in group
         }
-        named = {titles[row]: values for row, values in panels.items()}
         name = f"{outcomes.task(task)}{', ' if model else ''}{model}"
-        yield Plan(
+        yield Plot(
             "_".join(("depth", *map(_slug, filter(None, (task, model))))),
             f"Success by depth and length: {name}",
             f"Mean score in % of the trials whose needle lies at that depth (0: beginning of the "
             f"text, 100: its end, where the question is) at that length: {name}. With several "
-            "needles, the depth of the first. A grey cell was not measured. After G. Kamradt’s "
-            "needle in a haystack (2023).",
+            "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
             f"Heat maps of success by depth and sequence length, {name}.",
-            partial(draw_heatmaps, named, depths, lengths, outcomes.report.unit),
-            ("model", "method", "length", "depth", "success"),
-            [
-                (*row, length, depth, "" if math.isnan(value) else value)
-                for row, values in panels.items()
-                for length, column in zip(lengths, values.T, strict=True)
-                for depth, value in zip(depths.names, column.tolist(), strict=True)
-            ],
+            numbered_maps(
+                {title: 100 * values for title, values in panels.items()},
+                Scale("success (%)", 0, 100),
+                names=(list(lengths.values()), depths.names),
+                labels=(
+                    f"sequence length (multiple of {outcomes.report.unit})",
+                    "depth (% of the text)",
+                ),
+                text=lambda _, value: f"{value:.0f}",
+                columns=5,
+                row_height=0.17,
+            ),
             detail=bool(model),
         )
-
-
-def _grey(lines: Iterable[Row]) -> str:
-    return " Grey: what the other panels show." if len([*lines]) > OVERLAY else ""
 
 
 def _slug(text: str) -> str:
@@ -311,26 +250,20 @@ def lengths_frame(
     lengths: dict[int, float],
     y_label: str,
     scale: AxisScale,
-    narrow: bool = False,
     lines: tuple[tuple[float, str], ...] = (),
 ) -> Frame:
-    """Return a frame with lengths on a logarithmic axis.
-
-    Ticks name multiples of the training length, and tokens unless the panel is ``narrow``.
-    ``lines``: horizontal reference lines, as y and name.
-    """
+    """Return a frame with lengths on a logarithmic axis; ``lines``: horizontal ones, as y and
+    name."""
 
     def prepare(axes: Axes) -> None:
         scale(axes)
         axes.set_xscale("log", base=2)
-        names = [factor_label(f) + ("" if narrow else f"\n{n}") for n, f in lengths.items()]
-        axes.set_xticks(list(lengths), names)
+        axes.set_xticks(list(lengths), [f"{factor_label(f)}\n{n}" for n, f in lengths.items()])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
 
-    unit = f"multiple of {report.unit}" + ("" if narrow else "; tokens")
     return Frame(
-        f"sequence length ({unit})",
+        f"sequence length (multiple of {report.unit}; tokens)",
         y_label,
         prepare,
         training_length_mark(report.trained, lengths),
@@ -353,46 +286,9 @@ def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
     return Frame(label, "perplexity", prepare, training_length_mark(report.trained, (0, longest)))
 
 
-def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
-    """Draw one line for each row.
-
-    If :func:`is_panelled`, each model has a panel with its methods, or each method one with its
-    models, whichever leaves fewer lines in a panel.
-    """
-    styles = styles_of(outcomes)
-    if not is_panelled(lines):
-        named = [
-            replace(line, label=name, style=styles[name])
-            for row, line in lines.items()
-            for name in (outcomes.name(row),)
-        ]
-        # Many lines have a panel each, in which nothing overlaps.
-        return draw(named if len(named) > OVERLAY else apart(named), frame)
-    models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
-    methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
-    by_model = len(models) >= len(methods)
-    titles = models if by_model else [outcomes.method(key) for key in methods]
-    names = [outcomes.method(key) for key in methods] if by_model else models
-    # A line has the style of the first row with the same method (or model).
-    first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
-    keys = methods if by_model else models
-    line_styles = {name: styles[first[key]] for name, key in zip(names, keys, strict=True)}
-    panels: dict[str, list[Series]] = {title: [] for title in titles}
-    for (model, method), line in lines.items():
-        panel, name = model, outcomes.method(method)
-        if not by_model:
-            panel, name = name, panel
-        panels[panel].append(replace(line, label=name, style=line_styles[name]))
-    marked = any(line.marked for line in lines.values())
-    legend = [Series(name, line_styles[name], (), (), marked=marked) for name in names]
-    return small_multiples([(title, apart(p)) for title, p in panels.items()], frame, legend)
-
-
-def is_panelled(lines: Iterable[Row]) -> bool:
-    """Whether rows are spread over panels with several lines each."""
-    rows = list(lines)
-    shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
-    return len(rows) > OVERLAY and 1 not in shapes
+def draw_lines(lines: Sequence[Series], frame: Frame) -> Figure:
+    """Draw lines in one panel, or each over the others in grey if there are many."""
+    return draw(lines if len(lines) > OVERLAY else apart(lines), frame)
 
 
 def apart(lines: Sequence[Series]) -> list[Series]:
@@ -429,22 +325,3 @@ class Depths:
         counts = np.bincount(index, minlength=len(self.names))
         sums = np.bincount(index, weights=cell.scores, minlength=len(self.names))
         return [s / n if n else math.nan for s, n in zip(sums, counts, strict=True)]
-
-
-def draw_heatmaps(
-    panels: Mapping[str, np.ndarray],
-    depths: Depths,
-    lengths: Mapping[int, str],
-    unit: str = "the training length",
-) -> Figure:
-    """Draw mean scores ``[depth, length]`` by title; ``lengths``: their names, multiples of
-    ``unit``."""
-    return numbered_maps(
-        {textwrap.fill(title, 24): 100 * values for title, values in panels.items()},
-        Scale("success (%)", 0, 100),
-        names=(list(lengths.values()), depths.names),
-        labels=(f"sequence length (multiple of {unit})", "depth (% of the text)"),
-        text=lambda _, value: f"{value:.0f}",
-        columns=5,
-        row_height=0.17,
-    )

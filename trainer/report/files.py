@@ -1,10 +1,10 @@
-"""Parts of all pages: templates, and figures written with their numbers."""
+"""Parts of all pages: templates, and figures written to files."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from trainer.common.files import csv_text, write_atomically
 from trainer.common.words import counted
-from trainer.plotting.style import paper_style, save
-from trainer.report.mathml import mathml
+from trainer.plotting.style import save
 
 
 def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
     """Fill in a template of ``templates/`` with escaped values.
 
-    ``filters`` come in addition to ``pretty``, ``mathml``, ``embedded`` and ``counted``.
+    ``filters`` come in addition to ``pretty``, ``embedded`` and ``counted``.
     """
     page = Environment(
         loader=PackageLoader("trainer.report"),
@@ -32,7 +30,6 @@ def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any)
     )
     page.filters |= {
         "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
-        "mathml": mathml,
         "embedded": base64,
         "counted": counted,
         **filters,
@@ -61,21 +58,17 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A figure to be drawn, and its numbers: ``rows`` under a ``head``."""
+class Plot:
+    """A drawn figure that is not yet written; fields as of :class:`Drawn`."""
 
     name: str
     title: str
     caption: str
     alt: str
-    draw: Callable[[], Figure]
-    head: Sequence[str]
-    rows: Iterable[Sequence[Any]]
+    figure: Figure
     detail: bool = False
 
     def write(self, stem: Path) -> Drawn:
-        """Write ``stem.svg``, ``stem.png`` and ``stem.csv``."""
-        with paper_style():
-            path = save(self.draw(), stem.with_name(f"{stem.name}.svg"))
-        write_atomically(path.with_suffix(".csv"), csv_text(self.head, self.rows))
+        """Write ``stem.svg`` and ``stem.png``."""
+        path = save(self.figure, stem.with_name(f"{stem.name}.svg"))
         return Drawn(path, self.title, self.caption, self.alt, self.detail)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +14,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from trainer.common.words import factor_label
 from trainer.evaluation.results import (
     PERPLEXITY,
-    REACH_HEAD,
     Arm,
     Drop,
     Milestone,
@@ -23,49 +21,43 @@ from trainer.evaluation.results import (
     Reaches,
     Report,
     is_known,
-    reach_rows,
 )
 from trainer.plotting.lines import Frame, Series, draw
-from trainer.plotting.style import ON_BRIGHT, blank
-from trainer.report.files import Plan
+from trainer.plotting.style import ON_BRIGHT, blank, paper_style
+from trainer.report.files import Plot
 
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
+RECOVERED = 0.95
+"""Share of the score before the drop that counts as recovered (DroPE, Sec. 5.1)."""
+MEAN = "mean"
+FALLING = ("perplexity", "bits_per_byte")
+"""Suffixes of metrics where lower is better."""
+Milestones = Mapping[str, tuple[Milestone, ...]]
 
 
-def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
-    """Plan ``training`` if an arm has a curve; ``looks``: style numbers by arm."""
-    arms = [arm for arm in report.arms if arm.curve]
+def training_figure(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
+    """Draw ``training`` if an arm has a curve; ``styles``: style numbers by arm."""
+    arms, drop = [arm for arm in report.arms if arm.curve], report.drop
     if not arms:
         return
-    drop = report.drop
-    yield Plan(
-        "training",
-        "Training loss",
-        " ".join(_training_caption(arms, report)),
-        "Line chart of the training loss of each arm over training steps.",
-        lambda: draw(
-            [_smoothed_line(arm, drop, looks[arm.name]) for arm in arms],
-            _training_frame(arms, drop),
-        ),
-        ("arm", "step", "training_loss"),
-        [(arm.name, step, loss) for arm in arms for step, loss in arm.curve],
-    )
-
-
-def _training_caption(arms: Sequence[Arm], report: Report) -> Iterator[str]:
-    """Yield a sentence for everything that is drawn."""
-    yield "Training loss over training steps for each arm."
-    if any(len(arm.curve) >= 2 * _SMOOTHING for arm in arms):
-        sides = ", taken on each side of the drop by itself" if report.drop else ""
-        yield f"Thick: centred mean over 1/40 of the logged points{sides}; thin: as logged."
-    if report.drop:
-        yield "The vertical line is the step at which the positional encoding was dropped."
-    needles = report.config.get("data", {}).get("needles", {})
-    if needles.get("share", 1) > 0:  # reports of other programs do not say
-        yield (
-            "The training loss weighs needle statements and text as the configuration says, so it "
+    caption = "Thick: centred mean over 1/40 of the logged points; thin: as logged."
+    if drop:
+        caption += " The vertical line is the step at which the positional encoding was dropped."
+    if report.config.get("data", {}).get("needles", {}).get("share", 1) > 0:
+        caption += (
+            " The training loss weighs needle statements and text as the configuration says, so it "
             "is not comparable with the held-out text loss."
         )
+    yield Plot(
+        "training",
+        "Training loss",
+        f"Training loss over training steps for each arm. {caption}",
+        "Line chart of the training loss of each arm over training steps.",
+        draw(
+            [_smoothed_line(arm, drop, styles[arm.name]) for arm in arms],
+            _training_frame(arms, drop),
+        ),
+    )
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -101,21 +93,20 @@ def _training_frame(arms: Sequence[Arm], drop: Drop | None) -> Frame:
             "?" if loss is None else f"{loss:.2f}"
             for loss in (drop.loss_before, drop.loss_after, drop.loss_end)
         )
-        losses = f"loss {before} before, {after} after"
-        losses += "" if drop.loss_end is None else f", {end} at the end"
+        losses = f"loss {before} before, {after} after, {end} at the end"
         note = (float(drop.step), f"encoding dropped at step {drop.step}\n{losses}")
     return Frame("training step", "training loss (nats/token)", prepare, note)
 
 
-def reach_figures(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
-    """Plan ``reach`` and ``reach_by_position`` if an arm was measured in training.
+def reach_figures(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
+    """Draw ``reach`` and ``reach_by_position`` if an arm was measured in training.
 
-    ``looks``: style numbers by arm; shorter lengths are paler.
+    ``styles``: style numbers by arm; shorter lengths are paler.
     """
     arms = {name: history for name, history in report.reach.items() if history}
     if not arms:
         return
-    yield Plan(
+    yield Plot(
         "reach",
         "Reach while training",
         "How far models reach while they train, on validation text: the run at every length, its "
@@ -123,24 +114,20 @@ def reach_figures(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
         "sides.",
         "Line chart over training steps of retrieval, or of loss where that was not measured, with "
         "a line for each length.",
-        lambda: _reach_lines(report, arms, looks),
-        REACH_HEAD,
-        reach_rows(arms),
+        _reach_lines(report, arms, styles),
     )
-    yield Plan(
+    yield Plot(
         "reach_by_position",
         "Loss by position while training",
         "Held-out loss of the run by position in its longest validation sequences, less the mean "
         "over the positions within the training length, which the dotted line marks. A column is a "
         "measurement; steps are not to scale. The dashed line is the drop.",
         "Heat map of the excess loss over measurements and positions.",
-        lambda: _reach_map(next(iter(arms.values()))),
-        ("arm", "step", "dropped", "from_position", "to_position", "loss"),
-        _by_position(arms),
+        _reach_map(next(iter(arms.values()))),
     )
 
 
-def _reach_lines(report: Report, arms: Reaches, looks: Mapping[str, int]) -> Figure:
+def _reach_lines(report: Report, arms: Reaches, styles: Mapping[str, int]) -> Figure:
     retrieval = any(reach.retrieval for history in arms.values() for reach in history)
     series = []
     for number, (name, history) in enumerate(arms.items()):
@@ -151,7 +138,7 @@ def _reach_lines(report: Report, arms: Reaches, looks: Mapping[str, int]) -> Fig
             y = [_reach_value(reach, length, retrieval) for reach in history]
             steps = [reach.step for reach in history]
             strength = rank / len(shown)
-            series.append(Series(label, looks[name], steps, y, marked=False, opacity=strength))
+            series.append(Series(label, styles[name], steps, y, marked=False, opacity=strength))
 
     def prepare(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -178,111 +165,66 @@ def _reach_map(history: tuple[Reach, ...]) -> Figure:
     edges, seen = history[-1].edges, history[-1].training_length
     losses = np.array([reach.losses for reach in history], dtype=float).T
     excess = losses - losses[[edge <= seen for edge in edges[1:]]].mean(axis=0)
-    figure = blank(2.6)
-    axes = figure.add_subplot()
-    columns = np.arange(len(history) + 1)
-    mesh = axes.pcolormesh(columns, edges, excess, cmap="RdBu_r", norm=CenteredNorm())
-    figure.colorbar(mesh, label="excess loss (nats/token)")
-    every = math.ceil(len(history) / 10)
-    axes.set_xticks(columns[:-1:every] + 0.5, [str(reach.step) for reach in history[::every]])
-    axes.set_yticks([edge for edge in edges if edge % seen == 0])
-    axes.axhline(seen, color=ON_BRIGHT, linewidth=0.8, linestyle=":")
-    crossings = [i for i in columns[1:-1] if history[i].dropped and not history[i - 1].dropped]
-    for column in crossings:
-        axes.axvline(column, color=ON_BRIGHT, linewidth=0.8, linestyle="--")
-    axes.grid(visible=False)
-    axes.set_xlabel("training step of the measurement")
-    axes.set_ylabel("position (tokens)")
+    with paper_style():
+        figure = blank(2.6)
+        axes = figure.add_subplot()
+        columns = np.arange(len(history) + 1)
+        mesh = axes.pcolormesh(columns, edges, excess, cmap="RdBu_r", norm=CenteredNorm())
+        figure.colorbar(mesh, label="excess loss (nats/token)")
+        every = math.ceil(len(history) / 10)
+        axes.set_xticks(columns[:-1:every] + 0.5, [str(reach.step) for reach in history[::every]])
+        axes.set_yticks([edge for edge in edges if edge % seen == 0])
+        axes.axhline(seen, color=ON_BRIGHT, linewidth=0.8, linestyle=":")
+        for column in columns[1:-1]:
+            if history[column].dropped and not history[column - 1].dropped:
+                axes.axvline(column, color=ON_BRIGHT, linewidth=0.8, linestyle="--")
+        axes.grid(visible=False)
+        axes.set_xlabel("training step of the measurement")
+        axes.set_ylabel("position (tokens)")
     return figure
 
 
-def _by_position(arms: Reaches) -> Iterator[tuple[Any, ...]]:
-    for name, history in arms.items():
-        for reach in history:
-            for start, stop, loss in zip(
-                reach.edges[:-1], reach.edges[1:], reach.losses, strict=True
-            ):
-                yield name, reach.step, reach.dropped, start, stop, loss
-
-
-RECOVERED = 0.95
-"""Share of the score before the drop that counts as recovered (DroPE, Sec. 5.1)."""
-MEAN = "mean"
-FALLING = ("perplexity", "bits_per_byte")
-"""Suffixes of metrics where lower is better."""
-Milestones = Mapping[str, tuple[Milestone, ...]]
-SCORE_HEAD = ("arm", "step", "tokens", "dropped", "score", "value")
-
-
-def recovery_figure(report: Report) -> Iterator[Plan]:
-    """Plan ``benchmarks`` if an arm was measured in training."""
+def recovery_figure(report: Report) -> Iterator[Plot]:
+    """Draw ``benchmarks`` if an arm was measured in training."""
     arms = {name: history for name, history in report.milestones.items() if history}
     if not arms:
         return
-    yield Plan(
+    yield Plot(
         "benchmarks",
         "Benchmarks while training",
         "What models score while they train: the run in every task that has scores, and the mean "
         "over these; its controls in the mean; or perplexities alone. Where the encoding was "
         "dropped the run was measured on both sides.",
         "Line chart of scores over training tokens, with a line for each task.",
-        lambda: _score_lines(arms),
-        SCORE_HEAD,
-        by_score(arms),
+        _score_lines(arms),
     )
 
 
-def by_score(arms: Milestones) -> Iterator[tuple[object, ...]]:
-    """Yield a row under :data:`SCORE_HEAD` for each score of each measurement."""
-    for name, history in arms.items():
-        for milestone in history:
-            for key, value in milestone.scores.items():
-                yield name, milestone.step, milestone.tokens, milestone.dropped, key, value
-
-
 def recoveries(arms: Milestones) -> list[str]:
-    """Return for each arm with a drop when each score had recovered to :data:`RECOVERED`."""
-    return [
-        f"{name}: {'; '.join(sentences)}."
-        for name, history in arms.items()
-        if (sentences := list(_recoveries(history)))
-    ]
-
-
-def _recoveries(history: Sequence[Milestone]) -> Iterator[str]:
-    before = [milestone for milestone in history if not milestone.dropped]
-    after = [milestone for milestone in history if milestone.dropped]
-    if not before or not after:
-        return
-    last = before[-1]
-    keys = list(last.scores)
-    if len(scored(last)) > 1:
-        keys = [MEAN, *keys]
-    for key in keys:
-        reference = value_of(last, key)
-        if reference is None or reference <= 0:
+    """Return for each arm with a drop after how many tokens each score was recovered."""
+    notes = []
+    for name, history in arms.items():
+        before = [milestone for milestone in history if not milestone.dropped]
+        after = [milestone for milestone in history if milestone.dropped]
+        if not before or not after:
             continue
-        back = next((m for m in after if _is_back(value_of(m, key), reference, key)), None)
-        name = "the mean" if key == MEAN else key
-        share = f"{RECOVERED:.0%} of {name} before the drop ({_number(reference)})"
-        if back is None:
-            yield f"{share} not recovered within the run"
-        elif (tokens := back.tokens - last.tokens) == 0:
-            yield f"{share} never lost"
-        else:
-            yield f"{share} recovered after {tokens:,} tokens"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
+        last, told = before[-1], []
+        for key in ([MEAN] if len(scored(last)) > 1 else []) + list(last.scores):
+            reference = value_of(last, key)
+            if reference is None or reference <= 0:
+                continue
+            back = next((m for m in after if _is_back(value_of(m, key), reference, key)), None)
+            when = "not within the run" if back is None else f"{back.tokens - last.tokens:,} tokens"
+            told.append(f"{key} {when}")
+        if told:
+            notes.append(f"{name}: {RECOVERED:.0%} recovered after the drop: {', '.join(told)}.")
+    return notes
 
 
 def _is_back(value: float | None, reference: float, key: str) -> bool:
     if value is None:
         return False
-    if _falls(key):
-        return value * RECOVERED <= reference
-    return value >= RECOVERED * reference
+    return value * RECOVERED <= reference if _falls(key) else value >= RECOVERED * reference
 
 
 def _falls(key: str) -> bool:

@@ -1,196 +1,92 @@
-"""Comparison of a sweep's runs from their directories; nothing is measured again."""
+"""Runs beside each other, from their result tables; nothing is measured again."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Sequence
-from functools import cache
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, renaming
-from trainer.config import CompareRequest, RunConfig
-from trainer.evaluation.results import Report, is_known
-from trainer.evaluation.store import all_fields
-from trainer.report.pages import write_sweep_report
-from trainer.report.sweep import FINISHED, Sweep, SweptRun, effective, reached
-from trainer.runs.descriptions import label, made_now
-from trainer.runs.directory import (
-    FREE_TO_CHANGE,
-    differences,
-    plain,
-    saved_run,
-)
-from trainer.runs.metrics_file import read_metrics
-from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
+import yaml
+from rich import box
+from rich.table import Table
 
-PARENT = Path("multirun")
-NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
-NOT_OF_TRIALS = {
-    "methods": "every method is asked the same trials",
-    "lengths": "lengths are paired one by one; the longest decides where windows end and the "
-    "shortest how many tokens count, and both are in the key",
-    "tokens": "lengths in another unit",
-    "training_length": "the unit of lengths",
-    "dtype": "the precision that it stands for is in the key",
-    "prefill_chunk": "it changes rounding alone",
-}
-"""Settings of an evaluation on which trials and windows do not depend, with the reason."""
+from trainer.common.errors import UserError
+from trainer.common.words import factor_label, percent
+
+TABLE = "results.csv"
+NOT_COMPARED = ("name", "run_dir", "label", "overwrite", "controls", "evaluation", "logger")
+"""Keys and groups of a run whose values do not name it in a comparison."""
 
 
-@renaming(run_dir="runs")
-def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
-    """Compare runs: write table, figure and page; return the sweep and the page.
+def compare(runs: Sequence[str]) -> Table:
+    """Return a table with a row for each run, model and method, and a column for each task and
+    length; runs are named by the settings in which they differ.
 
-    A single run is compared with its controls.
+    ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
 
     Raises:
-        UserError: a directory holds no run, or its contents are damaged.
+        UserError: a run has no results.
     """
-    places = [Path(path) for path in request.runs]
-    if request.output:
-        Path(request.output).mkdir(parents=True, exist_ok=True)
-    if len(places) == 1 and (places[0] / RECORD).is_file():
-        place, sweep = places[0], compared(places[0])
-    else:
-        named = [run for path in places for run in _runs_of(path)]
-        if len(named) == 1:
-            controls = saved_run(places[0]).controls
-            named += [Swept(str(places[0] / "controls" / name)) for name in controls]
-        runs = list({run.run_dir: run for run in named}.values())
-        place = place_of_sweep(PARENT, runs)
-        sweep = _beside_each_other(runs, place)
-        if not request.output:
-            PARENT.mkdir(parents=True, exist_ok=True)
-            open_sweep(PARENT, runs)
-    return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
+    if not runs:
+        raise UserError("runs: expected one or more directories")
+    names = names_of(runs)
+    rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in results(run)]
+    places = sorted({_place(row) for _, row in rows}, key=lambda place: (place[0], place[2]))
+    cells: dict[tuple[str, str, str], dict[Any, str]] = {}
+    for name, row in rows:
+        cells.setdefault((name, row["model"], row["method"]), {})[_place(row)] = cell_text(row)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for title in ("run", "model", "method"):
+        table.add_column(title)
+    for task, metric, length, factor in places:
+        head = f"{task}\n{length:,} ({factor_label(factor)})\n{metric}"
+        table.add_column(head, justify="right")
+    for row_name, values in cells.items():
+        table.add_row(*row_name, *(values.get(place, "") for place in places))
+    return table
 
 
-@renaming(run_dir="runs")
-def compared(place: Path) -> Sweep:
-    """Compare the runs of the sweep in ``place``, finished or not.
-
-    Raises:
-        UserError: the contents of a directory are damaged.
-    """
-    return _beside_each_other(read_sweep(place), place)
-
-
-def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
-    places = [Path(run.run_dir) for run in runs]
-    configs = [saved_run(p) if (p / "config.yaml").is_file() else None for p in places]
-    settings = _settings(runs, configs)
-    report_of = cache(_report)  # a run and its controls share one
-    rows = [_read(*row, place, report_of) for row in zip(runs, configs, settings, strict=True)]
-    return Sweep(place.resolve().name, tuple(rows))
+def results(run: str) -> list[dict[str, str]]:
+    """Read the result table of a run, or of its evaluation."""
+    for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
+        if path.is_file():
+            with path.open(encoding="utf-8", newline="") as file:
+                return list(csv.DictReader(file))
+    raise UserError(f"runs: expected directories with {TABLE}, got {run!r}")
 
 
-def _runs_of(place: Path) -> list[Swept]:
-    """Return the runs that a directory stands for."""
-    if (place / RECORD).is_file():
-        return read_sweep(place)
-    if not (place / "config.yaml").is_file():
-        raise UserError.at(
-            "runs", f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD})."
-        )
-    return [Swept(str(place))]
+def cell_text(row: Mapping[str, str]) -> str:
+    """Return a score in percent, or a loss, with its 95% interval."""
+    show = percent if row["metric"] == "score" else "{:.3f}".format
+    value, low, high = (show(float(row[k])) if row[k] else "" for k in ("value", "low", "high"))
+    return f"{value} ({low}–{high})" if low and high else value
 
 
-def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:
-    """Return how runs differ: the words of their command lines, or else their configurations."""
-    if all(run.settings for run in runs):
-        return [run.settings for run in runs]
-    values = [plain(config) if config else {} for config in configs]
-    first, *others = [config for config in values if config] or [{}]
-    keys = dict.fromkeys(
-        key for other in others for key, *_ in differences(first, other, NOT_COMPARED)
-    )
-    return [{k: _text(_value_at(config, k)) for k in keys} if config else {} for config in values]
+def names_of(runs: Sequence[str]) -> list[str]:
+    """Return the settings in which runs differ, or their paths if nothing else does."""
+    settings = [dict(_flat(_config(run))) for run in runs]
+    keys = dict.fromkeys(key for values in settings for key in values)
+    differing = [key for key in keys if len({str(values.get(key)) for values in settings}) > 1]
+    if not 0 < len(differing) <= 3:
+        return list(runs)
+    return [", ".join(f"{key}={values.get(key)}" for key in differing) for values in settings]
 
 
-def _value_at(values: Any, key: str) -> Any:
-    """Return the value of a dotted key in nested groups, or None if there is none."""
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
+def _config(run: str) -> dict[str, Any]:
+    path = Path(run, "config.yaml")
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if not prefix and key in NOT_COMPARED:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
-def _read(
-    run: Swept,
-    config: RunConfig | None,
-    settings: dict[str, str],
-    sweep: Path,
-    report_of: Callable[[Path], Report | None],
-) -> SweptRun:
-    place = Path(run.run_dir)
-    failed = failure(sweep, run.run_dir)
-    if config is None:
-        state = "not started" if failed is None else "failed"
-        return SweptRun(run.run_dir, place.name, settings, state, failed or "")
-    called = label(config)
-    rows = read_metrics(place / "metrics.csv")
-    last = rows[-1] if rows else {}
-    report = report_of(_report_path(place)) if failed is None else None
-    state, problem = FINISHED, failed or ""
-    if report is None:
-        progress = f"step {last.get('step', 0):,} of {config.trainer.max_steps:,}"
-        state = progress if failed is None else f"failed, {progress}"
-    elif not math.isfinite(last.get("parameter_norm", 0.0)):
-        problem = "its weights are no numbers any more: it diverged, and its figures say nothing"
-    arm = next((arm for arm in report.arms if arm.name == called), None) if report else None
-    if arm is not None and (end := last.get("step", 0)) < arm.steps:
-        problem = f"its metrics.csv ends at step {end:,} of {arm.steps:,}"
-        last = {}
-    return SweptRun(
-        run.run_dir,
-        called,
-        settings,
-        state,
-        problem,
-        last.get("tokens"),
-        last.get("loss") if is_known(last.get("loss")) else None,
-        last.get("skipped_steps"),
-        _measured_on(report) if report else "",
-        reached(report, called) if report else (),
-        effective(report, called) if report else None,
-    )
-
-
-def _report_path(place: Path) -> Path:
-    """Return the path of the report of a run or of its main run."""
-    home = place.resolve()
-    home = home.parent.parent if home.parent.name == "controls" else home
-    return home / "report.json"
-
-
-def _report(path: Path) -> Report | None:
-    """Read a report; None if there is none yet."""
-    try:
-        return Report.read(path) if path.is_file() else None
-    except UserError as error:
-        raise UserError.at(
-            "runs",
-            f"{error} Remove it; the command that trained the run then makes it again, without "
-            "training.",
-        ) from None
-
-
-def _measured_on(report: Report) -> str:
-    """Return the text, precision and settings on which results depend, as text to compare."""
-    settings = report.config.get("evaluation", {})
-    lengths = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
-    tokens = settings.get("tokens") or lengths
-    key = {
-        "corpus": report.environment.get("corpus"),
-        # Reports of earlier versions, which computed in their dtype, do not name the precision.
-        "precision": report.environment.get("precision", settings.get("dtype")),
-        "settings": all_fields(settings, NOT_OF_TRIALS),
-        "longest": max(tokens, default=None),
-        "last": settings.get("last") or min([report.training_length, *tokens]),
-    }
-    return json.dumps(key, sort_keys=True)
+def _place(row: Mapping[str, str]) -> tuple[str, str, int, float]:
+    return row["task"], row["metric"], int(row["length"]), float(row["factor"])

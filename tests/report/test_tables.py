@@ -1,0 +1,196 @@
+"""What stands in the tables of a report, in the terminal and in Markdown."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from tests.report.described import check_text
+from tests.report.examples import METHODS, cell, example, report, statements
+from trainer.evaluation.results import PERPLEXITY, Cell
+from trainer.report.tables import markdown_tables, perplexity, tables, terminal_tables
+
+
+def by_title(made):
+    return {table.title: table for table in tables(made)}
+
+
+def lines(made, width=100, color=None):
+    console = Console(width=width, color_system=color, force_terminal=color is not None)
+    with console.capture() as capture:
+        console.print(terminal_tables(made, width))
+    return capture.get().splitlines()
+
+
+def test_the_mean_comes_first_and_perplexity_last():
+    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18, longbench=True)
+    assert list(by_title(made)) == [
+        "Mean over tasks",
+        "Multi-key needles",
+        "Multi-value needles",
+        "LongBench",
+        "Held-out perplexity",
+    ]
+    assert tables(report()) == []
+
+
+def test_a_cell_is_a_mean_its_interval_and_a_mark():
+    better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
+    (table,) = tables(report(cell([0.0] * 20), better))
+    (_, _, (plain,)), (_, _, (yarn,)) = table.rows
+    assert (plain.value, plain.interval, plain.mark, plain.best) == ("0.0", "0.0–16.1", "", False)
+    # Wilson: 9 of 20 is 25.8 to 65.8; nine discordant pairs in one direction: p = 2 / 2^9.
+    assert (yarn.value, yarn.interval, yarn.mark, yarn.best) == ("45.0", "25.8–65.8", "↑", True)
+
+
+def test_columns_are_lengths_and_the_effective_length():
+    (table,) = tables(report(cell([1.0], length=2048), cell([1.0], length=1024)))
+    lengths = (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
+    assert table.columns == (*lengths, ("effective", "≥85% of 1×"))
+    (table,) = tables(report(cell([1.0], length=2048), cell([1.0], length=4096)))
+    assert [head for head, _ in table.columns] == ["2048 tokens", "4096 tokens"]
+    assert "Effective" not in table.legend
+
+
+def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
+    made = report(
+        cell([1.0], length=1024),
+        cell([1.0], "DroPE", length=2048),
+        cell([], "NoPE", task=PERPLEXITY, last_loss=3.0),
+    )
+    scores, losses = tables(made)
+    assert [(model, [e is None for e in entries]) for model, _, entries in scores.rows] == [
+        ("RoPE", [False, True]),
+        ("DroPE", [True, False]),
+    ]
+    assert [row[0] for row in losses.rows] == ["NoPE"]
+
+
+def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
+    losses = {"RoPE": math.log(20), "DroPE": math.log(12.345), "NoPE": math.log(123.4)}
+    made = report(*(cell([], m, task=PERPLEXITY, last_loss=loss) for m, loss in losses.items()))
+    (table,) = tables(made)
+    entries = [(e.value, e.best) for _, _, (e,) in table.rows]
+    assert entries == [("20.00", False), ("12.35", True), ("123", False)]
+    assert perplexity(1e4) == math.inf
+    equal = [cell((), model, task=PERPLEXITY, last_loss=6.0) for model in ("RoPE", "DroPE")]
+    (table,) = tables(report(*equal))
+    assert [entry.best for _, _, (entry,) in table.rows] == [False, False]
+
+
+def test_rows_of_equal_means_are_all_best():
+    """(4 / 11 + 5 / 11) / 3 and (1 / 11 + 4 / 11 + 4 / 11) / 3 differ as floats."""
+
+    def made(method, *hits):
+        scores = [float(depth < n) for n in hits for depth in range(11)]
+        groups = tuple(text for text in range(3) for _ in range(11))
+        return cell(scores, method=method, groups=groups)
+
+    (table,) = tables(report(made("none", 0, 4, 5), made("yarn", 1, 4, 4), made("pi", 0, 0, 0)))
+    assert [(entry.value, entry.best) for *_, (entry,) in table.rows] == [
+        *(("27.3", True), ("0.0", False), ("27.3", True)),
+    ]
+
+
+def test_a_method_that_changes_nothing_is_marked_and_explained():
+    made = report(
+        cell([1.0], length=1024), cell([1.0], method="yarn", length=1024, unchanged=True),
+        cell([0.0], length=2048), cell([1.0], method="yarn", length=2048),
+    )  # fmt: skip
+    (table,) = tables(made)
+    assert [entry.mark for entry in table.rows[1][2]] == ["=", "", ""]  # the last: effective length
+    assert table.legend.endswith("= the method changes nothing at this length.")
+
+
+def test_notes_tell_trials_from_texts():
+    (table,) = tables(report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))))
+    assert table.note == "4 trials on 2 texts a cell. Arrows count each text once."
+    (table,) = tables(report(cell([1.0])))
+    assert table.note == "1 trial a cell."
+    assert "sign test" not in table.legend  # nothing is compared
+
+
+def test_a_unit_below_the_training_length_is_not_called_trained():
+    """Models of context 8,192 whose lengths count from 1,024."""
+    made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), longest_context=8192)
+    (table,) = tables(made)
+    assert [column[1] for column in table.columns[:2]] == ["1×", "2×"]
+
+
+@pytest.mark.parametrize(("width", "together"), [(80, 4), (100, 5), (240, 8)])
+def test_a_table_has_as_many_lengths_as_fit_and_continues_below(width, together):
+    names = {key: title * 4 for key, title in METHODS.items()}
+    made = example(models=("RoPE",), factors=(1, 2, 4, 8, 16, 32, 64, 128), trials=4)
+    shown = [line.rstrip() for line in lines(report(*made.cells, methods=names), width)]
+    assert max(map(len, shown)) <= width
+    heads = [line for line in shown if "tokens  " in line]
+    assert {line.count("tokens") for line in heads} <= {together, 8 - together}
+    assert any("(continued)" in line for line in shown) == (together < 8)
+
+
+def test_the_only_task_has_the_losses_beside_its_scores():
+    cells = statements("RoPE", (100, 90, 50, 10), (4.0, 4.1, 4.2, 10.534))
+    cells += [replace(c, method="yarn") for c in cells]
+    made = report(*cells, statements("DroPE", (90, 80, 70, 60))[0], training_length=64)
+    shown = lines(made)
+    rows = [p for p in pairwise(shown) if re.search(r"\d–\d", p[1])]
+    assert [row.split() for row in rows[0]] == [
+        ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534", "128"],
+        ["98.5–100.0", "85.5–93.0", "43.9–56.1", "7.0–14.5"],  # Wilson's, of 256
+    ]
+    assert rows[1][0].startswith("  + YaRN ")
+    assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·", "·"]
+    assert "perplexity" not in " ".join(shown)  # a detail
+    assert "| **89.8** (85.5–93.0) / 4.100 |" in markdown_tables(made)
+
+
+BOLD = {
+    "terminal": (r"\x1b\[1m *(\d+\.\d+)", lambda made: "\n".join(lines(made, color="standard"))),
+    "Markdown": (r"\*\*([\d.]+)\*\*", markdown_tables),
+}
+
+
+@pytest.mark.parametrize("kind", BOLD)
+def test_the_best_of_a_column_is_bold_and_nothing_else(kind):
+    rates = {("RoPE", 2048): 18, ("RoPE", 4096): 5, ("DroPE", 2048): 6, ("DroPE", 4096): 5}
+    cells = [
+        cell([1.0] * hits + [0.0] * (20 - hits), model, length=length)
+        for (model, length), hits in rates.items()
+    ]
+    pattern, made = BOLD[kind]
+    assert re.findall(pattern, made(report(*cells))) == ["90.0", "25.0", "25.0"]
+
+
+def test_names_are_text_not_markup():
+    assert any("[red]x[/red]" in line for line in lines(report(cell([1.0], "[red]x[/red]"))))
+
+
+def test_markdown_has_every_number_with_its_interval_and_mark():
+    scores = {"RoPE": (12, 2), "Dro|PE_": (12, None)}
+    cells = [
+        Cell(model, "none", "keys", n, n / 64, (1.0,) * hits + (0.0,) * (12 - hits))
+        for model, both in scores.items()
+        for n, hits in zip((64, 256), both, strict=True)
+        if hits is not None
+    ]
+    titles = {"methods": {"none": "as is"}, "tasks": {"keys": "Keys"}, "training_length": 64}
+    text = markdown_tables(report(*cells, **titles))
+    check_text(
+        text[: text.index("Success in %")],
+        """
+        ## Keys
+
+        12 trials a cell.
+
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **100.0** (75.8–100.0) | **16.7** (4.7–44.8) | **64** |
+        | Dro\\|PE_ | as is | **100.0** (75.8–100.0) | · | · |
+        """,
+    )
+    assert markdown_tables(report()) == "Nothing was evaluated.\n"
