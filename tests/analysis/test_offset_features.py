@@ -359,13 +359,13 @@ def pairs_of(model, ids=IDS):
                 yield heads.layer, h, m, theta, complex(q[m], q[n]), complex(k[m], k[n])
 
 
-def recounted(model, radius, length=C, change=lambda m, theta: theta):
+def recounted(model, radius):
     """(pairs, under the upper bound, also above the lower bound, above it less 0.1 rad)."""
     large = upper = lower = relaxed = 0
-    for _, _, m, theta, q, k in pairs_of(model):
+    for *_, theta, q, k in pairs_of(model):
         if abs(k) < radius:
             continue
-        turned = change(m, theta) * length
+        turned = theta * C
         angle = cmath.phase(k / q) % TURN
         large += 1
         upper += turned < TURN
@@ -389,27 +389,8 @@ def test_table_2_and_every_pair_are_recounted(tiny_decoder):
         large, *counts = recounted(model, radius)
         assert large > 0
         names = ("positives", "upper", "lower", "relaxed")
-        measured = [
-            cells(rows, f"{n}, radius {radius}", variant="as trained").item() for n in names
-        ]
+        measured = [cells(rows, f"{n}, radius {radius}", variant="all pairs").item() for n in names]
         assert measured == pytest.approx([large, *(n / large for n in counts)])
-
-
-@pytest.mark.parametrize(
-    ("title", "change"),
-    [
-        ("not rescaled", lambda m, theta: theta),
-        ("PI", lambda m, theta: theta * C / 90),
-        ("NTK", lambda m, theta: theta * (C / 90) ** (m / 3)),
-    ],
-)
-def test_bounds_after_a_rescaling_are_those_of_its_frequencies(tiny_decoder, title, change):
-    model = loud(tiny_decoder)
-    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
-    large, upper, lower, _ = recounted(model, 6, 90, change)
-    for name, count in (("upper", upper), ("lower", lower)):
-        share = cells(rows, f"{name}, radius 6", variant=title).item()
-        assert share == pytest.approx(count / large)
 
 
 def looped_attention_on_the_token_before(heads, head, pair=None):

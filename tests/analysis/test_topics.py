@@ -80,7 +80,6 @@ def test_means_of_every_metric_are_those_kept(tiny_decoder, build):
 def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
     results = {r.key: [plot.name for plot in r.plots] for r in results_of(bare(tiny_decoder))}
     assert list(results) == [key for key in TOPICS if key != "offset_features"]
-    assert results["sinks"][-1] == "sinks_without_rotation"
     assert results["positional_bias"] == [
         "positional_bias_heads",
         "positional_bias_gradients",

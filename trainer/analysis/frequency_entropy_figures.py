@@ -16,7 +16,6 @@ from trainer.analysis.arrays import (
     Place,
     Side,
     cell_means,
-    mean_over_heads,
     pair_counts,
     pair_norms,
     stack_layers,
@@ -117,18 +116,6 @@ class FrequencyEntropyFigures(Topic):
     def plots(self) -> list[Plot]:
         """Draw entropies by pair, norms by token, means by layer, and the attenuation."""
         plots = [plot for side in SIDES for plot in self._side(side)]
-        means = {
-            f"{NAMES[m]} of {SIDES[side]}": mean_over_heads(entropy)
-            for (m, side), entropy in self.values.items()
-        }
-        scales = [Scale("entropy")] * len(means)
-        plots.append(
-            Plot(
-                "frequency_entropy_layers",
-                heat_maps(means, scales, x=PAIR_INDEX, y="layer"),
-                "Mean entropy over the heads of a layer, by pair.",
-            )
-        )
         if len(self._shown) < len(self.target.model.layout.layers):
             plots += [self._all_layers(m) for m in self.measures]
         if self.prefixes:

@@ -4,7 +4,7 @@ and 5.5, Fig. 2 to 6, Table 1)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ from trainer.analysis.matrix_entropy import (
 )
 from trainer.analysis.sinks import map_figure
 from trainer.analysis.topic import Plot, Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, side_by_side, whole_x
+from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 
 RANKS = (1, 4, 8, 16, 32)
@@ -41,7 +41,7 @@ SHOWN = 16
 """Rank of the maps and of the ranking, if a head has more channels."""
 STAGES: dict[Stage, str] = {"pre_ntk": "before the rotation", "post_ntk": "as they attend"}
 ATTENDING: Stage = "post_ntk"
-HEADS, CELLS, POINTS = 16, 128, 2048
+POINTS = 2048
 Measure = Literal["bands", "all"] | int
 """The mean entropy of a head's bands, or the effective rank of all or of the r largest
 eigenvalues."""
@@ -55,7 +55,7 @@ class MatrixEntropyFigures(Topic):
     The model is read with one layout, so the two stages after the rotation are equal.
 
     ``scores`` and ``bands``: entropies of heads and of pairs ``[layers, heads, pairs]`` by side and
-    stage. ``groups``: heads of lowest and of highest entropy by name.
+    stage. ``shown``: titles of the heads that are shown.
     """
 
     key = "matrix_entropy"
@@ -71,7 +71,6 @@ class MatrixEntropyFigures(Topic):
         }
         self.scores: dict[tuple[Side, Stage], Scores] = {}
         self.bands: dict[tuple[Side, Stage], Array] = {}
-        self.groups: dict[str, list[Place]] = {}
         self.shown: dict[Place, str] = {}
         self._measures: list[Measure] = []
         self.prompt = target.question or copy_prompt(target.ids)
@@ -96,16 +95,16 @@ class MatrixEntropyFigures(Topic):
         copies = self.target.model.config.num_attention_heads // len(ranks["all"][0])
         of_keys = " of keys" if needle.by == "key" else ""
         ranking = {label(m) + of_keys: ranks[m].repeat(copies, axis=1) for m in self._measures}
-        self.groups = extreme_heads(ranking)
         self.shown = {(i, j): f"L{i}H{j}" for i, j in self.target.chosen}
         if not self.shown:
-            for group, ((i, j), *_) in self.groups.items():
-                self.shown.setdefault((i, j), f"L{i}H{j}: {group}")
+            for name, values in ranking.items():
+                (i, j), *_, (k, m) = ranked(values)
+                self.shown.setdefault((i, j), f"L{i}H{j}: lowest {name}")
+                self.shown.setdefault((k, m), f"L{k}H{m}: highest {name}")
         self.view = needle_view(self.target.model, self.prompt, self.shown)
 
     def plots(self) -> list[Plot]:
         """Draw entropies of heads and pairs, and the attention of the extreme heads."""
-        attending = self.scores["query", ATTENDING]
         panels = {
             (m, side): self.scores[side, ATTENDING][m] for m in self._measures for side in SIDES
         }
@@ -113,17 +112,6 @@ class MatrixEntropyFigures(Topic):
             f"{SIDES[side]}, {STAGES[stage]}": mean_over_heads(values)
             for (side, stage), values in self.bands.items()
         }
-        by_rank = [
-            Series(
-                "all" if m == "all" else f"r = {m}",
-                number,
-                range(len(ranks)),
-                ranks.mean(axis=1).tolist(),
-            )
-            for number, (m, ranks) in enumerate(attending.items())
-            if m != "bands"
-        ]
-        frame = Frame("layer", "effective rank of queries", whole_x())
         return [
             Plot(
                 "head_entropy",
@@ -146,12 +134,6 @@ class MatrixEntropyFigures(Topic):
                 ),
                 "Entropy of every band, mean over the heads of a layer (DoPE, Eq. 25).",
             ),
-            Plot(
-                "effective_rank",
-                side_by_side([Panel("", by_rank, frame)]),
-                "Truncated effective rank of the queries as they attend, mean over the heads of a "
-                "layer (DoPE, Eq. 30).",
-            ),
             *self._needle_plots(),
         ]
 
@@ -171,11 +153,6 @@ class MatrixEntropyFigures(Topic):
             "last_token_on_needle": self._on_needle(self.view.last),
         }
         tables.append(tidy(numbers, "layer", "head", variant="needle prompt"))
-        for name, places in self.groups.items():
-            for metric, values in numbers.items():
-                row = tidy({metric: np.array([values[p] for p in places])}, "pair", variant=name)
-                layers, heads = zip(*places, strict=True)
-                tables.append(row.assign(layer=layers, head=heads, pair=np.nan))
         return pd.concat(tables)
 
     def _on_needle(self, attention: Array) -> Array:
@@ -194,22 +171,12 @@ class MatrixEntropyFigures(Topic):
         return _scores(entropies)
 
     def _needle_plots(self) -> list[Plot]:
-        """Draw the attention of groups and single heads by position, maps, and directions."""
+        """Draw the attention of single heads by position, maps, and directions."""
         assert self.view is not None
         view, shown = self.view, self.shown
         T, needle = self.target.length, self.prompt.needle
         mark = ((needle.start + needle.stop) / 2, "needle")
         position = "position of the key (tokens)"
-        starts, widths = _buckets(T, CELLS)
-        by_group = {"all heads": view.attention.mean(axis=(0, 1))}
-        for name, places in self.groups.items():
-            by_group[name] = np.mean([view.attention[place] for place in places], axis=0)
-        middles = (starts + widths / 2).tolist()
-        lines = [
-            Series(name, number, middles, values.tolist(), marked=False)
-            for number, (name, mean) in enumerate(by_group.items())
-            for values in [np.add.reduceat(mean, starts) / widths]
-        ]
         starts, widths = _buckets(T, POINTS)
         single = [
             Panel(
@@ -227,12 +194,6 @@ class MatrixEntropyFigures(Topic):
         step = -(-T // len(next(iter(view.maps.values()))))
         cosines = {title: view.similarity[place] for place, title in shown.items()}
         return [
-            Plot(
-                "needle_attention",
-                side_by_side([Panel("", lines, Frame(position, "attention a key", _log_y, mark))]),
-                f"Attention of the last {self.prompt.question} queries by the key's position, mean "
-                "over the heads of a group (DoPE, Sec. 5.4).",
-            ),
             Plot(
                 "needle_heads",
                 side_by_side(single, columns=2, height=1.7, x_label=position),
@@ -259,18 +220,6 @@ class MatrixEntropyFigures(Topic):
         ]
 
 
-def extreme_heads(scores: Mapping[str, Array]) -> dict[str, list[Place]]:
-    """Return the lowest and the highest heads by each measure, ``[layers, heads]`` by name: at most
-    16, at most a quarter of all, in order from their end."""
-    groups = {}
-    for measure, values in scores.items():
-        order = ranked(values)
-        count = max(1, min(HEADS, len(order) // 4))
-        groups[f"lowest {measure}"] = order[:count]
-        groups[f"highest {measure}"] = order[: -count - 1 : -1]
-    return groups
-
-
 def label(measure: Measure) -> str:
     """Return the name of a measure on the page."""
     if measure == "bands":
@@ -290,10 +239,6 @@ def _buckets(length: int, count: int) -> tuple[Array, Array]:
     """Return the starts and the widths of at most ``count`` buckets of positions."""
     starts = np.arange(0, length, -(-length // count))
     return starts, np.diff([*starts, length])
-
-
-def _log_y(axes: Axes) -> None:
-    axes.set_yscale("log")
 
 
 def _from_zero(axes: Axes) -> None:

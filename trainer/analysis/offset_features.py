@@ -19,7 +19,7 @@ select for the previous token" (Sec. 4.3.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from trainer.analysis.attention import sampled_attention
 from trainer.analysis.capture import Heads
 from trainer.positional.spectrum import Spectrum
 
-Change = Callable[[Spectrum], Spectrum]
 TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)
 
@@ -146,23 +145,16 @@ class OffsetFeatureSearch:
             k=heads.k.mean(dim=2, dtype=torch.float64),
         )
 
-    def result(
-        self, context_length: int | None = None, change: Change = lambda spectrum: spectrum
-    ) -> OffsetFeatures:
-        """Compute the features from the means over all positions and texts seen so far.
-
-        ``context_length``: C of the bounds (None: the training length); ``change``: applied to
-        every spectrum before its bounds.
-        """
+    def result(self) -> OffsetFeatures:
+        """Compute the features from the means over all positions and texts seen so far."""
         q, k = self._averages.stacked("q"), self._averages.stacked("k")
         group = q.shape[1] // k.shape[1]
         layers = self._averages.layers
-        trained = self._training_length
-        C = context_length or trained
+        C = self._training_length
         tables: list[dict[str, Any]] = []
         for index, layer in enumerate(layers):
             for head in range(q.shape[1]):
-                spectrum = change(self._spectra[layer][head // group]).at(C, trained)
+                spectrum = self._spectra[layer][head // group].at(C, C)
                 encoding_scale = spectrum.rotary_scale**2 * spectrum.temperature.scale
                 limits = bounds(spectrum, C)
                 pairs = len(limits.inv_freq)

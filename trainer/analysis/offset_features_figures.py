@@ -40,23 +40,10 @@ from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.points import Points, diagonal, plane, points
 from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE
-from trainer.positional.rescaling import RESCALINGS, rescaled
-from trainer.positional.spectrum import Spectrum
 
 SHOWN = 3
 """Number of features that figures show if no heads are chosen."""
 DISTANCES = 400
-FACTOR = 4
-"""Factor of the extension if the text is not longer than the training length."""
-CASES = {
-    "trained": "as trained",
-    "unscaled": "not rescaled",
-    "pi": "PI",
-    "ntk": "NTK",
-    "yarn": "YaRN",
-}
-"""Bounds at the training length, or at the longer one without rescaling or with one of
-:data:`~trainer.positional.rescaling.RESCALINGS`."""
 PAIR_INDEX = "pair index, from the fastest on"
 LOUDEST = 0.999
 """Quantile of absolute activations that has the strongest colour."""
@@ -91,7 +78,7 @@ class Feature:
 
 
 class OffsetFeatureFigures(Topic):
-    """Radii and angles of every pair, their bounds, the bounds at a longer length, and sinks."""
+    """Radii and angles of every pair, their bounds, and what single pairs do to attention."""
 
     key = "offset_features"
     title = "Rotary offset features"
@@ -99,11 +86,10 @@ class OffsetFeatureFigures(Topic):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.C = target.training_length
-        self.extended = target.length if target.length > self.C else FACTOR * self.C
         self.search = OffsetFeatureSearch()
         self.features: list[Feature] = []
         self.stability: dict[str, Array] = {}
-        self.cases: dict[str, OffsetFeatures] = {}
+        self.result: OffsetFeatures
         self._stability = AngleStability()
         self._strong: dict[int, list[StrongPair]] = {}  # of every layer
         self._sinks: list[Row] = []
@@ -168,41 +154,28 @@ class OffsetFeatureFigures(Topic):
         fast = int(np.where(faster, size, -1).argmax()) if faster.any() else None
         return StrongPair(bool(limits.possible[pair]), float(size[pair]), head, pair, fast)
 
-    def _change(self, case: str, spectrum: Spectrum) -> Spectrum:
-        if case not in RESCALINGS:
-            return spectrum
-        return rescaled(spectrum, RESCALINGS[case], self.C, self.extended / self.C)
-
-    def _length(self, case: str) -> int:
-        return self.C if case == "trained" else self.extended
-
     def finish(self) -> None:
-        """Average over the texts, and apply the bounds of every case."""
-        self.stability = self._stability.result()
-        self.cases = {
-            case: self.search.result(self._length(case), partial(self._change, case))
-            for case in CASES
-        }
+        """Average over the texts."""
+        self.stability, self.result = self._stability.result(), self.search.result()
 
     def plots(self) -> list[Plot]:
-        """Draw all pairs, single heads with their pairs, terms by distance, effects and bounds."""
-        trained = self.cases["trained"]
-        plots = [all_pairs(trained), stability_plot(self.stability)]
+        """Draw all pairs, single heads with their pairs, terms by distance, and effects."""
+        plots = [all_pairs(self.result), stability_plot(self.stability)]
         if self.features:
             # Without a choice, all pairs of the strongest head alone.
             whole = self.features if self.target.chosen else self.features[:1]
-            plots += [channels(self.features), feature_points(self.features, self.C)]
+            plots.append(channels(self.features))
             plots += [points_of_head(f, self.C, self.target.pairs) for f in whole]
-            plots.append(terms(trained, self.features))
+            plots.append(terms(self.result, self.features))
         if self._sinks:
             plots.append(_sinks_plot(_columns(self._sinks)))
         if self._fastest:
-            plots.append(_steps_plot(step_columns(self._fastest, trained)))
-        return [*plots, self._bounds_plot()]
+            plots.append(_steps_plot(step_columns(self._fastest, self.result)))
+        return plots
 
     def rows(self) -> pd.DataFrame:
-        """Return every pair, the effects on attention, and the bounds by method (Table 2)."""
-        trained = self.cases["trained"]
+        """Return every pair, the effects on attention, and the recall of the bounds (Table 2)."""
+        trained = self.result
         places = {name: getattr(trained, name) for name in ("layer", "head", "pair")}
         columns = ("inv_freq", "query_radius", "key_radius", "angle", "lower_bound", "possible")
         tables = [_rows(places, {name: getattr(trained, name) for name in columns})]
@@ -220,50 +193,7 @@ class OffsetFeatureFigures(Topic):
             at = {place: effect[place].astype(int) for place in places}
             rest = {k: v for k, v in effect.items() if k not in (*places, *columns)}
             tables.append(_rows(at, rest).assign(variant=name))
-        for case, features in self.cases.items():
-            tables.append(_summary(features, CASES[case]).assign(length=self._length(case)))
-        return pd.concat(tables)
-
-    def _bounds_plot(self) -> Plot:
-        """Draw the bounds of the first spectrum that rotates, by rescaling (App. C, Fig. 14)."""
-        spectrum = next(s for s in self.target.model.layout.spectra if s.rotates)
-        trained = self.cases["trained"]
-        large = trained.key_radius >= RADII[0]
-        turns: list[Series] = []
-        lower: list[Series] = []
-        for style, (case, title) in enumerate(CASES.items()):
-            length = self._length(case)
-            limits = bounds(self._change(case, spectrum).at(length, self.C), length)
-            turned = limits.inv_freq * length / TURN
-            for lines, y, shown in (
-                (turns, turned, turned > 0),
-                (lower, limits.angle, limits.possible),
-            ):
-                x = np.flatnonzero(shown)
-                lines.append(Series(title, style, x.tolist(), y[x].tolist(), marked=False))
-
-        def prepare_turns(axes: Axes) -> None:
-            axes.set_yscale("log")
-            axes.set_xlim(-0.5, len(spectrum.inv_freq) - 0.5)
-
-        def prepare_angles(axes: Axes) -> None:
-            place = trained.pair[large], trained.angle[large]
-            axes.scatter(*place, s=8, color="#b0b0b0", linewidths=0, rasterized=True)
-            angle_axis(axes)
-            axes.set_xlim(-0.5, len(spectrum.inv_freq) - 0.5)
-
-        one = ((1.0, "one turn"),)
-        frames = (
-            Frame("", "turns within the length", prepare_turns, horizontal=one),
-            Frame("", "angle φ (rad)", prepare_angles),
-        )
-        panels = [Panel("upper bound", turns, frames[0]), Panel("lower bounds", lower, frames[1])]
-        return Plot(
-            "extended_bounds",
-            side_by_side(panels, x_label=PAIR_INDEX, height=2.6),
-            f"Bounds at {self.C:,} tokens as trained and at {self.extended:,} by rescaling; grey: "
-            f"pairs of radius {RADII[0]:g} or more (App. C, Fig. 14).",
-        )
+        return pd.concat([*tables, _summary(trained, "all pairs").assign(length=self.C)])
 
 
 def _radii(x: Tensor, pairs: int) -> Array:
@@ -408,21 +338,8 @@ def channels(shown: Sequence[Feature]) -> Plot:
     )
 
 
-def feature_points(shown: Sequence[Feature], trained: int) -> Plot:
-    """Draw the points of the features (Fig. 7)."""
-    panels = [
-        _cloud(f"{f.head}, pair {f.strong.pair}", f.view, f.strong.pair, trained) for f in shown
-    ]
-    return Plot(
-        "offset_feature_points",
-        points(panels, columns=SHOWN, height=2.3, size=2),
-        "Queries and keys of the strongest pairs before the rotation; lines: means, star: the "
-        "first key, green: turn of the mean query within C (Fig. 7).",
-    )
-
-
 def points_of_head(feature: Feature, trained: int, pairs: Sequence[int]) -> Plot:
-    """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
+    """Draw the points of all pairs of a head, or of some (Fig. 7, 12 and 13)."""
     view, turns = feature.view, feature.view.inv_freq * trained / TURN
     drawn = [pair for pair in pairs if pair < view.pairs] or range(view.pairs)
     panels = [_cloud(f"{pair}: {turns[pair]:.2g} turns", view, pair, trained) for pair in drawn]
@@ -430,8 +347,9 @@ def points_of_head(feature: Feature, trained: int, pairs: Sequence[int]) -> Plot
     return Plot(
         f"offset_points_{feature.head}",
         points(panels, columns=columns, height=6.6 / columns, size=2),
-        f"Queries and keys of the pairs of layer {view.layer} head {view.head}, by index and turns "
-        "within C (Fig. 12, 13).",
+        f"Queries and keys of the pairs of layer {view.layer} head {view.head} before rotation, by "
+        "index and turns within C; lines: means, star: the first key, green: turn of the mean "
+        "query within C (Fig. 7, 12, 13).",
     )
 
 

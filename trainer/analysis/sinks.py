@@ -23,8 +23,6 @@ MEASURES = ("key_dot", "sink_weight", "peak")
 """Measures with and without the encoding: the mean dot product of a key with its own query and all
 later ones, by the key's position; attention on the first key, and the largest dot product with a
 key, both by the query's position, which is the length of the text so far."""
-FROM_STATES = {"previous": "attention on the token before", "entropy": "entropy of attention"}
-"""Attention on the token before and entropy, each divided by its value in uniform attention."""
 
 
 def key_dot(q: Tensor, k: Tensor) -> Tensor:
@@ -183,14 +181,6 @@ class SinkFigures(Topic):
         ]
         if self._maps:
             plots.append(self._attention())
-        if "plain" not in self.versions:
-            look = self.versions["rotated"]
-            panels = [
-                Panel(title, [self._line(*look, self.curves[name])], _y("over uniform attention"))
-                for name, title in FROM_STATES.items()
-            ]
-            caption = "Attention without a rotation by length, mean and 80% of heads."
-            plots.append(self._draw("sinks_without_rotation", panels, length, caption))
         return plots
 
     def rows(self) -> pd.DataFrame:

@@ -41,7 +41,6 @@ from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice
 from trainer.report.analysis_page import AnalysisReport, write_analysis
 from trainer.runs.descriptions import environment, without_home
-from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
 from trainer.workflows.subjects import held_out_corpus
 
@@ -118,7 +117,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     if other is not None:
         second = target_of(other)
         if kind in (ALL, DROP):
-            results.append(_drop(second, first, candidate).results())
+            results.append(DropComparison(second, first).results())
         if kind in (ALL, OFFSETS) and first.rotates and second.rotates:
             results.append(OffsetChanges(second, first).results())
     settings = json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))
@@ -204,16 +203,6 @@ def _run(target: Target, kind: str) -> list[Results]:
         count = iter(range(1, steps + 1))
         progress.advance_to(0)
         return run(topics, target, lambda: progress.advance_to(next(count)))
-
-
-def _drop(before: Target, after: Target, candidate: Candidate) -> DropComparison:
-    """Compare before and after a drop, with the training loss if it is the run's own drop."""
-    step = candidate.run.drop_step if candidate.run is not None else None
-    metrics = candidate.home / "metrics.csv"
-    if step is None or not metrics.is_file():
-        return DropComparison(before, after)
-    curve = [(row["step"], row["loss"]) for row in read_metrics(metrics) if "loss" in row]
-    return DropComparison(before, after, curve, step)
 
 
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
