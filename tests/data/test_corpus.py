@@ -11,9 +11,16 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.config import TokenizerConfig
+from trainer.config import DataConfig, RunConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
-from trainer.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from trainer.data.tokenizer import (
+    END_OF_TEXT,
+    TextTokenizer,
+    load_tokenizer,
+    same_tokens,
+    train_tokenizer,
+)
+from trainer.runs.parsing import parse
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -45,7 +52,6 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
         config,
         mixture={"a": {"weight": 3.0}, "b": {"weight": 1.0, "files": [str(tmp_path / "more")]}},
     )
-    assert both.problems() == []
     corpus = prepare_corpus(both, BPE)
     alone = prepare_corpus(config, BPE)
     assert [part.name for part in corpus.parts] == ["a", "b"]
@@ -115,3 +121,54 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
     Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="a")).save(str(path))
     with pytest.raises(UserError, match=r"tokenizer\.path: expected an end-of-text token"):
         prepare_corpus(config, TokenizerConfig(path=str(path)))
+
+
+def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
+    here = {"source": "files", "files": ["a.txt"]}
+    mixture = {"a": here, "b": here | {"files": ["b.txt"], "weight": 3}}
+    mixed = DataConfig(sequence_length=128, text_field="body", mixture=mixture)
+    first, second = mixed.texts.values()
+    assert mixed.texts.keys() == {"a", "b"}
+    assert (first[1], second[1]) == (1.0, 3.0)
+    assert second[0] == replace(first[0], files=["b.txt"])
+    assert (first[0].text_field, first[0].source, first[0].files) == ("body", "files", ["a.txt"])
+    alone = DataConfig()
+    assert alone.texts == {"text": (alone, 1.0)}
+
+
+FILES = {"source": "files", "files": ["a.txt"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"restart_positions": True}, "data.restart_positions"),
+        ({"prepared": "x", "mixture": {"a": FILES}}, "data.prepared"),
+        ({"validation": 0.5, "test": 0.5}, "data.validation"),
+        ({"mixture": {"a": FILES | {"weigth": 1.0}}}, "data.mixture.a"),
+        ({"mixture": {"a": FILES, "b": FILES | {"weight": 1e-6}}}, "data.mixture.b.weight"),
+        ({"needles": {"names": [3, 2]}}, "data.needles.names"),
+        ({"sequence_length": 60, "needles": {"share": 0.1}}, "data.needles.mentions"),
+    ],
+)
+def test_a_configuration_of_no_text_is_refused(data, key):
+    with pytest.raises(UserError, match=key):
+        parse(RunConfig, {"data": data})
+
+
+CUT = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [
+        ("truncation", CUT, True),
+        ("added_tokens", [], False),
+        ("normalizer", {"type": "Lowercase"}, False),
+        ("pre_tokenizer", {"type": "Whitespace"}, False),
+    ],
+)
+def test_tokenizers_are_the_same_if_all_that_makes_ids_is(key, value, same):
+    first = train_tokenizer(["a text of a few words"], 300, [" zebra"])
+    second = Tokenizer.from_str(json.dumps({**json.loads(first.to_str()), key: value}))
+    assert same_tokens(first, second) == same

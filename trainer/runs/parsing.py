@@ -144,7 +144,7 @@ def _uneven(run: TrainerConfig) -> tuple[object, str]:
 
 
 def _data_rules(data: DataConfig) -> Rules:
-    needles, share = data.needles, sum(w for _, w in data.texts.values()) / PERIOD
+    needles = data.needles
     yield (
         data.restart_positions and not data.document_mask,
         "data.restart_positions: needs data.document_mask=true",
@@ -155,6 +155,7 @@ def _data_rules(data: DataConfig) -> Rules:
     )
     for name, changes in data.mixture.items():
         validated(MixedText, changes, f"data.mixture.{name}")
+    share = sum(weight for _, weight in data.texts.values()) / PERIOD
     for name, (text, weight) in data.texts.items():
         yield (
             data.mixture and weight < share,
