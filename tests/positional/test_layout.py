@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
-from trainer.positional.layout import Intervention, LayerEncoding, Layout, layer_problems
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.rescaling import (
     dynamic,
     longrope,
@@ -158,22 +158,6 @@ def test_a_choice_of_layers(choice, layers):
     assert layout.chosen(choice) == layout.rotating(choice) == layers
     assert layout.of_layers(choice).layers == tuple(layout.layers[i] for i in layers)
     assert Layout(C, (*layout.layers[:3], still)).rotating(choice) == [i for i in layers if i < 3]
-
-
-def test_a_choice_that_is_none_names_key_and_nearest_layer():
-    assert [*map(str, layer_problems("evaluation.layers", [3, -5, 0, -4, 9], 4))] == [
-        f"evaluation.layers: layer {wrong} does not exist in a model of 4 layers; expected 0 to 3, "
-        f"the nearest is {near}."
-        for wrong, near in ((-5, -4), (9, 3))
-    ]
-    (problem,) = map(str, layer_problems("a.layers", "full_atention"))
-    assert problem.endswith("got 'full_atention'. Did you mean 'full_attention'?")
-    (problem,) = map(str, layer_problems("a.layers", []))
-    assert problem == "a.layers: expected one layer or more, got none; null leaves it to windows."
-    assert not layer_problems("a.layers", None, 1) + layer_problems("a.layers", [7])
-    layout = Layout(C, (LayerEncoding.of_heads((A,)),))
-    with pytest.raises(ValueError, match="layer 1 does not exist in a model of 1 layers"):
-        layout.chosen([1])
 
 
 @pytest.mark.parametrize("length", [8, C, C + 1, 4 * C])

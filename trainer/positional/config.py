@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, UserError, collecting, did_you_mean, raise_all
+from trainer.common.errors import UserError
 from trainer.common.fields import Count, NotNegative, Share, configuration
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
@@ -60,11 +59,7 @@ class TemperatureConfig:
         if not self.reaches(spectrum):
             return spectrum
         if not spectrum.temperature.is_none:
-            raise UserError.at(
-                "positional.temperature",
-                "an encoding has a temperature of its own; set its "
-                "positional.encodings.NAME.temperature=0, or leave this one out.",
-            )
+            raise UserError("positional.temperature: an encoding has a temperature of its own")
         values = (self.coefficient, self.exponent, self.scale, self.per)
         return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
 
@@ -87,32 +82,6 @@ class PositionalConfig:
     """Softmax temperature by length, for encodings that have none of their own."""
 
 
-def _shortened(windows: Sequence[int | None], training_length: int) -> str:
-    """Return windows without the impossible ones: half the training length takes their places."""
-    half = max(training_length // 2, 1)
-    fitting = (w if w is None or 1 <= w <= training_length else half for w in windows)
-    return ",".join("null" if window is None else str(window) for window in fitting)
-
-
-def _kinds(config: PositionalConfig) -> dict[str, str]:
-    """Return the registered encoding that each configured name stands for."""
-    return {
-        name: str(config.encodings.get(name, {}).get("type", name))
-        for name in [*config.layers, *config.heads, *config.encodings]
-    }
-
-
-def unknown_encodings(config: PositionalConfig) -> list[Problem]:
-    """Return a problem for every name under which no encoding is registered."""
-    kinds = _kinds(config)
-    choices = {*ENCODINGS, *(name for name, kind in kinds.items() if kind in ENCODINGS)}
-    return [
-        Problem("positional", f"unknown encoding {kind!r}.", did_you_mean(kind, choices))
-        for kind in dict.fromkeys(kinds.values())
-        if kind not in ENCODINGS
-    ]
-
-
 def spectrum_of(
     config: PositionalConfig, name: str, head_dim: int, training_length: int
 ) -> Spectrum:
@@ -123,8 +92,7 @@ def spectrum_of(
     """
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
-    spectrum = make_spectrum(kind, head_dim, training_length, parameters, variant=name)
-    return config.temperature.tempered(spectrum)
+    return config.temperature.tempered(make_spectrum(kind, head_dim, training_length, parameters))
 
 
 def build_layout(
@@ -139,58 +107,37 @@ def build_layout(
     """Build the layout that ``config`` describes for a model of this shape.
 
     Raises:
-        UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
+        UserError: names, parameters, windows or shares of heads are wrong.
     """
-    problems = unknown_encodings(config)
-
-    def refuse(key: str, message: str) -> None:
-        problems.append(Problem(f"positional.{key}", message))
-
-    for key in ("layers", "windows"):
-        if not getattr(config, key):
-            refuse(key, "expected at least one entry, got an empty list.")
-    used = {*config.layers, *config.heads}
-    untempered = replace(config, temperature=TemperatureConfig())
-    spectra: dict[str, Spectrum] = {}
-    for name, kind in _kinds(config).items():
-        if kind in ENCODINGS:
-            with collecting(problems):
-                settings = config if name in used else untempered
-                spectra[name] = spectrum_of(settings, name, head_dim, training_length)
+    if not (config.layers and config.windows):
+        raise UserError("positional.layers, positional.windows: expected at least one entry each")
+    for name in (*config.layers, *config.heads, *config.encodings):
+        if "type" not in config.encodings.get(name, {}) and name not in ENCODINGS:
+            raise UserError(f"positional: expected one of {', '.join(ENCODINGS)}, got {name!r}")
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
-            refuse(
-                "windows",
-                f"a window of {window} tokens does not fit the training length of "
-                f"{training_length}; expected 1 to {training_length}, or null for none, such "
-                f"as positional.windows=[{_shortened(config.windows, training_length)}].",
+            raise UserError(
+                f"positional.windows: expected 1 to {training_length}, the training length, or "
+                f"null, got {window}"
             )
-    present = [spectra[x] for x in (*config.layers[:num_layers], *config.heads) if x in spectra]
-    needs_free = config.temperature.heads == "free" and not config.temperature.is_none
-    if needs_free and not any(map(config.temperature.reaches, present)):
-        refuse(
-            "temperature.heads",
-            "no head of these layers is free of rotation; expected 'all', or an encoding "
-            f"that does not rotate among the first {num_layers} of positional.layers.",
-        )
-    counts: dict[str, int] = {}
+    spectra = {
+        name: spectrum_of(config, name, head_dim, training_length)
+        for name in (*config.layers[:num_layers], *config.heads)
+    }
+    free_only = config.temperature.heads == "free" and not config.temperature.is_none
+    if free_only and not any(map(config.temperature.reaches, spectra.values())):
+        raise UserError("positional.temperature.heads: no head of these layers is free of rotation")
+    others: list[str] = []
     for name, share in config.heads.items():
         heads = share * num_key_value_heads
-        if not 0 <= share <= 1:
-            refuse(f"heads.{name}", f"expected a share from 0 to 1, got {share:g}.")
-        elif abs(heads - round(heads)) >= 0.01:  # a hundredth of a head: 0.333 is one of three
-            refuse(
-                f"heads.{name}",
-                f"{share:g} of {num_key_value_heads} key-value heads is not a whole number of "
-                "them.",
+        if abs(heads - round(heads)) >= 0.01:  # a hundredth of a head: 0.333 is one of three
+            raise UserError(
+                f"positional.heads.{name}: expected a share of {num_key_value_heads} key-value "
+                f"heads that is a whole number of them, got {share:g}"
             )
-        else:
-            counts[name] = round(heads)
-    if sum(counts.values()) > num_key_value_heads:
-        refuse("heads", "the shares add up to more than 1.")
-    raise_all(problems)
-
-    others = [name for name, count in counts.items() for _ in range(count)]
+        others += [name] * round(heads)
+    if len(others) > num_key_value_heads:
+        raise UserError("positional.heads: the shares add up to more than 1")
 
     def layer(index: int) -> LayerEncoding:
         main = config.layers[index % len(config.layers)]

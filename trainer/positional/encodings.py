@@ -1,8 +1,8 @@
 """Positional encodings for training, each a function that returns a :class:`Spectrum`.
 
-To add one, decorate a function of :data:`SIGNATURE` with :func:`encoding`; its name becomes the
-name in configurations and its keyword parameters become the keys under
-``positional.encodings.<name>``. A file outside the package works too: name it in ``plugins``.
+To add one, decorate a function with :func:`encoding`; its name becomes the name in configurations
+and its keyword parameters become the keys under ``positional.encodings.<name>``. A file outside the
+package works too: name it in ``plugins``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.positional.spectrum import (
-    Spectrum,
-    Temperature,
-)
+from trainer.positional.spectrum import Spectrum, Temperature
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
 
@@ -40,24 +37,18 @@ def parameters(name: str) -> dict[str, Any]:
 
 
 def make_spectrum(
-    name: str,
-    head_dim: int,
-    training_length: int,
-    values: dict[str, Any],
-    *,
-    variant: str | None = None,
+    name: str, head_dim: int, training_length: int, values: dict[str, Any]
 ) -> Spectrum:
     """Return the spectrum of a registered encoding.
 
-    ``values``: parameters that differ from the encoding's defaults. ``variant``: name in the
-    configuration, if it is not the encoding's.
+    ``values``: parameters that differ from the encoding's defaults.
 
     Raises:
         UserError: the encoding or a parameter is unknown, or it does not fit ``head_dim``.
     """
     if name not in ENCODINGS:
         raise UserError(f"positional: unknown encoding {name!r}")
-    where = f"positional.encodings.{variant or name}"
+    where = f"positional.encodings.{name}"
     for key in values.keys() - parameters(name).keys():
         raise UserError(f"{where}.{key}: {name} has no such parameter")
     try:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.common.errors import Problem, did_you_mean
 from trainer.common.fields import adapter
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -219,13 +218,11 @@ class Layout:
         """Return the indices of the layers that an extension changes, from 0 on.
 
         Raises:
-            ValueError: a layer does not exist.
+            IndexError: a layer does not exist.
         """
         count, C = len(self.layers), self.training_length
-        if layers != [] and (problems := layer_problems("layers", layers, count)):
-            raise ValueError(problems[0])
         if isinstance(layers, list):
-            return sorted({index % count for index in layers})
+            return sorted({range(count)[index] % count for index in layers})
         smallest = {"all": 0, "full_attention": math.inf, None: C + 1}[layers]
         windows = (layer.window or math.inf for layer in self.layers)
         return [index for index, window in enumerate(windows) if window >= smallest]
@@ -303,32 +300,6 @@ class Layout:
                 for layer in values["layers"]
             ),
         )
-
-
-def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Problem]:
-    """Check a :data:`LayerChoice`; return a problem for each rule it breaks.
-
-    ``count``: number of layers of the model (None: unknown, so that indices are not checked).
-    """
-    if isinstance(layers, str) and layers not in LAYER_WORDS:
-        message = (
-            "expected 'all', 'full_attention', a list of layers, or null for those that see more "
-            f"than the training length, got {layers!r}."
-        )
-        return [Problem(key, message, did_you_mean(layers, LAYER_WORDS))]
-    if not isinstance(layers, list):
-        return []
-    if not layers:
-        return [Problem(key, "expected one layer or more, got none; null leaves it to windows.")]
-    return [
-        Problem(
-            key,
-            f"layer {index} does not exist in a model of {count} layers; expected 0 to "
-            f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}.",
-        )
-        for index in layers
-        if count is not None and not -count <= index < count
-    ]
 
 
 Length = Annotated[int, Field(ge=1, lt=1 << 31)]
