@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.program import ROOT
@@ -147,9 +146,7 @@ WORDS = ("minutes=0.05", "text=a.txt", "data.cache_dir=cache", "trainer.threads=
 
 
 @pytest.mark.slow
-def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(
-    llama, monkeypatch, capsys
-):
+def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(llama, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     from trainer.checkpoint import find_checkpoint, load_decoder, read_state
@@ -172,16 +169,6 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(
     assert "llama" in page
     with pytest.raises(UserError, match="has none"):
         shape_of(str(run / "export"))
-
-
-def test_cfg_job_shows_the_run_with_what_was_chosen_and_overridden(llama, capsys):
-    main(["recalibrate", "llama", *WORDS, "optimizer.lr=1e-3", "name=mine", "--cfg", "job"])
-    values = yaml.safe_load(capsys.readouterr().out)
-    assert values["model"]["from_pretrained"] == "llama"
-    assert values["model"]["qk_norm"]["when"] == "after_drop"  # as the rate wants it
-    assert (values["name"], values["drop"]["at"]) == ("mine", 0)
-    assert values["trainer"]["max_steps"] > 20
-    assert not (llama.parent / "runs").exists()
 
 
 def test_a_step_that_does_not_fit_a_gpu_is_halved(monkeypatch):

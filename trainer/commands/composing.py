@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -105,6 +106,7 @@ def compose_words(
     register_schema()
     register_encodings(words)
     more = [] if config_dir is None else [f"hydra.searchpath=[{Path(config_dir).absolute()}]"]
+    GlobalHydra.instance().clear()  # recalibrate composes within its own job
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         given = overrides_of(words)
         config = compose(root, [*given, *more], return_hydra_config=True)

@@ -138,9 +138,9 @@ def split_words(words: Sequence[str], bare_key: str) -> tuple[list[str], list[st
             others.append(word)
         previous = word
     if bare_key == "runs" and bare:
-        others.append(f"runs=[{','.join(map(quoted, bare))}]")
+        others.insert(0, f"runs=[{','.join(map(quoted, bare))}]")
     elif bare:
-        others += [f"{bare_key}={quoted(bare[0])}", *bare[1:]]
+        others = [f"{bare_key}={quoted(bare[0])}", *bare[1:], *others]
     return others, prompts
 
 
