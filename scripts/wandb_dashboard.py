@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.runs.metrics_file import DROP_LOSSES, LENGTH, PART_TIMES
+from trainer.runs.metrics_file import DROP_LOSSES, LENGTH
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -65,10 +65,7 @@ SECTIONS = {
         Panel("Loss by length and text (nats per token)", pattern="length/loss_[^/]+/.+"),
         Panel("Attention", pattern="probe/.+"),
     ),
-    "System": (
-        Panel("Seconds of a step", PART_TIMES),
-        Panel("Peak memory (GiB)", ("memory",)),
-    ),
+    "System": (Panel("Peak memory (GiB)", ("memory",)),),
 }
 """Panels by section, in the order in which they are shown."""
 
@@ -125,7 +122,7 @@ def main() -> None:
         return
     import wandb
 
-    from trainer.training.loggers import has_wandb_key
+    from trainer.lightning.loggers import has_wandb_key
 
     if not has_wandb_key():
         parser.exit(2, "There is no wandb key: set WANDB_API_KEY, or run 'wandb login'.\n")

@@ -5,7 +5,6 @@ Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.par
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, field, replace
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -20,6 +19,7 @@ from trainer.common.fields import (
     Share,
     configuration,
 )
+from trainer.common.schedule import factor
 from trainer.model.config import ModelConfig, Sampling
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
@@ -236,16 +236,15 @@ class ScheduleConfig:
 
     def factor(self, step: int, length: int) -> float:
         """Return the factor on the base learning rate for update ``step`` of ``length``."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        if self.name == "constant":
-            return self.peak
-        start = self.warmup_steps
-        if self.name == "wsd":
-            start = max(start, round(length * (1 - self.decay_fraction)))
-        progress = min(max((step - start) / max(length - start, 1), 0.0), 1.0)
-        fall = progress if self.name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
-        return self.peak * (1 - (1 - self.final) * fall)
+        return factor(
+            step,
+            length,
+            self.name,
+            self.warmup_steps,
+            self.peak,
+            self.final,
+            self.decay_fraction,
+        )
 
 
 @configuration
@@ -373,9 +372,6 @@ class TrainerConfig:
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
     end of its SLURM job, if it has one."""
-    step_timeout: Positive | None = 1800.0
-    """Seconds after which a step counts as stuck and the process ends with its stacks; null:
-    never."""
     profile_steps: list[Count] = field(default_factory=list)
     """First and last step to profile, such as [10, 13]."""
 
@@ -400,9 +396,9 @@ class StrategyConfig:
     """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer on the CPU."""
-    reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
-    """When gradients of shards are reduced: micro_batch, step (keeps whole gradients, 4 bytes a
-    parameter), or auto (step, if these fit in a tenth of a GPU)."""
+    reduce_gradients: Literal["step", "micro_batch"] = "micro_batch"
+    """When gradients of shards are reduced: at every micro_batch, or once a step (keeps whole
+    gradients, 4 bytes a parameter)."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes: none, selective (all but matrix products and attention), full
     (whole blocks)."""
@@ -442,10 +438,6 @@ class BenchmarksConfig:
     """Tasks of request files, for instance [arc_easy, piqa]."""
     directory: str | None = None
     """Directory of the request files; null: where scripts/fetch_benchmarks.py puts them."""
-    harness: list[str] = field(default_factory=list)
-    """Tasks of lm-eval."""
-    include_path: str | None = None
-    """Directory with more tasks of lm-eval; null: none."""
     limit: Count = 200
     """Questions, trials or windows of each task and length."""
 

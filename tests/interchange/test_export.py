@@ -16,8 +16,8 @@ from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.token_files import read_token_files
 from trainer.model.config import QKNormConfig
 from trainer.positional.config import TemperatureConfig
+from trainer.positional.drop import drop
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
-from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
 TOKENIZER = train_tokenizer(["some text and words "], 270, [])

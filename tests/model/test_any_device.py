@@ -13,10 +13,10 @@ import torch
 
 from trainer.model.cache import KVCache
 from trainer.model.config import QKNormConfig
+from trainer.positional.drop import drop
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS
-from trainer.recalibration.drop import drop
 
 LENGTH, LATER = 24, 80
 LAYOUTS = {

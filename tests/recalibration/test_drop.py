@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from trainer.common.errors import UserError
 from trainer.config import ChangeConfig
 from trainer.positional.config import PositionalConfig, TemperatureConfig
+from trainer.positional.drop import drop
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.recalibration.drop import drop, dropped_layout
+from trainer.runs.layouts import dropped_layout
 
 C = 64
 ROPE, SLOW, NOPE = Spectrum((1.0, 0.1)), Spectrum((0.5, 0.01)), Spectrum()
@@ -44,7 +45,7 @@ def test_by_default_no_layer_keeps_its_encoding():
     ("chosen", "changed"), [([0, 2], [0, 2]), ([-1], [3]), ([-4, 0], [0]), ([], [])]
 )
 def test_chosen_layers_and_only_those(chosen, changed):
-    after = drop(MIXED, ChangeConfig(layers=chosen))
+    after = drop(MIXED, layers=chosen)
     assert dropped_layers(after) == changed
     for i in set(range(4)) - set(changed):
         assert after.layers[i] == MIXED.layers[i]
@@ -53,17 +54,17 @@ def test_chosen_layers_and_only_those(chosen, changed):
 @pytest.mark.parametrize("index", [4, -5])
 def test_a_layer_that_does_not_exist_is_refused(index):
     with pytest.raises(ValueError, match=f"layer {index} does not exist in a model of 4"):
-        drop(MIXED, ChangeConfig(layers=[0, index]))
+        drop(MIXED, layers=[0, index])
 
 
 @given(subsets, st.booleans())
 def test_dropping_twice_is_dropping_once(layers, qk_norm):
-    once = drop(MIXED, ChangeConfig(layers=layers), qk_norm=qk_norm)
-    assert drop(once, ChangeConfig(layers=layers), qk_norm=qk_norm) == once
+    once = drop(MIXED, layers=layers, qk_norm=qk_norm)
+    assert drop(once, layers=layers, qk_norm=qk_norm) == once
 
 
 def test_qk_norm_comes_on_only_where_the_encoding_went():
-    after = drop(MIXED, ChangeConfig(layers=[0, 1]), qk_norm=True)
+    after = drop(MIXED, layers=[0, 1], qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
 
 
@@ -72,7 +73,7 @@ def test_qk_norm_is_never_turned_off():
 
 
 def test_another_encoding_may_take_the_place():
-    after = drop(MIXED, ChangeConfig(layers=[1]), to=SLOW)
+    after = drop(MIXED, layers=[1], to=SLOW)
     assert after.layers[1].spectra == (SLOW, SLOW)
 
 
@@ -100,7 +101,7 @@ def left_of(spectrum, *factors):
     ],
 )
 def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
-    after = drop(LAYOUT, ChangeConfig(layers=[1], heads=heads), qk_norm=True)
+    after = drop(LAYOUT, layers=[1], heads=heads, qk_norm=True)
     assert after.layers[1].spectra == spectra
     assert after.layers[1].window == 16
     assert after.layers[0] == after.layers[2] == LAYOUT.layers[0]
@@ -110,7 +111,7 @@ def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
 @pytest.mark.parametrize("head", [4, -5])
 def test_a_head_that_does_not_exist_is_refused(head):
     with pytest.raises(ValueError, match=f"head {head} does not exist in a model of 4 key-value"):
-        drop(LAYOUT, ChangeConfig(heads=[head]))
+        drop(LAYOUT, heads=[head])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_head_that_does_not_exist_is_refused(head):
     [],
 )
 def test_pairs_beyond_a_limit_stand_still(limits, factors):
-    after = drop(LAYOUT, ChangeConfig(**limits, heads=[0]))
+    after = drop(LAYOUT, **limits, heads=[0])
     assert after.layers[0].spectra[0].inv_freq == left_of(PAIRS, *factors)
     assert after.layers[0].spectra[1:] == LAYOUT.layers[0].spectra[1:]
 

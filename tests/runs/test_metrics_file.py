@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from trainer.lightning.loggers import MetricsFile
 from trainer.runs import metrics_file
 from trainer.runs.metrics_file import COLUMNS, append_metrics, continue_metrics, read_metrics
-from trainer.training.loggers import MetricsFile
 
 
 def written(path, steps):

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 import trainer
 from tests.interchange.families import made
-from tests.training.test_run import checkpoint_of
+from tests.lightning.test_run import checkpoint_of
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
 from trainer.runs import models

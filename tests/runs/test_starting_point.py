@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.training.test_run import assert_same_state, checkpoint_of
+from tests.lightning.test_run import assert_same_state, checkpoint_of
 from trainer.checkpoint import (
     MANIFEST,
     load_decoder,
@@ -24,6 +24,7 @@ from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
+from trainer.lightning.fit import train
 from trainer.model.config import ModelConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import read_metrics
@@ -38,7 +39,6 @@ from trainer.runs.starting_point import (
     starting_point,
     starting_weights,
 )
-from trainer.training.run import train
 from trainer.workflows.training_text import open_corpus
 
 

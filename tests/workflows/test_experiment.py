@@ -13,6 +13,7 @@ from trainer.common.errors import UserError
 from trainer.config import EvaluationRequest, RunConfig
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import Arm, Change, troubles
+from trainer.lightning.fit import TrainedRun
 from trainer.runs.arms import arms_of
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.fitted_temperature import FILE
@@ -20,8 +21,6 @@ from trainer.runs.metrics_file import write_metrics
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
-from trainer.runs.saved_state import Effect
-from trainer.training.run import TrainedRun
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import branch_checkpoint, check_start, run_experiment
 from trainer.workflows.experiment_report import arm_of, median_rate
@@ -197,8 +196,8 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         tmp_path,
         rows,
         {
-            "long": Effect(what="longer", loss_before=2.5, loss_after=2.75),
-            "dropped": Effect(what="dropped", loss_before=2.0, loss_after=5.0),
+            "long": {"what": "longer", "loss_before": 2.5, "loss_after": 2.75, "loss_end": None},
+            "dropped": {"what": "dropped", "loss_before": 2.0, "loss_after": 5.0, "loss_end": None},
         },
         phases=phases,
         data={"sequence_length": 128},

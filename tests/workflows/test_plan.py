@@ -12,11 +12,11 @@ from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.commands.run import read_config
 from trainer.config import RunConfig
+from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config, parse
-from trainer.training.module import make_decoder
 from trainer.workflows.plan import PlanRequest, activation_bytes, flops, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.common.errors import UserError
+from trainer.lightning.speed import Times
 from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.training.speed import Times
 from trainer.workflows import recalibrate
 from trainer.workflows.recalibrate import Speed, choose, shape_of
 

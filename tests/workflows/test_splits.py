@@ -23,12 +23,12 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
+from trainer.lightning.monitors import Lengths, Probe
+from trainer.lightning.phases import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.monitors import Probe, measurements
-from trainer.training.callbacks.transitions import effect_batch
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import Text, measure_models
@@ -94,8 +94,10 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 
 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
-    assert seen(effect_batch(corpus, phases_of(config)[0])["labels"].numpy()) == {"validation"}
-    perplexity, statements = measurements(config, corpus, Ranks(0, 1, 0, 1))
+    ((_, targets),) = effect_probe(corpus, 1000, phases_of(config)[0])
+    assert seen(targets.numpy()) == {"validation"}
+    lengths = Lengths(config, corpus, Ranks(0, 1, 0, 1), [])
+    perplexity, statements = lengths.perplexity, lengths.statements
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}

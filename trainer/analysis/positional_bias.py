@@ -26,9 +26,9 @@ from trainer.analysis.attention import Rows, head_attention, visible_keys
 from trainer.analysis.capture import Heads
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
+from trainer.positional.drop import drop
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
-from trainer.recalibration.drop import drop
 
 BLOCK = 256
 

@@ -62,7 +62,6 @@ FREE_TO_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.keep_every",
     "trainer.max_time",
-    "trainer.step_timeout",
     "trainer.profile_steps",
     "trainer.deterministic",
     "trainer.micro_batch_size",

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer.common.errors import UserError
-from trainer.config import RunConfig
+from trainer.config import ChangeConfig, RunConfig
 from trainer.model.config import ModelConfig
-from trainer.positional.config import build_layout
+from trainer.positional.config import PositionalConfig, build_layout, spectrum_of
+from trainer.positional.drop import drop
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
-from trainer.recalibration.drop import dropped_layout
 from trainer.runs.phases import Phase, phases_of
 
 
@@ -64,6 +64,31 @@ def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
         positional = phase.config.positional
         layout = dropped_layout(layout, positional, phase.drop, model.head_size, norms_on)
     return layout
+
+
+def dropped_layout(
+    layout: Layout,
+    positional: PositionalConfig,
+    change: ChangeConfig,
+    head_dim: int,
+    qk_norm: bool = False,
+) -> Layout:
+    """Return the layout after the drop that the configuration asks for.
+
+    ``qk_norm``: also enable the query and key norms of these layers.
+
+    Raises:
+        UserError: the new encoding is impossible for this model.
+    """
+    to = spectrum_of(positional, change.to, head_dim, layout.training_length)
+    return drop(
+        layout,
+        to,
+        layers=change.layers,
+        heads=change.heads,
+        windows=change.windows,
+        qk_norm=qk_norm,
+    )
 
 
 def rescaled_layout(layout: Layout, phase: Phase) -> Layout:

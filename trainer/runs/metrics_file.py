@@ -4,12 +4,12 @@ There is one row a logged step, without gap or duplicate, however often a run re
 docs/dashboard.md explains every metric. ``phase`` is the index of the step's phase, from 0; a run
 with a drop and without named phases has 0 before the drop and 1 after it. ``loss`` (nats per token,
 weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to ``_4`` the same by
-position in the sequence. ``time/`` are seconds a step. ``memory`` is the peak on the GPU in GiB,
+position in the sequence. ``memory`` is the peak on the GPU in GiB,
 ``mfu`` the share of its dense peak; both are empty without a GPU. The ``drop/`` columns are filled
 in the first row after the drop and in the last of its phase. ``epochs/`` say how often each text
-has been read. ``time/monitor`` does not count into ``tokens_per_second`` and ``mfu``. The last
-columns hold the measurements of a run's monitors (``length/``, ``benchmark/``, ``probe/``), filled
-in the first row after each measurement.
+has been read. Measurements and checkpoints do not count into ``tokens_per_second`` and ``mfu``. The
+last columns hold the measurements of a run's monitors (``length/``, ``benchmark/``, ``probe/``),
+filled in the first row after each measurement.
 """
 
 from __future__ import annotations
@@ -23,31 +23,23 @@ from typing import Any
 
 from trainer.common.files import write_atomically
 
-BUCKETS = 4
-"""Parts of a sequence whose losses are logged separately."""
-PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
-"""Parts of a step whose times are logged separately."""
-PART_TIMES = tuple(f"time/{part}" for part in PARTS)
 DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
 COLUMNS = (
     "step",
     "tokens",
     "phase",
     "loss",
-    *(f"loss/quarter_{i}" for i in range(1, BUCKETS + 1)),
+    *(f"loss/quarter_{i}" for i in range(1, 5)),
     "gradient_norm",
     "parameter_norm",
     "skipped_steps",
-    "loss_spikes",
-    "gradient_spikes",
     "learning_rate",
     "tokens_per_second",
-    *PART_TIMES,
     "memory",
     "mfu",
     *DROP_LOSSES,
 )
-TIMES = ("tokens_per_second", "time/", "mfu", "memory")
+TIMES = ("tokens_per_second", "mfu", "memory")
 """Prefixes of the columns that differ between two runs of one configuration."""
 
 

@@ -120,6 +120,11 @@ def _trainer_rules(config: RunConfig) -> Rules:
     yield _uneven(run)
     yield run.fp8 and run.precision != "bf16", "trainer.fp8: needs trainer.precision=bf16"
     yield (
+        config.optimizer.name == "muon" and config.strategy.name in ("fsdp2", "hsdp"),
+        "optimizer.name: muon needs whole matrices: strategy single or ddp, got "
+        f"{config.strategy.name}",
+    )
+    yield (
         run.fp8 and any(size % 16 for size in sizes),
         "trainer.fp8: model.hidden_size, intermediate_size and num_key_value_heads * head_dim must "
         f"be multiples of 16, got {sizes}",
@@ -231,10 +236,10 @@ def _change_rules(config: RunConfig, key: str, change: ChangeConfig, length: int
 
 
 def _benchmark_rules(asked: BenchmarksConfig) -> Rules:
-    names = [*asked.tasks, *asked.multiple_choice, *asked.harness]
+    names = [*asked.tasks, *asked.multiple_choice]
     key = "monitor.benchmarks"
     yield asked.every and asked.every_tokens, f"{key}: expected every or every_tokens, not both"
-    yield asked.enabled and not names, f"{key}: expected tasks, multiple_choice or harness"
+    yield asked.enabled and not names, f"{key}: expected tasks or multiple_choice"
     yield names and not asked.enabled, f"{key}.every: expected the steps between measurements"
     for name in asked.tasks:
         yield name not in task_names(), f"{key}.tasks: unknown task {name!r}"

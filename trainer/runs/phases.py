@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import Literal
 
 from trainer.config import (
     ChangeConfig,
@@ -53,7 +54,7 @@ class Phase:
     samples: int = 0
     drop: ChangeConfig | None = None
     rescale: RescaleConfig | None = None
-    optimizer_state: str = "keep"
+    optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
 
     @property
     def change(self) -> tuple[object, ...]:

@@ -13,6 +13,9 @@ from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
 from trainer.evaluation.results import Report, write_csv
+from trainer.lightning.devices import check_device, set_environment, set_threads
+from trainer.lightning.fit import train
+from trainer.lightning.loggers import log_results
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arms_of, check_arms, check_spread
 from trainer.runs.directory import (
@@ -23,12 +26,6 @@ from trainer.runs.directory import (
 )
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks, all_gather, on_rank_zero, process_group
-from trainer.training.callbacks.monitors import benchmark_problems, check_monitored_text
-from trainer.training.callbacks.stopping import heeding_signals, stopping_between_files
-from trainer.training.devices import device_problems, open_gpus, set_environment, set_threads
-from trainer.training.loggers import kept_dashboards, log_table, logger_problems
-from trainer.training.run import train
-from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import (
     check_evaluated_text,
@@ -54,24 +51,20 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     start_time, directory = time.time(), Path(config.run_dir)
     arms = arms_of(config)
     set_environment(config)
-    with kept_dashboards(), process_group(config) as ranks:
+    with process_group(config) as ranks:
         finished = on_rank_zero(lambda: _finished_report(config))
         if finished is not None:
             return (finished, True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
         check_start(arms, ranks)
-        callbacks = {name: make_callbacks(arm.callbacks) for name, arm in arms.items()}
-        with ExitStack() as lock, heeding_signals():
+        with ExitStack() as lock:
             places = on_rank_zero(lambda: _open(config, arms, ranks, lock))
             corpus = corpus_at(config.data, places)
-            if ranks.is_rank_zero:
-                open_gpus(config, ranks)
             runs = {
                 name: train(
                     arm,
                     corpus,
                     branch_checkpoint(config, name),
-                    user_callbacks=callbacks[name],
                     is_control=name != MAIN,
                     start_time=start_time,
                 )
@@ -79,17 +72,16 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
             }
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
-    with stopping_between_files():
-        configs = {name: run.config for name, run in runs.items()}
-        report = make_report(configs[MAIN], configs, runs, corpus, ranks)
-        if ranks.rank:
-            return None
-        figures = write_renderings(report, directory)
-        shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
-        images = {path.stem: path.with_suffix(".png") for path in shown}
-        report.write(directory / "report.json")
-        write_csv(directory / "results.csv", rows(report))
-        log_table(config, Outcomes(report).results(), report.reach, images)
+    configs = {name: run.config for name, run in runs.items()}
+    report = make_report(configs[MAIN], configs, runs, corpus, ranks)
+    if ranks.rank:
+        return None
+    figures = write_renderings(report, directory)
+    shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
+    images = {path.stem: path.with_suffix(".png") for path in shown}
+    report.write(directory / "report.json")
+    write_csv(directory / "results.csv", rows(report))
+    log_results(config, Outcomes(report).results(), images)
     return report, False
 
 
@@ -118,8 +110,6 @@ def _open(
         if not config.overwrite or arm is config:  # overwriting the run deletes its controls too
             check_run_directory(arm)
     corpus = open_corpus(config, alone=ranks.world_size == 1)
-    for arm in arms.values():
-        check_monitored_text(arm, corpus)
     check_vocabularies(arms, corpus)
     check_evaluated_text(arms, corpus)
     directory = Path(config.run_dir)
@@ -137,11 +127,8 @@ def check_start(arms: dict[str, RunConfig], ranks: Ranks) -> None:
         UserError: some of it does not fit.
     """
     for arm in arms.values():
-        raise_all(device_problems(arm))
-        raise_all(logger_problems(arm))
-        raise_all(benchmark_problems(arm))
+        check_device(arm)
         raise_all(vocabulary_problems(arm))
-        raise_all(callback_problems(arm.callbacks))
         for phase in phases_of(arm):
             check_spread(phase.config, ranks.world_size, ranks.local_size)
     check_arms(arms)

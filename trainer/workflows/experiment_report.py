@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
 
@@ -13,6 +13,7 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
+from trainer.lightning.fit import TrainedRun
 from trainer.report.training_figures import recoveries
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
@@ -20,8 +21,6 @@ from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.transitions import describe
-from trainer.training.run import TrainedRun
 from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def make_report(
         result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
     }
     effect = runs["main"].effect_of_drop
-    drop = Drop.from_dict(asdict(effect)) if effect else None
+    drop = Drop.from_dict(effect) if effect else None
     states = {arm.name: arm.state for arm in arms.values()}
     reach = {n: tuple(map(Reach.from_dict, s.get("lengths", ()))) for n, s in states.items()}
     milestones = {
@@ -116,9 +115,9 @@ def arm_of(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     changes = tuple(
         Change(
             phase.start,
-            effect.what or describe(phase),
+            effect["what"],
             phase.config.data.sequence_length,
-            *(effect.loss_before, effect.loss_after, effect.loss_end),
+            *(effect[name] for name in ("loss_before", "loss_after", "loss_end")),
         )
         for phase in phases_of(config)
         if (effect := run.effects.get(phase.name)) is not None

@@ -13,18 +13,18 @@ from torch import nn
 from trainer.common.errors import UserError
 from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import prepare_corpus
+from trainer.lightning.devices import dense_peak
+from trainer.lightning.phases import describe
+from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.arms import arms_of, shard_size
 from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
-from trainer.training.callbacks.transitions import describe
-from trainer.training.devices import dense_peak
-from trainer.training.module import make_decoder
 from trainer.workflows.training_text import tokenizer_of_weights
 
 GPUS = {"a100": "A100-SXM4-80GB", "h100": "H100 80GB HBM3", "h200": "H200"}
-"""Names of GPUs as :func:`trainer.training.devices.dense_peak` has them."""
+"""Names of GPUs as :func:`trainer.lightning.devices.dense_peak` has them."""
 ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
 STATE = 16

@@ -21,12 +21,12 @@ from trainer.config import EvaluationRequest, ExportRequest, OptimizerConfig, Ru
 from trainer.evaluation.results import Report
 from trainer.interchange.export import check_destination
 from trainer.interchange.hub import find_pretrained
+from trainer.lightning.speed import Times, measure_step, product_peak
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
 from trainer.runs.directory import open_run_directory
 from trainer.runs.starting_point import starting_weights
-from trainer.training.speed import Times, measure_step, product_peak
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint

@@ -1,0 +1,61 @@
+"""Several runs in one process group: ``torchrun ... distributed_runs.py FILE``.
+
+FILE holds a JSON list of [values of a configuration, checkpoint to begin at or null, null or the
+update during which rank 1 alone is told to stop, and after which the run goes on].
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from trainer.common.errors import PreemptedError
+from trainer.config import RunConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.lightning.fit import train
+from trainer.lightning.optimizers import newton_schulz, orthogonalized
+from trainer.runs.parsing import parse
+from trainer.runs.ranks import init_distributed, shutdown_distributed
+
+
+class TellRank1(L.Callback):
+    def __init__(self, rank, step):
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, trainer, *_):
+        if self.rank == 1 and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def orthogonal_alike():
+    """Whether the ranks, each with a part of the work, get what one alone does, bitwise."""
+    matrices = torch.randn(5, 4, 6)
+    alone = torch.cat([newton_schulz(x[None]) for x in matrices])
+    return torch.equal(orthogonalized(matrices), alone)
+
+
+torch.set_num_threads(1)
+for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
+    config = parse(RunConfig, values)
+    ranks = init_distributed(config)
+    if ranks.is_rank_zero:
+        directory = Path(config.run_dir) / "checkpoints"
+        directory.mkdir(parents=True)
+        if begin:
+            shutil.copytree(begin, directory / Path(begin).name)
+            shutil.copy(Path(begin).parent.parent / "metrics.csv", directory.parent)
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    if stop is not None:
+        try:
+            train(config, corpus, callbacks=[TellRank1(ranks.rank, stop)])
+        except PreemptedError as error:
+            Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
+    train(config, corpus)
+torch.manual_seed(0)
+Path(f"orthogonal-{ranks.rank}").write_text(str(orthogonal_alike()))
+shutdown_distributed()

@@ -1,0 +1,161 @@
+"""Benchmarks in training: the right scores at the right steps, and no trace in the run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lightning.test_distributed import launch, variant
+from tests.lightning.test_run import (
+    assert_resumes,
+    assert_same_tensors,
+    checkpoint_of,
+    rows_of,
+)
+from trainer.checkpoint import load_decoder, read_state
+from trainer.data.corpus import prepare_corpus
+from trainer.evaluation import multiple_choice
+from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.results import Milestone
+from trainer.runs.parsing import merged
+
+TASK, QUESTIONS = "sentences", 7
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Configuration of benchmarks: a file of questions, and tasks with lengths."""
+    directory = tmp_path_factory.mktemp("questions")
+    rows = [
+        {
+            "doc_id": number,
+            "idx": index,
+            "label": number % 2,
+            "request": {"context": f"Sentence {number} of a text that is", "continuation": text},
+        }
+        for number in range(QUESTIONS)
+        for index, text in enumerate((f" {number * number} long.", " not."))
+    ]
+    with gzip.open(directory / f"{TASK}.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return {
+        "monitor": {
+            "benchmarks": {
+                "every": 4,
+                "tasks": ["perplexity", "statements", "passkey"],
+                "lengths": [4, 8],
+                "multiple_choice": [TASK],
+                "directory": str(directory),
+                "limit": 5,
+            }
+        },
+        "evaluation": {"enabled": False},
+    }
+
+
+def milestones(config, step=None):
+    return [
+        Milestone.from_dict(values)
+        for values in read_state(checkpoint_of(config, step))["benchmarks"]
+    ]
+
+
+def without_benchmarks(rows):
+    return [{k: v for k, v in row.items() if not k.startswith("benchmark/")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"trainer": {"precision": "bf16", "micro_batch_size": 2, "compile": True}}],
+    ids=["fp32", "bf16 accumulation compiled"],
+)
+@pytest.mark.usefixtures("graphs_as_they_are")
+def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
+    plain, _ = run("plain", **changes)
+    watched, _ = run("watched", **merged(changes, asked))
+    assert_same_tensors(checkpoint_of(plain), checkpoint_of(watched))
+    assert without_benchmarks(rows_of(watched)) == rows_of(plain)
+    history = milestones(watched)
+    assert [(milestone.step, milestone.tokens, milestone.dropped) for milestone in history] == [
+        (4, 4 * 128, False),
+        (6, 6 * 128, False),
+        (6, 6 * 128, True),
+        (8, 8 * 128, True),
+        (12, 12 * 128, True),
+    ]
+    assert set(history[0].scores) == {
+        *(f"{task}/{n}x" for task in ("perplexity", "statements", "passkey") for n in (4, 8)),
+        f"{TASK}/acc",
+        f"{TASK}/acc_norm",
+    }
+
+
+def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
+    config, _ = run(**asked)
+    last = milestones(config)[-1]
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
+    path = Path(config.monitor.benchmarks.directory) / f"{TASK}.jsonl.gz"
+    questions = multiple_choice.read_questions(path, 5)
+    encoder = Encoder(corpus.tokenizer, 32, add_bos=True)
+    expected = multiple_choice.score_questions(model, encoder, TASK, questions, 4096)
+    for score in expected:
+        assert last.scores[f"{TASK}/{score.metric}"] == pytest.approx(score.value)
+    assert last.scores["perplexity/4x"] == pytest.approx(
+        expected_perplexity(model, corpus), rel=1e-4
+    )
+    rows = {row["step"]: row for row in rows_of(config)}
+    with_them = {step for step, row in rows.items() if f"benchmark/{TASK}/acc" in row}
+    assert with_them == {4, 6, 8, 12}
+    for key, value in last.scores.items():
+        assert rows[12][f"benchmark/{key}"] == value
+
+
+def expected_perplexity(model, corpus):
+    """exp of the mean loss on the last 32 of 128 tokens, in 5 windows over the validation text."""
+    losses = []
+    for end in (256 + (len(corpus.validation) - 256) * i // 4 for i in range(5)):
+        ids = torch.tensor(corpus.validation.parts[0].stream.windows(np.array([end - 128]), 128)[0])
+        ids = torch.cat([torch.tensor([corpus.end_of_text]), ids])
+        logits = model(ids[None, :-1])[0]
+        losses.append(F.cross_entropy(logits[-32:], ids[-32:]).item())
+    return math.exp(sum(losses) / 5)
+
+
+def test_a_resumed_run_has_the_same_history_and_rows(run, asked, tmp_path):
+    whole, _ = run("whole", **asked)
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **asked)  # before, at and after the drop
+
+
+def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, asked, run):
+    """Even if weights are sharded and ranks need different numbers of passes."""
+    alone = milestones(run("one", **asked)[0])
+    jobs = {
+        name: (merged(variant(name, "fp32", trainer={"micro_batch_size": 1}), asked), None, None)
+        for name in ("ddp", "fsdp2")
+    }
+    jobs["plain"] = (variant("fsdp2", "fp32", trainer={"micro_batch_size": 1}), None, None)
+    runs = launch(base, tmp_path, 2, jobs)
+    assert_same_tensors(checkpoint_of(runs["plain"]), checkpoint_of(runs["fsdp2"]))
+    for name in ("ddp", "fsdp2"):
+        shared = milestones(runs[name])
+        assert [m.step for m in shared] == [m.step for m in alone]
+        for key, value in alone[0].scores.items():
+            assert shared[0].scores[key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_every_so_many_tokens(run, asked):
+    benchmarks = asked["monitor"]["benchmarks"] | {
+        "every": None,
+        "every_tokens": 3 * 128 + 1,
+        "tasks": [],
+    }
+    config, _ = run(monitor={"benchmarks": benchmarks})
+    assert [milestone.step for milestone in milestones(config)] == [4, 6, 6, 7, 10, 12]

@@ -1,0 +1,160 @@
+"""Callbacks of a run: stops at step boundaries, skipped updates, the user's own, profiles, rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
+from trainer.analysis.attention import MEASURES, probe
+from trainer.checkpoint import load_decoder, read_state
+from trainer.common.errors import DivergedError, PreemptedError
+from trainer.data.corpus import prepare_corpus
+from trainer.data.held_out import held_out_windows
+from trainer.lightning import callbacks
+from trainer.lightning.callbacks import flops_per_token
+from trainer.lightning.module import LanguageModule
+from trainer.model.flops import training_flops
+
+
+def during(monkeypatch, action, update):
+    """Call ``action`` in the middle of the forward pass of one update (from 0), once."""
+    original, done = LanguageModule.training_step, []
+
+    def step(module, batch, index):
+        if module.global_step == update and not done:
+            done.append(True)
+            action()
+        return original(module, batch, index)
+
+    monkeypatch.setattr(LanguageModule, "training_step", step)
+
+
+@pytest.mark.parametrize(
+    ("number", "update"),
+    [(signal.SIGTERM, 4), (signal.SIGUSR1, 5), (signal.SIGINT, 8)],
+    ids=["before the drop", "at the drop", "after it"],
+)
+def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
+    run, finished, monkeypatch, number, update
+):
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        during(patch, lambda: os.kill(os.getpid(), number), update)
+        with pytest.raises(PreemptedError, match=f"after step {update + 1}"):
+            run()
+    assert signal.getsignal(number) == before
+    config, trained = run()
+    assert_same_state(trained.checkpoint, checkpoint_of(finished[0]))
+    assert rows_of(config) == rows_of(finished[0])
+
+
+def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):
+    during(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM), 11)
+    config, _ = run()
+    assert checkpoint_of(config).is_dir()
+
+
+def test_a_time_limit_stops_the_run(run, monkeypatch):
+    with pytest.raises(PreemptedError, match=r"after step 1 \(time limit\)"):
+        run(trainer={"max_time": "00:00:00"})
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60))
+    with pytest.raises(PreemptedError, match=r"after step 2 \(time limit\)"):
+        run()
+
+
+def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeypatch):
+    original = LanguageModule.training_step
+
+    def broken(module, batch, index):
+        loss = original(module, batch, index)
+        return loss * float("nan") if module.global_step >= 7 else loss
+
+    monkeypatch.setattr(LanguageModule, "training_step", broken)
+    monkeypatch.setattr(callbacks, "MOST_SKIPPED", 4)
+    message = r"not finite in steps 8 to 11; the last healthy checkpoint is \S+/step-000007"
+    changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+    with pytest.raises(DivergedError, match=message):
+        run(trainer=changes)
+
+
+class Shrink(L.Callback):
+    """Multiplies the embeddings after every step, counts, and draws."""
+
+    def __init__(self, factor):
+        self.factor, self.steps, self.sum = factor, 0, 0.0
+
+    def state_dict(self):
+        return {"steps": self.steps, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.steps, self.sum = state["steps"], state["sum"]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.steps += 1
+        self.sum += float(outputs["loss"]) + torch.rand(1).item()
+        with torch.no_grad():
+            module.model.embed_tokens.weight.mul_(self.factor)
+        module.log("mine/steps", float(self.steps))
+
+
+MINE = {"callbacks": {"mine": {"_target_": f"{__name__}.Shrink", "factor": 0.9}}}
+
+
+def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
+    run, finished, monkeypatch
+):
+    whole, _ = run("whole", **MINE)
+    assert [row["mine/steps"] for row in rows_of(whole)] == [2, 4, 6, 8, 10, 12]
+    norms = [[row["parameter_norm"] for row in rows_of(c)] for c in (finished[0], whole)]
+    assert all(changed < before for before, changed in zip(*norms, strict=True))
+    with monkeypatch.context() as patch:
+        during(patch, lambda: os.kill(os.getpid(), signal.SIGTERM), 6)
+        with pytest.raises(PreemptedError):
+            run("stopped", **MINE)
+    stopped, _ = run("stopped", **MINE)
+    assert_same_state(checkpoint_of(stopped), checkpoint_of(whole))
+    states = [read_state(checkpoint_of(c))["user_callbacks"] for c in (whole, stopped)]
+    assert states[0] == states[1]
+    assert states[0]["Shrink"]["steps"] == 12
+
+
+def test_a_profiled_run_is_the_run_without(run, finished):
+    config, trained = run(trainer={"profile_steps": [3, 4]})
+    assert_same_state(trained.checkpoint, checkpoint_of(finished[0]))
+    trace = Path(config.run_dir) / "profile" / "steps-3-4-rank-0.json.gz"
+    with gzip.open(trace) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::mm" in names
+    assert "aten::mm" in trace.with_name("steps-3-4-rank-0.txt").read_text()
+
+
+def test_the_last_row_is_the_probe_of_the_saved_model(run):
+    config, _ = run(monitor={"probe_every": 4, "probe_sequences": 2})
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    text = held_out_windows(corpus.validation, 2, 32)
+    text[:, 0] = corpus.first_token
+    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config)))
+    row = rows_of(config)[-1]
+    for name, layers in probe(model, torch.from_numpy(text)).items():
+        assert row[f"probe/{name}"] == pytest.approx(MEASURES[name](layers), rel=1e-4)
+
+
+def test_operations_are_those_of_the_documents_in_the_batch(tiny_decoder):
+    model = tiny_decoder()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    documents = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2], [1] * 8])
+    batch = {"input_ids": ids, "documents": documents}
+    config, layout = model.config, model.layout
+    total = training_flops(config, layout, 8, [3, 5]) + training_flops(config, layout, 8, [8])
+    assert flops_per_token(model, batch) == pytest.approx(total / 16)
+    plain = training_flops(config, layout, 8) / 8
+    assert flops_per_token(model, {"input_ids": ids}) == pytest.approx(plain)

@@ -1,0 +1,179 @@
+"""The module, its data and the drop in a Lightning script of one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
+from trainer.lightning.datamodule import Batches
+from trainer.lightning.drop import input_sizes, lost_factors
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.drop import drop
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum, Temperature
+
+
+class RandomSamples:
+    """Samples of 32 tokens, each drawn from its number."""
+
+    def __getitems__(self, numbers):
+        generators = [torch.Generator().manual_seed(number) for number in numbers]
+        ids = torch.stack([torch.randint(64, (33,), generator=g) for g in generators])
+        return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def decoder(seed=0):
+    config = ModelConfig(32, 48, 2, 4, 2, None, 64, qk_norm=QKNormConfig(when="after_drop"))
+    layer = LayerEncoding(((make_spectrum("rope", 8, 32, {}), 2),))
+    return Decoder(config, Layout(32, (layer, layer)), seed)
+
+
+class Llama(L.LightningModule):
+    """A module with a model of transformers."""
+
+    def __init__(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch, _):
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+
+
+def fit(module, *, steps=12, begin=None, save=None, callbacks=(), **options):
+    """Train for ``steps`` updates with a drop after 6, from or to a checkpoint of Lightning."""
+    L.seed_everything(0, verbose=False)
+    probe = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(1))
+    mine = isinstance(module, LanguageModule)
+    more = {"gain": "matched", "probe": probe} if mine else {}
+    dropping = DropPositions(6, rewarm=3, optimizer_state="reset", **more)
+    options = {"limit_val_batches": 0, "logger": False, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            devices=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[dropping, *callbacks],
+            **options,
+        )
+        data = TokenData("", 32, 8, workers=0, samples=RandomSamples())
+        trainer.fit(module, data, ckpt_path=begin)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module
+
+
+def ours(seed=0):
+    return LanguageModule(decoder(seed), 1e-3, schedule=schedule(12, warmup=2))
+
+
+@pytest.mark.parametrize("at", [4, 6, 9])
+@pytest.mark.parametrize("make", [ours, Llama])
+def test_lightnings_checkpoints_resume_bitwise_on_either_side_of_the_drop(tmp_path, make, at):
+    whole = fit(make())
+    fit(make(), steps=at, save=tmp_path / "a.ckpt")
+    resumed = fit(make(), begin=tmp_path / "a.ckpt")
+    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for (name, a), b in zip(whole.named_buffers(), resumed.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    if make is ours:
+        assert whole.model.layout == resumed.model.layout
+        assert not whole.model.layout.rotates
+        assert all(layer.qk_norm for layer in whole.model.layout.layers)
+    else:
+        assert whole.model.config.rope_parameters["factor"] == 1e30
+
+
+def test_accumulation_trains_as_whole_batches():
+    whole, parts = fit(ours()), fit(ours(), accumulate_grad_batches=4)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_the_effect_is_logged_just_before_and_after(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    fit(ours(), logger=logger, log_every_n_steps=1)
+    text = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "drop/loss_before" in text
+    assert "drop/loss_after" in text
+    assert "lr: 0.001" in next(tmp_path.rglob("hparams.yaml")).read_text()
+
+
+def test_importing_it_loads_few_of_our_files():
+    """What somebody else's script takes along, beside model/, positional/ and what they import."""
+    script = (
+        "import sys, trainer.model.decoder, trainer.positional.encodings\n"
+        "before = set(sys.modules)\n"
+        "import trainer.lightning\n"
+        "print(*sorted(m for m in set(sys.modules) - before if m.startswith('trainer')))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert len(out.stdout.split()) <= 8, out.stdout
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_any_ranks_and_parts_read_the_same_samples(ranks, parts):
+    read = []
+    for rank in range(ranks):
+        batches = Batches(
+            RandomSamples(), 8, start=3, micro_batches=parts, rank=rank, ranks=ranks
+        ).numbers()
+        read += [number for _ in range(2 * parts) for number in next(batches)]
+    assert sorted(read) == [*range(24, 40)]
+
+
+@torch.no_grad()
+def test_sizes_of_norm_inputs_are_the_rms_of_projections(tiny_decoder):
+    model = tiny_decoder(model={"qk_norm": QKNormConfig(when="after_drop")})
+    batches, seen = torch.randint(40, (2, 3, 8)), {}
+    for block in model.layers:
+        for name in ("q", "k"):
+            norm = getattr(block.self_attn, f"{name}_norm")
+            getattr(block.self_attn, f"{name}_proj").register_forward_hook(
+                lambda _, __, out, norm=norm: seen.setdefault(norm, []).append(out)
+            )
+    sizes = input_sizes(model, list(batches))
+    for norm, outputs in seen.items():
+        rms = torch.stack(outputs).square().mean().sqrt().item()
+        assert sizes[norm] == pytest.approx(rms, rel=1e-5)
+
+
+def test_matched_gains_make_up_for_factors_that_the_drop_removes():
+    model = decoder()
+    warm = Spectrum((1.0, 0.5), Temperature(0.0, scale=1.5), rotary_scale=1.2)
+    layer = LayerEncoding(((warm, 2),))
+    model.layout = Layout(32, (layer, layer))
+    factors = lost_factors(model, drop(model.layout, Spectrum()))
+    # 4 of 8 channels rotate, scaled by 1.2 in queries and in keys; the temperature stays.
+    expected = (1 + 0.5 * (1.2**2 - 1)) ** 0.5
+    assert [*factors.values()] == [pytest.approx(expected)] * 4

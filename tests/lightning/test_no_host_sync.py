@@ -1,0 +1,114 @@
+"""From batch to update nothing reads a value from the device, whatever is switched on.
+
+Torch's meta device stands for a GPU. Its tensors have no values: what reads one raises here, and
+would wait for a GPU; what mixes them with tensors of the CPU raises, and would fail there.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from trainer.config import RunConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.lightning import drop, setup
+from trainer.lightning.callbacks import Saving
+from trainer.lightning.fit import train
+from trainer.model.backends import Choice
+from trainer.runs.parsing import merged, parse
+
+
+class OnMeta(SingleDeviceStrategy):
+    """One device, the meta device."""
+
+    def setup_environment(self):
+        """Lightning would check the device against its accelerator."""
+
+    def reduce(self, tensor, *_, **__):
+        """At the start, of the loader's length."""
+        return torch.ones(())
+
+    def teardown(self):
+        """At the end Lightning would move the model to the CPU."""
+
+
+@pytest.fixture(autouse=True)
+def on_meta(monkeypatch):
+    """Runs train on the meta device, for which torch's fused AdamW is the same operator."""
+    monkeypatch.setattr(setup, "lightning_strategy", lambda *_: OnMeta("meta"))
+    optimizer = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+
+
+class EnoughError(Exception):
+    """Ends the run before its checkpoint and last row of metrics, which may sync."""
+
+
+class StopAfter(L.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise EnoughError
+
+
+VARIANTS = {
+    "AdamW": {},
+    "Muon": {"optimizer": {"name": "muon"}},
+    "accumulation": {"trainer": {"micro_batch_size": 2}},
+    "bf16": {"trainer": {"precision": "bf16"}},
+    "documents": {"data": {"document_mask": True, "restart_positions": True}},
+    "z-loss": {"trainer": {"z_loss": 1e-4}},
+    "no clipping": {"trainer": {"gradient_clip": 0.0}},
+    "recomputed": {"strategy": {"activation_checkpointing": "selective"}},
+    "windows": {"positional": {"windows": [8, None]}},
+    "alibi": {"positional": {"layers": ["alibi"]}},
+    "hybrid": {"positional": {"layers": ["rope", "nope"]}},
+    "norms from the start": {"model": {"qk_norm": {"when": "always"}}},
+    "optimizer kept": {"drop": {"optimizer_state": "keep"}},
+}
+
+
+def steps(base, tmp_path, monkeypatch, changes):
+    """Eight updates of a run that drops after six."""
+    monkeypatch.setattr(drop, "losses_of", lambda *_: [0.0])  # waits, twice a run
+    monkeypatch.setattr(Saving, "save", lambda *_: None)  # copies to the CPU
+    rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
+    config = parse(RunConfig, merged(merged(base, rare), changes))
+    with pytest.raises(EnoughError):
+        train(config, prepare_corpus(config.data, config.tokenizer), callbacks=[StopAfter(8)])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_steps_before_and_after_the_drop(base, tmp_path, monkeypatch, name):
+    steps(base, tmp_path, monkeypatch, VARIANTS[name])
+
+
+def test_document_masks_in_kernels_of_variable_length(base, tmp_path, monkeypatch):
+    """torch's own runs on meta: bounds come from the loader, and no length is read."""
+    choice = Choice("varlen", "for the test")
+    monkeypatch.setattr("trainer.model.decoder.choose_backend", lambda *_: choice)
+    changes = {"data": {"document_mask": True}, "trainer": {"precision": "bf16"}}
+    steps(base, tmp_path, monkeypatch, changes)
+
+
+def test_reading_a_value_fails(base, tmp_path):
+    """The check itself: a logged row reads the loss."""
+    config = parse(
+        RunConfig,
+        merged(
+            base,
+            {
+                "run_dir": str(tmp_path),
+                "drop": {"at": None},
+                "model": {"qk_norm": {"when": "never"}},
+            },
+        ),
+    )
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        train(config, prepare_corpus(config.data, config.tokenizer))

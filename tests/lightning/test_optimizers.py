@@ -1,0 +1,223 @@
+"""Muon and AdamW behind one object are Muon and AdamW."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.lightning import optimizers
+from trainer.lightning.optimizers import (
+    global_norm,
+    make_optimizer,
+    newton_schulz,
+    scale_or_skip_next_step,
+)
+
+
+def loss_of(model):
+    ids = torch.arange(24).view(2, 12)
+    return model.loss(ids, ids)
+
+
+def steps(model, optimizers, count):
+    for _ in range(count):
+        model.zero_grad(set_to_none=True)
+        loss_of(model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_equal(a, b):
+    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_hybrid_equals_two_optimizers_side_by_side(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(optimizers, "_iteration_dtype", lambda _: torch.bfloat16)  # as torch's Muon
+    ours = tiny_decoder(model={"tie_word_embeddings": False})
+    reference = copy.deepcopy(ours)
+    config = {"name": "muon", "lr": 1e-3, "muon_lr": 0.02}
+    matrices = [p for n, p in reference.named_parameters() if "layers" in n and p.ndim == 2]
+    ids = {id(p) for p in matrices}
+    others = [p for p in reference.parameters() if id(p) not in ids]
+    pair = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95),
+        torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    steps(ours, [make_optimizer(ours, **config)], 3)
+    steps(reference, pair, 3)
+    assert_equal(ours, reference)
+
+
+def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
+    config = {"name": "muon"}
+    model = tiny_decoder()
+    optimizer = make_optimizer(model, **config)
+    steps(model, [optimizer], 2)
+    other = copy.deepcopy(model)
+    optimizer.state.clear()
+    steps(model, [optimizer], 2)
+    steps(other, [make_optimizer(other, **config)], 2)
+    assert_equal(model, other)
+
+
+@pytest.mark.parametrize("most", [1, 3 * 24 * 16, 10**9])
+def test_batches_of_matrices_are_updated_as_each_alone(tiny_decoder, monkeypatch, most):
+    """Whatever their size: one matrix at a time, some, and all of a shape."""
+    config = {"name": "muon"}
+    models = [tiny_decoder(), tiny_decoder()]
+    for model, elements in zip(models, (1, most), strict=True):
+        monkeypatch.setattr(optimizers, "BATCH", elements)
+        steps(model, [make_optimizer(model, **config)], 3)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def decayed(model, config):
+    names = {id(p): n for n, p in model.named_parameters()}
+    return {
+        names[id(p)]
+        for group in make_optimizer(model, **config).param_groups
+        if group["weight_decay"]
+        for p in group["params"]
+    }
+
+
+def test_decay_is_on_matrices_and_by_option_on_embeddings(tiny_decoder):
+    shape = {"tie_word_embeddings": False, "qkv_bias": True}
+    model = tiny_decoder(model=shape)
+    for name in ("adamw", "muon"):
+        blocks = {n for n, p in model.named_parameters() if "layers" in n and p.ndim == 2}
+        assert decayed(model, {"name": name}) == blocks
+        assert decayed(model, {"name": name, "decay_embeddings": True}) == blocks | {
+            "embed_tokens.weight",
+            "lm_head.weight",
+        }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
+    """A step that is skipped leaves weights and all averages as they are, also the first one."""
+    config = {"name": name, "lr": 1e-3}
+    plain, scaled, skipped = (tiny_decoder() for _ in range(3))
+    for model, factor, skip in ((plain, 1.0, 0), (scaled, 0.25, 0), (skipped, 1.0, 1)):
+        optimizer = make_optimizer(model, **config)
+        for first in (True, False):
+            model.zero_grad(set_to_none=True)
+            (loss_of(model) / factor).backward()
+            before = copy.deepcopy([p.detach() for p in model.parameters()])
+            averages = copy.deepcopy(optimizer.state)
+            flag = torch.tensor(bool(skip) and not first)
+            scale_or_skip_next_step(optimizer, torch.tensor(factor), flag)
+            optimizer.step()
+        if skip:
+            assert all(map(torch.equal, before, model.parameters()))
+            for old, new in zip(averages.values(), optimizer.state.values(), strict=True):
+                for key in old:
+                    assert torch.equal(old[key], new[key]), key
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    fresh = tiny_decoder()
+    optimizer = make_optimizer(fresh, **config)
+    loss_of(fresh).backward()
+    scale_or_skip_next_step(optimizer, torch.tensor(1.0), torch.tensor(True))
+    optimizer.step()
+    assert_equal(fresh, tiny_decoder())
+
+
+def test_parameters_without_gradient_stay(tiny_decoder):
+    model = tiny_decoder()
+    frozen = model.layers[0].mlp
+    frozen.requires_grad_(False)
+    before = copy.deepcopy(model)
+    steps(model, [make_optimizer(model, name="muon")], 1)
+    assert_equal(frozen, before.layers[0].mlp)
+    moved, was = (version.layers[1].mlp.down_proj.weight for version in (model, before))
+    assert not torch.equal(moved, was)
+
+
+def test_a_closure_computes_the_loss_with_gradients():
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, name="muon")
+
+    def closure():
+        model(torch.ones(2)).sum().backward()
+        return "the loss"
+
+    before = model.weight.clone()
+    with torch.no_grad():
+        assert optimizer.step(closure) == "the loss"
+    assert not torch.equal(model.weight, before)
+    assert optimizer.step() is None
+
+
+def test_groups_have_what_is_configured():
+    """Matrices first, then embeddings, then vectors; schedules multiply what they begin with."""
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(3, 2), "a": nn.Linear(2, 2)})
+    keys = ("lr", "initial_lr", "weight_decay", "momentum", "betas", "eps", "fused")
+
+    def groups(**values):
+        options = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.2}
+        made = make_optimizer(model, **options | values)
+        assert [len(g["params"]) for g in made.param_groups] == [1, 1, 1]
+        assert made.param_groups[0]["params"][0] is model["a"].weight
+        assert made.param_groups[1]["params"][0] is model["embed_tokens"].weight
+        return [{k: g[k] for k in keys if k in g} for g in made.param_groups]
+
+    adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "fused": True}
+    others = [adamw | {"weight_decay": 0.0}] * 2
+    assert groups() == [adamw | {"weight_decay": 0.2}, *others]
+    muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.75}
+    assert groups(name="muon", muon_lr=0.5, muon_momentum=0.75) == [muon, *others]
+
+
+def test_the_norm_is_of_all_gradients_together():
+    model = nn.Linear(2, 1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert (
+        global_norm(p.grad for p in model.parameters() if p.grad is not None).item() == 5
+    )  # the bias has none yet
+    model.bias.grad = torch.tensor([12.0])
+    assert global_norm(p.grad for p in model.parameters() if p.grad is not None).item() == 13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (3, 6)])
+def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape, dtype, monkeypatch):
+    """A matrix U S V^T becomes U S' V^T; the polynomial is iterated on the singular values."""
+    monkeypatch.setattr(optimizers, "_iteration_dtype", lambda _: dtype)
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    sizes = torch.linspace(1, 2, min(shape))
+    values = sizes / sizes.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    wanted = u @ torch.diag(values) @ v
+    matrix = u @ torch.diag(sizes) @ v
+    result = newton_schulz(torch.stack([matrix, -3 * matrix, torch.zeros(shape)]))
+    assert result.dtype == torch.bfloat16
+    assert result.is_contiguous()
+    torch.testing.assert_close(result[0].float(), wanted, atol=0.03, rtol=0)
+    torch.testing.assert_close(result[1].float(), -wanted, atol=0.03, rtol=0)
+    assert not result[2].any()
+
+
+def test_a_tall_matrix_moves_by_more():
+    """The factor on a direction with singular values near 1 is sqrt(rows / columns)."""
+    moved = {}
+    for rows in (8, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(4, rows, bias=False)
+        config = {"name": "muon", "muon_lr": 1.0, "weight_decay": 0.0, "muon_momentum": 0.0}
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.randn(rows, 4)
+        direction = newton_schulz(model.weight.grad[None])[0].float()
+        make_optimizer(model, **config).step()
+        moved[rows] = (before - model.weight.detach(), direction)
+    for rows, factor in ((8, math.sqrt(2)), (2, 1.0)):
+        step, direction = moved[rows]
+        torch.testing.assert_close(step, factor * direction, atol=1e-2, rtol=1e-2)

@@ -1,0 +1,239 @@
+"""Runs of several phases: what each reads, what changes between them, and that they resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lightning.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
+from tests.small_runs import trained_in
+from trainer.checkpoint import load_decoder, read_state
+from trainer.common.errors import UserError
+from trainer.config import RunConfig
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import position_interpolation
+from trainer.runs.descriptions import label
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.parsing import merged, parse
+from trainer.workflows.training_text import open_corpus
+
+PHASES = {
+    "first": {"steps": 4},
+    "long": {"steps": 3, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}},
+    "dropped": {
+        "tokens": 256, "sequence_length": 64, "batch_size": 2, "optimizer_state": "reset",
+        "schedule": {"name": "constant", "peak": 0.5, "warmup_steps": 1}, "drop": {},
+    },
+    "short": {"steps": 3, "sequence_length": 16, "batch_size": 8, "log_every": 1},
+}  # fmt: skip
+ORDERS = ((32, range(16)), (64, range(10)), (16, range(24)))
+"""Tokens of a sequence, and the samples of it, in the orders that these phases read one after
+another: three, since the drop changes nothing about what is read."""
+CHANGES = {
+    "phases": PHASES, "drop": {"at": None}, "trainer": {"checkpoint_every": 1},
+    "data": {"needles": {"mentions": [2, 5]}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """The run of these phases without any interruption."""
+    return trained_in(tmp_path_factory.mktemp("whole") / "run", base, **CHANGES)
+
+
+def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
+    config, _ = whole
+    rows = {row["step"]: row for row in rows_of(config)}
+    assert config.trainer.max_steps == 12
+    assert config.drop_step == 7
+    tokens = {step: step * 128 for step in (2, 4, 6, 8, 9, 10, 11, 12)}
+    assert {step: row["tokens"] for step, row in rows.items()} == tokens
+    assert {step: row["phase"] for step, row in rows.items()} == {
+        2: 0, 4: 0, 6: 1, 8: 2, 9: 2, 10: 3, 11: 3, 12: 3
+    }  # fmt: skip
+
+    def falling(step):
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / 10)) / 2
+
+    rates = {step: row["learning_rate"] / config.optimizer.lr for step, row in rows.items()}
+    # Of update number step - 1; a schedule that is no phase's own goes on as if none came between.
+    for step in (4, 6, 10, 12):
+        assert rates[step] == pytest.approx(falling(step - 1))
+    assert rates[8] == rates[9] == pytest.approx(0.5)
+
+
+@torch.no_grad()
+def test_effect_of_a_phase_is_measured_at_its_length(whole):
+    config, trained = whole
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    starts = torch.linspace(0, len(corpus.validation) - 64, 4, dtype=torch.float64).long()
+    labels = torch.from_numpy(corpus.validation.parts[0].stream.windows(starts.numpy(), 64))
+    ids = torch.cat([torch.full_like(labels[:, :1], corpus.end_of_text), labels[:, :-1]], dim=1)
+
+    def loss(step, change=lambda layout: layout):
+        path = checkpoint_of(config, step)
+        model = load_decoder(path, read_state(path))
+        model.layout = change(model.layout)
+        logits = model(ids).double()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+
+    effect = trained.effects["long"]
+    slowed = loss(4, lambda layout: layout.rescaled(position_interpolation, 2.0))
+    expected = {"loss_before": loss(4), "loss_after": slowed, "loss_end": loss(7)}
+    assert {key: effect[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert effect["step"] == 4
+    drop = trained.effect_of_drop
+    dropped = Layout.from_dict(read_state(checkpoint_of(config, 8))["layout"])
+    losses = loss(7), loss(7, lambda _: dropped), loss(9)
+    assert tuple(drop[f"loss_{when}"] for when in ("before", "after", "end")) == pytest.approx(
+        losses, rel=1e-5
+    )
+    logged = [row for row in rows_of(config) if "phase_long/loss_after" in row]
+    assert [row["step"] for row in logged] == [6]
+
+
+@pytest.mark.parametrize("step", [2, 4, 5, 7, 8, 9, 11])
+def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path, step):
+    assert_resumes(run, whole[0], [step], tmp_path, **CHANGES)
+
+
+def test_checkpoints_between_phases_stay(run):
+    changes = {"trainer": {"checkpoint_every": 3, "keep_checkpoints": 1}}
+    config, _ = run(**{**CHANGES, **changes})
+    names = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
+    assert names == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
+
+
+EARLY = {
+
+
+}  # fmt: skip
+"""The first phase ends at its third look, the second at its first: no loss falls by 100 nats."""
+
+
+def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
+    other = tmp_path / "other.jsonl"
+    texts = (f'{{"text": "Number {i} of other words. "}}\n' for i in range(2000))
+    other.write_text("".join(texts))
+    files = base["data"]["files"]
+    mixture = {"old": {"files": files}, "new": {"files": [str(other)]}}
+    phases = {
+        "both": {"steps": 2},
+        "new": {"steps": 2, "weights": {"new": 1.0}},
+    }
+    data = {"mixture": mixture, "needles": {"share": 0.0}}
+    changes = {"phases": phases, "data": data, "drop": {"at": None}, "trainer": {"log_every": 1}}
+    config, _ = run(model={"qk_norm": {"when": "never"}}, **changes)
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    old, new = ([row[f"epochs/{name}"] for row in rows] for name in ("old", "new"))
+    assert old[1] == old[3] > 0
+    assert new[3] - new[1] == pytest.approx(2 * (new[1] - 0), rel=0.01)
+
+
+def test_a_run_may_begin_with_the_weights_of_another(run, whole):
+    """Their shape, positions and tokenizer are its own too; nothing is drawn."""
+    config, _ = whole
+    still = {"lr": 1e-30}
+    model = {"from_run": config.run_dir, "hidden_size": 999}
+    begun, trained = run(
+        "begun", model=model, optimizer=still, drop={"at": None}, trainer={"max_steps": 2}
+    )
+    assert begun.model.hidden_size == config.model.hidden_size
+    weights = [contents_of(checkpoint_of(each)) for each in (config, begun)]
+    for name in weights[0]:
+        if name.startswith("model."):
+            torch.testing.assert_close(weights[0][name], weights[1][name])
+    states = [read_state(checkpoint_of(each)) for each in (config, begun)]
+    assert states[0]["layout"] == states[1]["layout"]
+    assert states[0]["tokenizer"] == states[1]["tokenizer"]
+    assert trained.effects == {}
+
+
+def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run, tmp_path):
+    """Layers with a window of 16 keep their frequencies from 32 to 64 to 128 tokens."""
+    longer = {"steps": 2, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}}
+    changes = {
+        "phases": {"short": {"steps": 2}, "long": longer},
+        "positional": {"windows": [16, None]},
+        "model": {"qk_norm": {"when": "never"}},
+        "drop": {"at": None},
+        "trainer": {"checkpoint_every": 1},
+    }
+
+    def frequencies(config):
+        layout = Layout.from_dict(read_state(checkpoint_of(config))["layout"])
+        return [layer.spectra[0].inv_freq for layer in layout.layers]
+
+    config, _ = run("windows", **changes)
+    windowed, whole = frequencies(config)
+    assert whole == pytest.approx([f / 2 for f in windowed])
+    assert_resumes(run, config, (2, 3), tmp_path, **changes)
+    for layers, by in ((None, (1, 2)), ("all", (2, 2)), ([0], (2, 1))):
+        rescale = {"method": "pi", "layers": layers}
+        phase = {"steps": 1, "sequence_length": 128, "batch_size": 1, "rescale": rescale}
+        further, _ = run(
+            f"further-{layers}",
+            model={"from_run": config.run_dir} | changes["model"],
+            phases={"longer": phase},
+            drop={"at": None},
+        )
+        for after, before, times in zip(frequencies(further), (windowed, whole), by, strict=True):
+            assert after == pytest.approx([f / times for f in before])
+
+
+def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
+    """SmolLM3's longer stage, then SWAN-GPT's conversion: one global layer without rotation."""
+    longer = {"sequence_length": 64, "batch_size": 2}
+    swan = {"layers": [0], "windows": [None, 16]}
+    changes = {
+        "phases": {
+            "short": {"steps": 2},
+            "long": {"steps": 2, **longer, "rescale": {"method": "base", "base": 2e6}},
+            "swan": {"steps": 2, **longer, "drop": swan},
+        },
+        "model": {"qk_norm": {"when": "never"}},
+        "drop": {"at": None},
+        "trainer": {"checkpoint_every": 1},
+    }
+    config, trained = run("swan", **changes)
+    assert "new base of the frequencies (2,000,000)" in trained.effects["long"].what
+    assert trained.effects["swan"].what.endswith("of layers 0; windows none, 16")
+    free, local = Layout.from_dict(read_state(checkpoint_of(config))["layout"]).layers
+    assert (free.window, local.window) == (None, 16)
+    assert not free.spectra[0].rotates
+    wanted = make_spectrum("rope", 2 * len(local.spectra[0].inv_freq), 64, {"base": 2e6})
+    assert local.spectra[0] == wanted
+    assert_resumes(run, config, (3, 5), tmp_path, **changes)
+
+
+def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(
+    base, finished, tmp_path
+):
+    whole, _ = finished
+    early = str(checkpoint_of(whole, 6))
+    begun = {**base, "run_dir": str(tmp_path / "new")}
+
+    def config(from_run, norms="after_drop", **changes):
+        model = {"from_run": from_run, "qk_norm": {"when": norms}}
+        return parse(RunConfig, merged(begun, {"model": model, **changes}))
+
+    last = config(whole.run_dir, drop={"at": None})
+    assert (label(last), last.positional.layers) == ("DroPE", ["nope"])
+    assert label(config(whole.run_dir, drop={"at": None}, label="mine")) == "mine"
+    before = config(early, drop={"at": None}, norms="never")
+    assert (label(before), before.positional) == ("RoPE", whole.positional)
+    with pytest.raises(UserError, match="'nope' is what the layers to drop have already"):
+        config(whole.run_dir)
+    assert label(config(early)) == "DroPE"
+
+
+def test_a_corpus_of_some_of_its_texts_keeps_what_is_the_same(whole):
+    corpus = open_corpus(whole[0])
+    assert isinstance(corpus, Corpus)
+    assert corpus.mixed(whole[0].data).fingerprint == corpus.fingerprint

@@ -1,0 +1,321 @@
+"""Training runs: resuming is bitwise, the drop does what it says, controls branch off."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.small_runs import decoder_of
+from trainer.checkpoint import BEFORE_DROP, Reader, load_decoder, read_state, step_name
+from trainer.common.errors import UserError
+from trainer.config import RunConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.data.tokenizer import vocabulary_size
+from trainer.evaluation.outcomes import Result
+from trainer.lightning import setup
+from trainer.lightning.fit import train
+from trainer.lightning.loggers import log_results
+from trainer.lightning.module import LanguageModule
+from trainer.lightning.phases import effect_probe
+from trainer.lightning.setup import make_decoder
+from trainer.positional.drop import drop
+from trainer.runs.metrics_file import TIMES, read_metrics
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
+
+
+def checkpoint_of(config, step=None):
+    return Path(config.run_dir) / "checkpoints" / step_name(step or config.trainer.max_steps)
+
+
+def contents_of(path):
+    """Everything a checkpoint holds, by name."""
+    reader = Reader(path)
+    tensors = {
+        name: torch.zeros(about.size, dtype=about.properties.dtype)
+        for name, about in reader.tensors.items()
+    }
+    reader.load(tensors, alone=True)
+    return tensors
+
+
+def assert_same_tensors(first, second, only=""):
+    a, b = ({k: v for k, v in contents_of(path).items() if only in k} for path in (first, second))
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+SAVED = "effects", "lengths", "benchmarks", "loss"
+
+
+def assert_same_state(a, b):
+    assert_same_tensors(a, b)
+    first, second = read_state(a), read_state(b)
+    for part in ("step", "layout", "tally", "data", "pending_metrics", *SAVED):
+        assert first[part] == second[part], part
+
+
+def rows_of(config):
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def start_from(config, step, run_dir):
+    """Copy the checkpoint of a step, and the metrics, of a run into the directory of another."""
+    path = checkpoint_of(config, step)
+    shutil.copytree(path, run_dir / "checkpoints" / path.name)
+    shutil.copy(Path(config.run_dir) / "metrics.csv", run_dir)
+
+
+def assert_resumes(run, whole, steps, directory, **changes):
+    """Resume a run in ``directory`` from the checkpoint of each step; it ends as the whole run."""
+    for step in steps:
+        start_from(whole, step, directory / f"from{step}")
+        resumed, trained = run(f"from{step}", **changes)
+        last = trained.config.trainer.max_steps
+        assert_same_state(trained.checkpoint, checkpoint_of(whole, last))
+        assert rows_of(resumed) == rows_of(whole)
+
+
+VARIANTS = {
+    "fp32 AdamW": {},
+    "bf16": {"trainer": {"precision": "bf16"}},
+    "Muon, and a temperature": {
+        "optimizer": {"name": "muon"},
+        "positional": {"temperature": {"coefficient": 0.3, "reference": 8, "steps": True}},
+    },
+    "accumulation": {"trainer": {"micro_batch_size": 2}},
+    "kept optimizer": {"drop": {"optimizer_state": "keep"}},
+    "workers": {"data": {"num_workers": 2}},
+    "compiled and recomputed": {
+        "trainer": {"compile": True},
+        "strategy": {"activation_checkpointing": "selective"},
+    },
+}
+
+
+def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
+    whole, _ = run("whole")
+    start_from(whole, 9, tmp_path / "at9")
+    monkeypatch.setattr(setup, "initial_value", pytest.fail)
+    resumed, _ = run("at9")
+    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
+
+
+@torch.no_grad()
+def test_effect_of_the_drop_matches_the_checkpoints(finished):
+    """Before it with the encoding and without, and from the last one; on held-out text alone."""
+    config, trained = finished
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    ((ids, targets),) = effect_probe(corpus, 4, phases_of(config)[1])
+
+    def losses(model):
+        logits = model(ids).double().transpose(1, 2)
+        return F.cross_entropy(logits, targets, reduction="none").mean(1).tolist()
+
+    path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
+    model = load_decoder(path, read_state(path))
+    each = {"before": losses(model)}
+    model.layout = drop(model.layout, qk_norm=True)
+    each |= {"after": losses(model), "end": losses(decoder_of(trained))}
+    mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
+    assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
+    effect = dict(trained.effect_of_drop)
+    assert effect.pop("what") == "dropped the encoding (nope)"
+    sequences = effect.pop("sequences")
+    assert sequences == {when: pytest.approx(values) for when, values in each.items()}
+    assert effect == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["phase"] for row in rows] == [0] * 3 + [1] * 3
+    logged = {key: row[f"drop/{key}"] for row in rows for key in mean if f"drop/{key}" in row}
+    assert effect == {"step": 6} | logged
+    assert "drop/loss_before" in rows[3]
+
+
+def test_optimizer_policies_at_the_crossing(run):
+    """The Adam step count tells which state survived: 12 updates in all, 6 of them since."""
+    for policy, old, new in (("reset", 6, 6), ("keep", 12, 12), ("reset_new", 12, 6)):
+        config, _ = run(policy, drop={"optimizer_state": policy})
+        tensors = contents_of(checkpoint_of(config))
+        steps = {name: int(t) for name, t in tensors.items() if name.endswith(".step")}
+        assert len(steps) == sum(name.startswith("model.") for name in tensors)
+        for name, taken in steps.items():
+            expected = new if "q_norm" in name or "k_norm" in name else old
+            assert taken == expected, (policy, name)
+
+
+def test_learning_rates_follow_the_phases(run):
+    """Pretraining that the drop cuts short has the schedule of all 12 steps, the 6 after it one of
+    their own; both warm up over two."""
+
+    def falling(done, steps):
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done / steps)) / 2
+
+    config, _ = run(trainer={"log_every": 1})
+    rates = [row["learning_rate"] / config.optimizer.lr for row in rows_of(config)]
+    pretraining = [0.5, 1.0, *(falling(t, 10) for t in range(4))]
+    assert rates == pytest.approx([*pretraining, 0.5, 1.0, *(falling(t, 4) for t in range(4))])
+
+
+@torch.no_grad()
+def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
+    """Also in the second layer, whose input the drop changes."""
+    still = {"qk_norm_gain": "matched", "schedule": {"peak": 1e-12}}
+    config, trained = run(drop=still)
+    path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
+    model = load_decoder(path, read_state(path))
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    ((ids, _),) = effect_probe(corpus, 4, phases_of(config)[1])
+    seen = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            norm = name.replace("proj", "norm")
+            module.register_forward_hook(lambda *args, norm=norm: seen.update({norm: args[2]}))
+    model(ids)
+    after = decoder_of(trained)
+    assert len(seen) == 4
+    for norm, output in seen.items():
+        weight, rms = after.get_parameter(f"{norm}.weight"), output.square().mean().sqrt()
+        torch.testing.assert_close(weight, rms.expand_as(weight), rtol=1e-4, atol=0)
+    assert not torch.allclose(after.layers[1].self_attn.q_norm.weight, torch.ones(16), rtol=0.01)
+
+
+def test_a_control_that_branches_off_after_the_drop_ends_as_its_run(finished, base, tmp_path):
+    main, _ = finished
+    config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path / "control")}))
+    Path(config.run_dir).mkdir()
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    control = train(config, corpus, checkpoint_of(main, 9))
+    assert_same_state(control.checkpoint, checkpoint_of(main))
+    assert rows_of(config) == rows_of(main)
+
+
+def test_control_branches_off_before_the_drop(run, finished, base, tmp_path):
+    main, _ = finished
+    changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
+    config = parse(RunConfig, merged(base, changes))
+    (tmp_path / "rope").mkdir()
+    branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
+    control = train(config, prepare_corpus(config.data, config.tokenizer), branch)
+    assert decoder_of(control).layout.layers[0].spectra[0].rotates
+    # The same run from the beginning, without the drop, ends at the same weights.
+    whole, _ = run("whole", drop={"enabled": False})
+    assert_same_tensors(checkpoint_of(config), checkpoint_of(whole))
+    assert rows_of(config) == rows_of(whole)
+
+
+def test_checkpoint_of_another_shape_is_refused(run):
+    run()
+    with pytest.raises(UserError, match=r"model\.hidden_size.*32.*64"):
+        run(model={"hidden_size": 64})
+
+
+def test_tensorboard_events_are_written(run):
+    pytest.importorskip("tensorboard")
+    config, _ = run(logger={"tensorboard": True})
+    assert list(Path(config.run_dir).rglob("events.out.tfevents*"))
+
+
+def assert_holds(path, *parts):
+    """Soon: a process of wandb's own writes it, also after the run's end."""
+    end = time.monotonic() + 30
+    while missing := [part for part in parts if part not in path.read_bytes()]:
+        assert time.monotonic() < end, missing
+        time.sleep(0.05)
+
+
+def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
+    run, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config, _ = run(logger={"wandb": True})
+    log_results(config, [Result("DroPE", 32, 1.0, None, 4.0)], {})
+    (record,) = Path(config.run_dir).rglob("*.wandb")
+    assert_holds(record, b"gradient_norm", b"evaluation/loss/DroPE")
+
+
+def test_compiled_run_agrees_with_the_eager_one(run):
+    """The drop in mid-run recompiles the blocks and changes nothing else."""
+    eager, _ = run("eager", trainer={"log_every": 1})
+    compiled, _ = run("compiled", trainer={"log_every": 1, "compile": True})
+    for a, b in zip(rows_of(eager), rows_of(compiled), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_adamw(run, limit):
+    """Whole batches, their weighted mean loss; the gradients are far above the limit, or below."""
+    changes = {"micro_batch_size": 2, "gradient_clip": limit, "max_steps": 2, "log_every": 1}
+    config, trained = run(trainer=changes, drop={"at": None}, model={"qk_norm": {"when": "never"}})
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    samples = TrainingSamples(corpus, config.data, config.seed)
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer)).to_empty(device="cpu")
+    model.reset_parameters(config.seed)
+    matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
+    others = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    options = {"betas": config.optimizer.betas, "eps": config.optimizer.eps}
+    optimizer = torch.optim.AdamW(
+        groups, weight_decay=config.optimizer.weight_decay, fused=False, **options
+    )
+    for step, row in enumerate(rows_of(config)):
+        batch = samples.__getitems__(list(range(4 * step, 4 * step + 4)))
+        logits, weights = model(batch["input_ids"]), batch["weights"].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        loss = (weights * losses).sum() / weights.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        assert 0.5 < norm < 50
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * (0.5, 1.0)[step]
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = contents_of(trained.checkpoint)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        # Adam's steps hardly depend on the size of gradients; its averages do.
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                saved[f"optim.{name}.{key}"], state[key], rtol=1e-3, atol=1e-9
+            )
+        torch.testing.assert_close(saved[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
+    whole, _ = run("whole", **VARIANTS[variant])
+    # before, at and after the drop
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **VARIANTS[variant])
+    # The resume at the drop writes once more what controls branch off from.
+    again, before = (tmp_path / name / "checkpoints" / BEFORE_DROP for name in ("from6", "whole"))
+    assert_same_state(again, before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_without_a_finite_gradient_changes_nothing(run, monkeypatch, optimizer):
+    """As if the step had not been: the run that skips update 3 ends where one of 2 updates does."""
+    original = LanguageModule.training_step
+
+    def broken(module, batch, index):
+        loss = original(module, batch, index)
+        return loss * float("nan") if module.global_step >= 2 else loss
+
+    changes = {"optimizer": {"name": optimizer}, "drop": {"at": None}}
+    changes |= {"model": {"qk_norm": {"when": "never"}}}
+    sound, _ = run("sound", **changes, trainer={"checkpoint_every": 2, "max_steps": 4})
+    monkeypatch.setattr(LanguageModule, "training_step", broken)
+    skipping, _ = run("skipping", **changes, trainer={"checkpoint_every": 2, "max_steps": 4})
+    assert_same_tensors(checkpoint_of(sound, 2), checkpoint_of(skipping))
+    assert rows_of(skipping)[-1]["skipped_steps"] == 2

@@ -1,0 +1,211 @@
+"""Strategies change where the decoder computes, not its results."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
+from trainer.config import RunConfig, StrategyConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.lightning import strategy
+from trainer.lightning.fit import train
+from trainer.lightning.setup import make_decoder
+from trainer.lightning.strategy import checkpoint_activations, fill, parallelize
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import initial_value
+from trainer.runs.parsing import merged, parse
+from trainer.runs.ranks import init_distributed, shutdown_distributed
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one, left again."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+    yield init_distributed(RunConfig(strategy=StrategyConfig(name="fsdp2")))
+    shutdown_distributed()
+
+
+def initial(model, name, shape):
+    return initial_value(model.config, name, shape, 0)
+
+
+def tiny(**more):
+    model = ModelConfig(32, 48, 2, 2, 1, None, 50, tie_word_embeddings=False)
+    return RunConfig(model=model, **more)
+
+
+@pytest.mark.parametrize(
+    ("operator", "is_saved"),
+    [
+        ("aten.mm.default", True),
+        ("aten.addmm.default", True),
+        ("aten._scaled_dot_product_flash_attention.default", True),
+        ("flash_attn.forward.default", True),
+        ("aten.mul.Tensor", False),
+        ("aten.silu.default", False),
+    ],
+)
+def test_expensive_results_are_not_computed_again(operator, is_saved):
+    policy = strategy._keep_products(None, operator)
+    assert policy == (CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputed_activations_give_the_same_run(run, kind):
+    plain, _ = run("plain", trainer={"log_every": 1})
+    saved, _ = run("saved", trainer={"log_every": 1}, strategy={"activation_checkpointing": kind})
+    assert rows_of(saved) == rows_of(plain)
+    assert_same_tensors(checkpoint_of(saved), checkpoint_of(plain))
+
+
+def activations(tiny_decoder, kind):
+    """Bytes that a block's forward pass keeps for backward."""
+    model = tiny_decoder()
+    for block in model.layers:
+        checkpoint_activations(block, kind)
+    sizes = {}
+
+    def keep(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.loss(torch.randint(50, (4, 32)), torch.randint(50, (4, 32)))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind):
+    """Forward and backward, and to the same gradients; as many graphs as without recomputing."""
+    torch._dynamo.reset()
+    plain, compiled = tiny_decoder(), tiny_decoder()
+    compiled.load_state_dict(plain.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in compiled.layers:
+        checkpoint_activations(block, kind)
+        block.compile(backend=counter, fullgraph=True)
+    ids = torch.randint(50, (4, 32))
+    for model in (plain, compiled):
+        model.loss(ids, ids).mean().backward()
+    assert counter.frame_count == 1
+    for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
+    sizes = [activations(tiny_decoder, kind) for kind in ("full", "selective", "none")]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2]
+
+
+def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
+    config = tiny(strategy=StrategyConfig(name="fsdp2"), seed=3)
+    model, plain = make_decoder(config, 50), make_decoder(config, 50)
+    parallelize(model, torch.device("cpu"), "fsdp2")
+    fill(model, lambda name, shape: initial_value(model.config, name, shape, 3))
+    plain.to_empty(device="cpu")
+    plain.reset_parameters(3)
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    assert all(isinstance(block, FSDPModule) for block in (model, *model.layers))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_process_trains_sharded_as_on_a_single_device(run, alone, precision):
+    """So that a recipe whose strategy is fsdp2 runs as it is on one GPU, or on a CPU."""
+    trainer, by_name = {"precision": precision, "micro_batch_size": 2, "log_every": 1}, {}
+    for name in ("single", "fsdp2"):
+        config, _ = run(name, strategy={"name": name}, trainer=trainer)
+        by_name[name] = rows_of(config)
+    assert len(by_name["single"]) == 12
+    for row, expected in zip(by_name["fsdp2"], by_name["single"], strict=True):
+        assert row["loss"] == pytest.approx(
+            expected["loss"], rel=1e-5 if precision == "fp32" else 1e-2
+        )
+
+
+def test_bf16_is_the_same_computation_under_every_strategy(alone):
+    """Weights, gradients and losses are float32; activations and products, the residual stream
+    among them, bfloat16."""
+    ids, results = torch.randint(50, (2, 16)), {}
+    for name in ("single", "fsdp2"):
+        model = make_decoder(tiny(), 50)
+        parallelize(model, torch.device("cpu"), name, half=True)
+        fill(model, partial(initial, model))
+        seen = set()
+        for block in model.layers:
+            block.register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.dtype))
+        loss = model.loss(ids, ids)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert seen == {torch.bfloat16}
+        assert {x.dtype for x in (loss, *model.parameters(), *gradients)} == {torch.float32}
+        results[name] = (
+            loss.item(),
+            [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients],
+        )
+    (loss, expected), (other, gradients) = results.values()
+    assert other == loss
+    for gradient, value in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=1e-2, atol=1e-4)
+
+
+def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
+    """Three micro-batches, one reduction a sharded module."""
+    model = make_decoder(tiny(), 50)
+    parallelize(model, torch.device("cpu"), "fsdp2")
+    fill(model, partial(initial, model))
+    count, original = [], dist.reduce_scatter_tensor
+
+    def counted(*args, **kwargs):
+        count.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", counted)
+    ids = torch.randint(50, (2, 16))
+    for index in range(3):
+        strategy.synchronize_gradients(model, index == 2, index == 2)
+        model.loss(ids, ids).backward()
+    reductions = len(count)
+    strategy.synchronize_gradients(model, True, True)
+    model.loss(ids, ids).backward()
+    assert reductions == len(count) - reductions  # as many as one micro-batch alone needs
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch):
+    """torch would cut each where DDP's buckets end, here after every parameter or two."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    buckets = partial(strategy.Replicated, bucket_cap_mb=0.01)
+    monkeypatch.setattr(strategy, "Replicated", buckets)
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
+    changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
+    steps = {"max_steps": 8, "compile": True}
+    config = parse(
+        RunConfig,
+        merged(
+            base,
+            {
+                **changes,
+                "trainer": steps,
+                "model": {"qk_norm": {"when": "never"}},
+                "drop": {"at": None},
+            },
+        ),
+    )
+    (tmp_path / "run").mkdir()
+    torch._dynamo.reset()
+    train(config, prepare_corpus(config.data, config.tokenizer))
+    assert counter.frame_count == 1

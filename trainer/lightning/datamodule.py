@@ -1,0 +1,163 @@
+"""Training batches in an order that is a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus
+
+
+class Samples(Protocol):
+    """Training samples by number."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        """Return these samples as one batch."""
+        ...
+
+
+class Batches(IterableDataset[Any]):
+    """Micro-batches of one rank, from step ``start`` on, without end.
+
+    Step s reads ``batch_size`` samples from ``first(s)`` on (by default s times ``batch_size``), on
+    any number of ranks: the batch is split into ``micro_batches`` equal parts, and each part is
+    split among the ranks. Workers take turns, so their number does not matter either.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        *,
+        start: int = 0,
+        first: Callable[[int], int] | None = None,
+        micro_batches: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if batch_size % (micro_batches * ranks):
+            raise ValueError(f"{batch_size} does not divide into {micro_batches} x {ranks} parts")
+        self.samples, self.batch_size, self.start, self.first = samples, batch_size, start, first
+        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+
+    def numbers(self) -> Iterator[list[int]]:
+        """Yield the sample numbers of this worker's micro-batches."""
+        worker = get_worker_info()
+        begin, step_size = (worker.id, worker.num_workers) if worker else (0, 1)
+        size = self.batch_size // (self.micro_batches * self.ranks)
+        for number in count(begin, step_size):
+            step, part = divmod(number, self.micro_batches)
+            step += self.start
+            first = step * self.batch_size if self.first is None else self.first(step)
+            begin = first + (part * self.ranks + self.rank) * size
+            yield list(range(begin, begin + size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this worker's micro-batches."""
+        return map(self.samples.__getitems__, self.numbers())
+
+
+class TokenData(L.LightningDataModule):
+    """Batches of prepared text for a :class:`~trainer.lightning.LanguageModule`.
+
+    There is no state to save: a resumed run reads on from its step.
+
+    Args:
+        corpus: prepared text, or the directory that ``python -m trainer prepare`` wrote.
+        length: tokens of a sequence.
+        batch_size: sequences of a step, over all micro-batches and ranks.
+        seed: of the order.
+        workers: processes that read.
+        held_out: sequences of validation text.
+        samples: what is read in place of the corpus's training text, by number.
+        first: number of the first sample of each step; None: ``batch_size`` times the step.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus | str | Path,
+        length: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        workers: int = 2,
+        held_out: int = 64,
+        samples: Samples | None = None,
+        first: Callable[[int], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.corpus, self.length, self.batch_size, self.seed = corpus, length, batch_size, seed
+        self.workers, self.held_out, self.samples, self.first = workers, held_out, samples, first
+
+    def setup(self, stage: str) -> None:
+        """Open the text."""
+        if self.samples is not None:
+            return
+        from trainer.config import DataConfig
+        from trainer.data.corpus import corpus_at
+        from trainer.data.dataset import TrainingSamples
+
+        config = DataConfig(sequence_length=self.length)
+        if isinstance(self.corpus, str | Path):
+            self.corpus = corpus_at(config, [self.corpus])
+        self.samples = TrainingSamples(self.corpus, config, self.seed)
+
+    def probe(self, sequences: int) -> Tensor:
+        """Return held-out token ids ``[sequences, length + 1]``, evenly spaced in the text."""
+        self.setup("fit")
+        from trainer.data.held_out import held_out_windows
+
+        assert not isinstance(self.corpus, str | Path)
+        windows = held_out_windows(self.corpus.validation, sequences, self.length + 1)
+        return torch.from_numpy(windows)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's micro-batches from the trainer's step on."""
+        assert self.trainer is not None
+        assert self.samples is not None
+        batches = Batches(
+            self.samples,
+            self.batch_size,
+            start=self.trainer.global_step,
+            first=self.first,
+            micro_batches=self.trainer.accumulate_grad_batches,
+            rank=self.trainer.global_rank,
+            ranks=self.trainer.world_size,
+        )
+        return DataLoader(
+            batches,
+            batch_size=None,
+            num_workers=self.workers,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+            # The default generator's state is restored on resume: do not draw from it here.
+            generator=torch.Generator(),
+        )
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's share of the held-out sequences."""
+        assert self.trainer is not None
+        ids = self.probe(self.held_out)[self.trainer.global_rank :: self.trainer.world_size]
+        size = self.batch_size // (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return DataLoader(TensorDataset(ids), batch_size=size, collate_fn=_shifted)
+
+
+def _shifted(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+    """Return inputs and targets ``[B, T]`` of rows ``[T + 1]``."""
+    ids = torch.stack([row for (row,) in rows])
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def _ignore_signals(_: int) -> None:
+    """Ignore signals sent to every process of a job: only the trainer knows when to stop."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,158 @@
+"""Devices of a run: settings of torch, NCCL and OpenMP for them, and their peak throughput."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.common.errors import UserError
+from trainer.common.processes import usual_threads
+from trainer.config import Products, RunConfig
+from trainer.runs.ranks import Ranks, device_type, share_of_cores
+
+log = logging.getLogger(__name__)
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""Variables that torch reads, by its present and its older names."""
+
+
+def check_device(config: RunConfig) -> None:
+    """Check that this machine can run the configuration.
+
+    Raises:
+        UserError: it has no GPU, or one that cannot compute in the configured precision.
+    """
+    run, device = config.trainer, device_type(config)
+    if device == "cpu" and run.accelerator == "gpu":
+        raise UserError("trainer.accelerator: expected a GPU, and torch sees none")
+    if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+        raise UserError(f"trainer.precision: {torch.cuda.get_device_name()} has no bf16; use fp32")
+    if run.fp8 and (device == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
+        raise UserError("trainer.fp8: expected an NVIDIA GPU of capability 8.9 or later")
+
+
+def set_threads(config: RunConfig, ranks: Ranks) -> None:
+    """Set the number of CPU threads to ``trainer.threads`` or the default.
+
+    With several ranks, and when compiling, the default is one per core of this process's share of
+    the machine. All ranks call this together.
+    """
+    threads, share = config.trainer.threads, share_of_cores(ranks)
+    # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
+    torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
+    if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config as inductor  # after the environment is set
+
+        # The default is one worker per core of the node, up to 32, on every rank.
+        inductor.compile_threads = min(threads or share, 32)
+
+
+def set_environment(config: RunConfig) -> None:
+    """Set the environment that torch, cuBLAS and NCCL read when first used; the user's settings
+    stay."""
+    if device_type(config) == "cpu":
+        return
+    _set("expandable_segments:True", *ALLOCATOR)
+    if config.trainer.deterministic:
+        _set(":4096:8", "CUBLAS_WORKSPACE_CONFIG")
+    if config.strategy.name != "single":
+        _set("2000", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+        _set("1", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+        _set(f"{Path(config.run_dir).absolute()}/flight_recorder/rank_", *RECORD_FILE)
+
+
+def _set(value: str, *names: str) -> None:
+    """Set the first of an environment variable's names, unless one of them is set."""
+    if not any(name in os.environ for name in names):
+        os.environ[names[0]] = value
+
+
+@contextmanager
+def numerics(config: RunConfig) -> Iterator[None]:
+    """Apply ``trainer.tf32`` and ``trainer.deterministic`` within the block."""
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic  # attributes are created at run time
+    filled = memory.fill_uninitialized_memory
+    try:
+        # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
+        # setting, and torch raises if both are used.
+        if device_type(config) == "cuda":
+            torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+        if config.trainer.deterministic:
+            torch.use_deterministic_algorithms(True)
+            # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
+            memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        if config.trainer.deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+            memory.fill_uninitialized_memory = filled
+
+
+# Dense peaks from vendors' data sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and
+# say so in a footnote; the dense peaks, which count in training, are half of these. The key is the
+# whole name without the vendor. The values are (bf16 on tensor or matrix cores, fp32 outside of
+# them), in TFLOP/s; None if the device has no bf16 units. TF32 runs at half of bf16: the same data
+# sheets have 156 for the A100, 62.5 for the A10, 495 for the H100 SXM, 653.7 for the MI300X.
+# torch multiplies in it on the MI300X too: since 2.10 hipBLASLt needs no HIPBLASLT_ALLOW_TF32=1.
+_PEAKS: dict[str, tuple[float | None, float]] = {
+    # V100 and V100S data sheet (2020)
+    r"V100-SXM2-(16|32)GB": (None, 15.7),
+    r"V100-PCIE-(16|32)GB": (None, 14.0),
+    r"V100S-PCIE-32GB": (None, 16.4),
+    # T4 data sheet (2019)
+    r"T4": (None, 8.1),
+    # A100 data sheet (2021), all form factors
+    r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": (312.0, 19.5),
+    # A10 data sheet (2021)
+    r"A10": (125.0, 31.2),
+    # GA102 architecture whitepaper, appendix on the RTX A6000
+    r"RTX A6000": (154.8, 38.7),
+    # Ada architecture whitepaper, appendix; with float32 accumulation, half of the float16 rate
+    r"GeForce RTX 4090": (165.2, 82.6),
+    # L4 data sheet (2023): 242 sparse
+    r"L4": (121.0, 30.3),
+    # L40S data sheet (2023)
+    r"L40S": (362.05, 91.6),
+    # H100 architecture whitepaper (SXM5: 1978.9 sparse, PCIe: 1513)
+    r"H100 80GB HBM3": (989.4, 66.9),
+    r"H100 PCIe": (756.0, 51.2),
+    # H100 data sheet, column NVL: 1671 sparse
+    r"H100 NVL": (835.5, 60.0),
+    # H200 data sheet (SXM: 1979 sparse, the H100's cores; NVL: 1671)
+    r"H200": (989.4, 66.9),
+    r"H200 NVL": (835.5, 60.0),
+    # GH200 data sheet: 1979 sparse, the H100's cores
+    r"GH200 (120GB|480GB|144G HBM3e)": (989.4, 66.9),
+    # Blackwell data sheet, a GPU: HGX B200 4500 sparse, GB200 NVL72 5000
+    r"B200": (2250.0, 75.0),
+    r"GB200": (2500.0, 80.0),
+    # MI300X data sheet (2023), fp32 of the vector units
+    r"MI300X( VF)?": (1307.4, 163.4),
+}
+
+
+def dense_peak(device_name: str, products: Products) -> float | None:
+    """Return the dense peak in operations per second, or None if it is unknown.
+
+    ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
+    longer name, is another device. ``products``: their precision; a device without TF32 computes
+    it in float32.
+    """
+    name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
+    for pattern, (bf16, fp32) in _PEAKS.items():
+        if re.fullmatch(pattern, name):
+            tf32 = fp32 if bf16 is None else bf16 / 2
+            peak = {"bf16": bf16, "tf32": tf32, "fp32": fp32}[products]
+            return None if peak is None else peak * 1e12
+    return None

@@ -1,0 +1,252 @@
+"""The drop of positional encodings in mid-run, as a Lightning callback."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, Literal, cast
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from trainer.lightning.module import LanguageModule, evaluating
+from trainer.model.attention import RMSNorm
+from trainer.model.decoder import Decoder
+from trainer.positional.drop import drop
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+OptimizerState = Literal["keep", "reset", "reset_new"]
+Probe = Sequence[tuple[Tensor, Tensor]]
+"""Held-out batches, inputs and targets ``[B, T]`` each."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of a decoder in mid-run.
+
+    ``layout`` maps the encoding before to the one after. ``gain``: of QK-norms that come on, 1 or
+    matched to the RMS of their inputs on the probe. ``optimizer_state``: reset_new resets that of
+    the QK-norms alone.
+    """
+
+    layout: Callable[[Layout], Layout]
+    gain: Literal["one", "matched"] = "one"
+    optimizer_state: OptimizerState = "keep"
+
+
+def apply_change(
+    trainer: L.Trainer, module: LanguageModule, change: Change, probe: Probe = ()
+) -> tuple[list[float], list[float]]:
+    """Change encoding, QK-norm and optimizer state; return the losses of the probe's sequences
+    before and after.
+
+    All ranks call this together, with the same probe.
+    """
+    model = module.model
+    before, new = losses_of(module, probe), change.layout(model.layout)
+    if change.gain == "matched":
+        match_gains(module, new, [ids for ids, _ in probe])
+    model.layout = new
+    # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
+    module.choose_attention(*module.last_shape)
+    reset_optimizer(trainer, change.optimizer_state)
+    return before, losses_of(module, probe)
+
+
+def losses_of(module: LanguageModule, probe: Probe) -> list[float]:
+    """Return the mean loss of each of the probe's sequences; every rank reads all."""
+    if not probe:
+        return []
+    with evaluating(module) as model:
+        parts = [[x.to(module.device) for x in part] for part in probe]
+        return torch.cat([model.token_losses(*part).mean(dim=1) for part in parts]).tolist()
+
+
+def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
+    """Forget the optimizer's state: all of it, or that of the QK-norms, which the drop turns on."""
+    for optimizer in trainer.optimizers:
+        if policy == "reset":
+            optimizer.state.clear()
+        elif policy == "reset_new":
+            for name, submodule in trainer.lightning_module.named_modules():
+                if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
+                    optimizer.state.pop(submodule.weight, None)
+
+
+@torch.no_grad()
+def match_gains(module: LanguageModule, after: Layout, batches: Sequence[Tensor]) -> None:
+    """Set the gain of each QK-norm to the RMS of its inputs on ``batches`` of token ids.
+
+    It then rescales each vector to the average size that its layer was trained with, not to 1.
+    Factors on logits that the layout ``after`` the change lacks become part of the gains.
+    """
+    with evaluating(module) as model:
+        sizes = input_sizes(model, [ids.to(module.device) for ids in batches])
+        factors = lost_factors(model, after)
+    # Parameters are resharded now; within the block gains were temporary copies.
+    for norm, size in sizes.items():
+        norm.weight.fill_(size * factors[norm])
+
+
+def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, float]:
+    """Return the RMS of the inputs of each query and key norm on ``batches`` of one size."""
+    squares: dict[RMSNorm, Tensor | float] = defaultdict(float)
+    hooks = []
+    for block in model.layers:
+        attention = block.self_attn
+        for projection, norm in (
+            (attention.q_proj, attention.q_norm),
+            (attention.k_proj, attention.k_norm),
+        ):
+            if norm is not None:
+
+                def measure(_: nn.Module, __: Any, out: Tensor, norm: RMSNorm = norm) -> None:
+                    squares[norm] = squares[norm] + out.float().square().mean()
+
+                hooks.append(projection.register_forward_hook(measure))
+    try:
+        for ids in batches:
+            model.token_losses(ids, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # one transfer from the device for all norms
+    means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
+    return dict(zip(squares, means.sqrt().tolist(), strict=True))
+
+
+def lost_factors(model: Decoder, after: Layout) -> dict[RMSNorm, float]:
+    """Return the factor of each query and key norm that makes up for what ``after`` lacks.
+
+    The scale of rotated channels (YaRN, LongRoPE) and that of the temperature multiply logits.
+    Queries and keys share their product, averaged over heads, or one norm has all of it.
+    """
+
+    def scale(layer: LayerEncoding) -> float:
+        size = model.config.head_size
+        return fmean(
+            s.temperature.scale * (1 + s.rotary_dim / size * (s.rotary_scale**2 - 1))
+            for s in layer.spectra
+        )
+
+    factors: dict[RMSNorm, float] = {}
+    for block, old, new in zip(model.layers, model.layout.layers, after.layers, strict=True):
+        attention = block.self_attn
+        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        factors |= {norm: (scale(old) / scale(new)) ** (1 / len(norms)) for norm in norms}
+    return factors
+
+
+class DropPositions(L.Callback):
+    """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
+
+    A module that holds a :class:`Decoder` gets another layout. Any other module must hold a model
+    of transformers, which loses its rotation, see :func:`trainer.hf.drop_rotation`. Runs resume
+    from Lightning's checkpoints on either side of the drop.
+
+    Args:
+        at: updates before the drop; a float is a share of ``max_steps``.
+        to: what takes the encoding's place: a spectrum, or the name of one, such as "nope".
+        layers: indices of the layers to drop; None: all.
+        heads: indices of their key-value heads; None: all.
+        qk_norm: normalize queries and keys from the drop on, by the norms of a model built with
+            ``qk_norm.when="after_drop"``.
+        gain: of these norms: one, or matched to the RMS of queries and keys on the probe.
+        rewarm: updates over which the learning rate rises again to the schedule's.
+        optimizer_state: keep, reset, or reset_new (of the QK-norms).
+        probe: held-out token ids ``[B, T + 1]`` whose loss is logged just before and just after.
+    """
+
+    def __init__(
+        self,
+        at: int | float,
+        to: str | Spectrum = "nope",
+        *,
+        layers: Collection[int] | None = None,
+        heads: Collection[int] | None = None,
+        qk_norm: bool = True,
+        gain: Literal["one", "matched"] = "one",
+        rewarm: int = 0,
+        optimizer_state: OptimizerState = "keep",
+        probe: Tensor | None = None,
+    ) -> None:
+        self.at, self.to, self.layers, self.heads = at, to, layers, heads
+        self.qk_norm, self.gain, self.rewarm = qk_norm, gain, rewarm
+        self.optimizer_state: OptimizerState = optimizer_state
+        self.probe: Probe = [] if probe is None else [(probe[:, :-1], probe[:, 1:])]
+        self.dropped_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step of the drop."""
+        return {"dropped_at": self.dropped_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the step of a drop that is done."""
+        self.dropped_at = state_dict["dropped_at"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Repeat the drop in a resumed model of transformers; rewarm the learning rate."""
+        if self.dropped_at is not None and _decoder_in(pl_module) is None:
+            _drop_rotation(pl_module)
+        for optimizer in trainer.optimizers if self.rewarm else ():
+            rates: list[float] = []
+
+            def lower(optimizer: Any, *_: Any, rates: list[float] = rates) -> None:
+                rates[:] = [group["lr"] for group in optimizer.param_groups]
+                since = trainer.global_step - (self.dropped_at or 0)
+                if self.dropped_at is not None and since < self.rewarm:
+                    for group in optimizer.param_groups:
+                        group["lr"] *= (since + 1) / self.rewarm
+
+            def restore(optimizer: Any, *_: Any, rates: list[float] = rates) -> None:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate  # schedulers may multiply it
+
+            optimizer.register_step_pre_hook(lower)
+            optimizer.register_step_post_hook(restore)
+
+    on_sanity_check_start = on_train_start
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Drop before the first micro-batch of the step."""
+        at = round(self.at * trainer.max_steps) if isinstance(self.at, float) else self.at
+        if self.dropped_at is not None or trainer.global_step != at:
+            return
+        self.dropped_at = at
+        model = _decoder_in(pl_module)
+        if model is None:
+            _drop_rotation(pl_module)
+            reset_optimizer(trainer, self.optimizer_state)
+            return
+        change = Change(self._dropped(model), self.gain, self.optimizer_state)
+        losses = apply_change(trainer, cast("LanguageModule", pl_module), change, self.probe)
+        if self.probe:
+            names = "drop/loss_before", "drop/loss_after"
+            effect = dict(zip(names, map(fmean, losses), strict=True))
+            for logger in trainer.loggers:
+                logger.log_metrics(effect, step=at)
+
+    def _dropped(self, model: Decoder) -> Callable[[Layout], Layout]:
+        C, to = model.layout.training_length, self.to
+        spectrum = make_spectrum(to, model.config.head_size, C, {}) if isinstance(to, str) else to
+        return partial(
+            drop, to=spectrum, layers=self.layers, heads=self.heads, qk_norm=self.qk_norm
+        )
+
+
+def _decoder_in(module: nn.Module) -> Decoder | None:
+    return next((part for part in module.modules() if isinstance(part, Decoder)), None)
+
+
+def _drop_rotation(module: nn.Module) -> None:
+    from trainer.hf import drop_rotation
+
+    drop_rotation(module)

@@ -1,0 +1,120 @@
+"""Loggers of a run: ``metrics.csv``, and Lightning's own for Weights & Biases and TensorBoard."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from trainer.common.files import write_atomically
+from trainer.config import RunConfig
+from trainer.evaluation.outcomes import Result
+from trainer.runs.metrics_file import LENGTH, append_metrics
+
+
+class MetricsFile(Logger):
+    """Logger that appends rows to a CSV file and flushes each of them."""
+
+    name = "metrics"
+    version = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: hyperparameters are in ``config.yaml``."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Append a row."""
+        append_metrics(self.path, metrics | {"step": step})
+
+
+def make_loggers(config: RunConfig) -> list[Logger]:
+    """Create the configured loggers."""
+    return [MetricsFile(Path(config.run_dir) / "metrics.csv"), *_dashboards(config)]
+
+
+def _dashboards(config: RunConfig) -> list[Logger]:
+    loggers, place = [], Path(config.run_dir)
+    if config.logger.wandb:
+        is_control = place.parent.name == "controls"
+        name = f"{config.name}/{place.name}" if is_control else config.name
+        settings = config.logger
+        offline = settings.offline or not has_wandb_key()
+        loggers.append(_wandb(place, name, config.name, settings.project, settings.entity, offline))
+    if config.logger.tensorboard:
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(place, name="tensorboard", version=""))
+    return loggers
+
+
+@lru_cache
+def _wandb(
+    place: Path, name: str, group: str, project: str, entity: str | None, offline: bool
+) -> Logger:
+    """Create a run's logger once: it stays open for results that are computed after training."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    path = place / "wandb_id"
+    if not path.exists():
+        rank_zero_only(write_atomically)(path, secrets.token_hex(4))
+    logger = WandbLogger(
+        name=name,
+        group=group,
+        project=project,
+        entity=entity,
+        id=path.read_text() if path.exists() else None,
+        # Offline there is nothing to resume, and some versions warn of it.
+        resume=None if offline else "allow",
+        mode="offline" if offline else None,
+        save_dir=place,
+        reinit="create_new",  # the run's own stays open while its controls train
+    )
+    logger._wandb_init.pop("anonymous", None)  # wandb warns about it, whatever its value
+    return logger
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb will find a key, in ``WANDB_API_KEY`` or in the netrc file it writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False
+
+
+def log_results(config: RunConfig, results: Sequence[Result], images: Mapping[str, Path]) -> None:
+    """Log an evaluation to the dashboards, against the length in tokens.
+
+    Weights & Biases also gets ``images`` (PNG files).
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for result in sorted(results, key=lambda result: result.length):
+        row = rows.setdefault(result.length, {LENGTH: result.length})
+        if result.retrieval is not None:
+            row[f"evaluation/retrieval/{result.name}"] = result.retrieval.mean
+        if result.loss is not None:
+            row[f"evaluation/loss/{result.name}"] = result.loss
+    for logger in _dashboards(config):
+        dashboard: Any = logger
+        is_wandb = type(logger).__name__ == "WandbLogger"
+        for length, row in rows.items():
+            for name in row.keys() - {LENGTH} if is_wandb else ():
+                # by its name: Lightning's `*` takes precedence over `evaluation/*`
+                dashboard.experiment.define_metric(name, step_metric=LENGTH)
+            dashboard.log_metrics(row, step=None if is_wandb else length)
+        for name, path in images.items() if is_wandb else ():
+            dashboard.log_image(f"length/{name}", [str(path)])
+        logger.finalize("success")

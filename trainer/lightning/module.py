@@ -1,0 +1,293 @@
+"""Lightning module: a decoder, its loss, its optimizer and the learning rate of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from trainer.common.schedule import Schedule
+from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
+from trainer.lightning.strategy import reshard, synchronize_gradients
+from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+
+Batch = Mapping[str, Any]
+"""``input_ids`` and ``labels`` ``[B, T]``, and optional ``weights`` of tokens ``[B, T]``,
+``documents``, ``bounds``, ``longest`` and ``positions``, see :meth:`Decoder.hidden_states`."""
+
+
+class LanguageModule(L.LightningModule):
+    """Trainable :class:`Decoder`; ``model.layout`` is its present encoding.
+
+    Args:
+        model: the decoder, or one on the meta device for ``prepare``.
+        lr: learning rate of AdamW.
+        schedule: maps the number of updates done to a factor on the learning rates, such as
+            :func:`~trainer.common.schedule.schedule`; None: constant.
+        optimizer: adamw, or muon (for the matrices of blocks, AdamW for the rest).
+        gradient_clip: largest norm of a gradient; 0: no clipping. Steps whose loss or gradient is
+            not finite are skipped.
+        z_loss: weight of the squared log-partition in the loss.
+        attention: a backend, or auto.
+        prepare: distributes a model of the meta device and sets its weights, given model and
+            device.
+        reduce_once: sharded gradients are reduced once a step, at its last micro-batch.
+        optimizer_options: other arguments of :func:`~trainer.lightning.optimizers.make_optimizer`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        lr: float = 3e-4,
+        *,
+        schedule: Schedule | None = None,
+        optimizer: Literal["adamw", "muon"] = "adamw",
+        gradient_clip: float = 1.0,
+        z_loss: float = 0.0,
+        attention: str = "auto",
+        prepare: Callable[[Decoder, torch.device], None] | None = None,
+        reduce_once: bool = True,
+        **optimizer_options: Any,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["model", "schedule", "prepare"])
+        self.model = model
+        self.schedule = schedule
+        self.optimizer_options: dict[str, Any] = {"name": optimizer, "lr": lr, **optimizer_options}
+        self.gradient_clip, self.z_loss = gradient_clip, z_loss
+        self.attention, self.prepare, self.reduce_once = attention, prepare, reduce_once
+        self.tally = Tally()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.last_shape: tuple[int | None, bool] = (None, False)
+
+    def configure_model(self) -> None:
+        """Distribute a model of the meta device; Lightning may call it repeatedly."""
+        if self.prepare is not None and self.model.norm.weight.is_meta:
+            self.prepare(self.model, self.trainer.strategy.root_device)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Create the optimizer, or return the one of earlier phases; learning rates are set at
+        every step."""
+        if self._optimizer is None:
+            self._optimizer = make_optimizer(self.model, **self.optimizer_options)
+        return self._optimizer
+
+    def choose_attention(self, length: int | None = None, documents: bool = False) -> Choice:
+        """Choose the attention kernels for the present layout.
+
+        ``length``: tokens of every sequence, None: many lengths. ``documents``: whether there are
+        document masks.
+        """
+        half = self.model.compute_dtype is not None or torch.is_autocast_enabled(self.device.type)
+        device = self.trainer.strategy.root_device.type
+        choice = self.model.use_backend(
+            self.attention, device, documents=documents, half=half, length=length
+        )
+        if device == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
+        return choice
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by
+        B T.
+
+        Dividing by the sum of the weights happens once per step. A token thus counts equally
+        whatever micro-batch and rank it is read on.
+        """
+        last = (index + 1) % self.trainer.accumulate_grad_batches == 0
+        synchronize_gradients(self.model, last or not self.reduce_once, last)
+        weights = batch.get("weights")
+        if weights is None:
+            weights = torch.ones_like(batch["labels"], dtype=torch.float32)
+        losses = torch.empty_like(weights)
+        loss = weights.mean() * self.model.loss(
+            batch["input_ids"],
+            batch["labels"],
+            weights,
+            z_loss=self.z_loss,
+            losses=losses,
+            **_options(batch),
+        )
+        self.tally.add(losses, weights)
+        if getattr(self.trainer, "log_every_n_steps", 0):
+            self.log("loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, index: int) -> Tensor:
+        """Log ``val_loss``, the mean loss of a token in nats."""
+        losses = self.model.token_losses(batch["input_ids"], batch["labels"])
+        weights = batch.get("weights")
+        weights = torch.ones_like(losses) if weights is None else weights
+        loss = (losses * weights).sum() / weights.sum()
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        """Choose kernels for a new kind of batch, and set this step's learning rates."""
+        shape = batch["input_ids"].shape[1], "documents" in batch
+        if shape != self.last_shape:
+            self.last_shape = shape
+            self.choose_attention(*shape)
+        if self.schedule is not None and index % self.trainer.accumulate_grad_batches == 0:
+            factor = self.schedule(self.global_step)
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients by global norm and skip non-finite steps, without a host sync."""
+        loss, weight = self.tally.end_step()
+        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+        # Gradients of offloaded parameters are on the CPU.
+        norm = global_norm(gradients).to(loss.device) / weight
+        limit = gradient_clip_val or self.gradient_clip or float("inf")
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
+        skip = ~(norm.isfinite() & loss.isfinite())
+        scale_or_skip_next_step(optimizer, torch.where(skip, 1.0, factor), skip)
+        self.tally.end_update(norm, skip)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the present encoding to a checkpoint of Lightning."""
+        checkpoint["layout"] = self.model.layout.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the encoding of a checkpoint of Lightning."""
+        self.model.layout = Layout.from_dict(checkpoint["layout"])
+
+
+def _options(batch: Batch) -> dict[str, Any]:
+    keys = "documents", "bounds", "longest", "positions"
+    return {key: batch[key] for key in keys if key in batch}
+
+
+@contextmanager
+def evaluating(module: LanguageModule) -> Iterator[Decoder]:
+    """Provide the decoder in training for forward passes in the run's precision, without gradients.
+
+    Afterwards modes, random states, backends and shards are restored. Everything runs uncompiled:
+    new shapes would recompile the blocks, and training would continue with other kernels. Ranks
+    that share parameters must do the same forward passes.
+    """
+    model, device = module.model, module.device
+    modes = {part: part.training for part in model.modules()}
+    backends = [block.self_attn.attend for block in model.layers]
+    try:
+        model.eval()
+        for block in model.layers:
+            # Uncompiled FlexAttention materializes all scores.
+            if block.self_attn.attend is flex:
+                block.self_attn.attend = sdpa
+        with (
+            torch.no_grad(),
+            cudnn_attention(False),  # it would make a plan for every new length
+            isolate_rng(include_cuda=False),  # it creates a context on every GPU
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield model
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for block, backend in zip(model.layers, backends, strict=True):
+            block.self_attn.attend = backend
+        reshard(model)
+
+
+QUARTERS = 4
+"""Parts of a sequence whose losses are logged separately."""
+
+
+class Tally:
+    """Sums of losses, weights and skipped updates that stay on the device.
+
+    Only :meth:`read`, :meth:`skipped_in_a_row` and :meth:`state` cause a host sync.
+    """
+
+    def __init__(self) -> None:
+        self._micro: list[Tensor] = []
+        self._sums: Tensor | None = None  # loss and weight, in total and per quarter
+        self._loss: Tensor | float = 0.0
+        self._steps: Tensor | float = 0.0
+        self._skipped: Tensor | float = 0.0
+        self._in_a_row: Tensor | float = 0.0
+        self._gradient_norm: Tensor | float = float("nan")
+
+    def add(self, losses: Tensor, weights: Tensor) -> None:
+        """Add a micro-batch: losses of its tokens and their weights, both ``[B, T]`` float32."""
+        weighted = torch.stack([losses * weights, weights]).mean(dim=1)
+        parts = [part.mean(dim=1) for part in weighted.tensor_split(QUARTERS, dim=1)]
+        self._micro.append(torch.stack([weighted.mean(dim=1), *parts]))
+
+    def end_step(self) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of the step and the mean weight of its tokens, over all ranks."""
+        sums = torch.stack(self._micro).mean(dim=0)
+        # Lightning's version has a barrier, which causes a host sync.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+            sums /= dist.get_world_size()
+        self._micro = []
+        loss, weight = sums[0, 0] / sums[0, 1], sums[0, 1]
+        finite = loss.isfinite()
+        self._loss = self._loss + torch.where(finite, loss, 0.0)
+        self._steps = self._steps + finite.float()
+        sums = torch.where(finite, sums, 0.0)
+        self._sums = sums if self._sums is None else self._sums + sums
+        return loss, weight
+
+    def end_update(self, gradient_norm: Tensor, skipped: Tensor) -> None:
+        """Add the update of a step."""
+        self._gradient_norm = gradient_norm
+        self._skipped = self._skipped + skipped.float()
+        self._in_a_row = torch.where(skipped, self._in_a_row + 1.0, 0.0)
+
+    def read(self) -> dict[str, float]:
+        """Return the values to log, and reset losses.
+
+        These are the mean loss in total and by quarter of the sequence (NaN if no step was finite),
+        the last gradient norm and the updates skipped since the start.
+        """
+        values = self._loss, self._steps, self._gradient_norm, self._skipped
+        loss, steps, norm, skipped = (float(value) for value in values)
+        quarters = {}
+        if self._sums is not None:
+            means = (self._sums[1:, 0] / self._sums[1:, 1]).tolist()
+            quarters = {f"loss/quarter_{i}": mean for i, mean in enumerate(means, 1)}
+        self._loss = self._steps = 0.0
+        self._sums = None
+        mean = loss / steps if steps else float("nan")
+        return {"loss": mean, **quarters, "gradient_norm": norm, "skipped_steps": int(skipped)}
+
+    def skipped_in_a_row(self) -> int:
+        """Return the number of consecutive skipped updates, up to the last one."""
+        return int(self._in_a_row)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers for a checkpoint between two logged rows."""
+        return {
+            "loss": float(self._loss),
+            "steps": float(self._steps),
+            "skipped": float(self._skipped),
+            "skipped_in_a_row": float(self._in_a_row),
+            "sums": None if self._sums is None else self._sums.tolist(),
+        }
+
+    def load(self, state: dict[str, Any], device: torch.device) -> None:
+        """Resume from :meth:`state`."""
+        names = "loss", "steps", "skipped", "skipped_in_a_row"
+        self._loss, self._steps, self._skipped, self._in_a_row = (
+            torch.tensor(state[name], device=device) for name in names
+        )
+        sums = state["sums"]
+        self._sums = None if sums is None else torch.tensor(sums, device=device)

@@ -1,0 +1,296 @@
+"""Measurements during training on one schedule: lengths, attention statistics, benchmarks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import lightning as L
+import numpy as np
+import torch
+
+from trainer.analysis.attention import MEASURES, probe
+from trainer.common.ranks import Ranks, all_gather
+from trainer.config import MultipleChoiceConfig, RunConfig
+from trainer.data.corpus import Corpus
+from trainer.data.held_out import held_out_windows
+from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Reading, Statements
+from trainer.evaluation.multiple_choice import (
+    SUFFIX,
+    Question,
+    benchmark_directory,
+    read_questions,
+    score_questions,
+)
+from trainer.evaluation.results import Milestone, Reach
+from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.lightning.callbacks import Metrics, StepCallback
+from trainer.lightning.module import LanguageModule, evaluating
+from trainer.lightning.phases import PhaseChange
+from trainer.lightning.strategy import gathered
+from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
+from trainer.runs.phases import phase_before
+
+log = logging.getLogger(__name__)
+
+
+class Measure(Protocol):
+    """Measurement of the model in training."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to measure after ``step`` steps, in addition to changes and ends of phases."""
+        ...
+
+    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
+        """Measure the present model; return the values for the next row of metrics.
+
+        All ranks call this together. ``has_dropped``: whether an encoding was dropped.
+        """
+        ...
+
+
+class Monitors(StepCallback):
+    """Takes each measure when it is due, and all measures around changes of the model.
+
+    These moments are: before the first step, for benchmarks of trained weights; directly after a
+    change; after the last step of every phase. The results of lengths and benchmarks are saved.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        ranks: Ranks,
+        change: PhaseChange,
+        metrics: Metrics,
+    ) -> None:
+        self.change, self.metrics = change, metrics
+        self.phase_ends = {phase.end for phase in change.phases}
+        self.reaches: list[dict[str, Any]] = []
+        self.milestones: list[dict[str, Any]] = []
+        self.measures: list[Measure] = []
+        self.first_measure: Measure | None = None
+        if config.monitor.lengths_every is not None:
+            self.measures.append(Lengths(config, corpus, ranks, self.reaches))
+        if config.monitor.benchmarks.enabled:
+            benchmarks = Benchmarks(config, corpus, ranks, change, self.milestones)
+            self.measures.append(benchmarks)
+            self.first_measure = benchmarks if config.model.is_trained else None
+        if config.monitor.probe_every is not None:
+            self.measures.append(Probe(config, corpus))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measurements so far, as :class:`Reach` and :class:`Milestone` hold them."""
+        return {"lengths": [*self.reaches], "benchmarks": [*self.milestones]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the measurements so far."""
+        self.reaches[:], self.milestones[:] = state_dict["lengths"], state_dict["benchmarks"]
+
+    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Measure directly after the model was changed, and trained weights before all steps."""
+        step = trainer.global_step
+        if self.change.changed_at(step):
+            self._take(self.measures, module, step)
+        elif step == 0 and self.first_measure is not None and not self.milestones:
+            self._take([self.first_measure], module, step)
+
+    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Take the measures that are due after a step."""
+        step = trainer.global_step
+        is_end = step in self.phase_ends
+        self._take([m for m in self.measures if is_end or m.is_due(step)], module, step)
+
+    def _take(self, measures: Iterable[Measure], module: LanguageModule, step: int) -> None:
+        for measure in measures:
+            with self.metrics.elsewhere():
+                self.metrics.add(measure.measure(module, step, self.change.has_dropped))
+
+
+class Lengths:
+    """Retrieval and held-out loss at several lengths, on the same validation text every time.
+
+    Lengths count from the training length of the whole run in all its phases, as in its report.
+    Ranks share windows and trials.
+    """
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, ranks: Ranks, results: list[dict[str, Any]]
+    ) -> None:
+        monitor, needles, C = config.monitor, config.evaluation.needles, config.training_length
+        assert monitor.lengths_every is not None
+        self.every, self.results, self.C = monitor.lengths_every, results, C
+        self.batch_tokens = config.evaluation.batch_tokens
+        self.lengths = [C * factor for factor in sorted(set(monitor.lengths))]
+        text, first = corpus.validation, corpus.first_token
+        windows = windows_with_common_ends(text, monitor.windows, self.lengths)
+        whole = Perplexity(windows, first, C, last=C)
+        self.perplexity = whole.part(ranks.rank, ranks.world_size)
+        self.statements: Measurement | None = None
+        if config.data.needles.share and monitor.trials:
+            vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
+            counts = needles.needles, needles.seed, needles.changes
+            asked = Statements.make(text, self.lengths, vocabulary, first, monitor.trials, *counts)
+            self.statements = asked.part(ranks.rank, ranks.world_size)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to measure after ``step`` steps."""
+        return step % self.every == 0
+
+    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
+        """Read this rank's part; afterwards all ranks have the same values."""
+        loss, retrieval, cell = [], [], {}
+        with evaluating(module) as model, gathered(module.model):
+            for length in self.lengths:
+                reading = Reading(model, length, None, self.batch_tokens)
+                parts = all_gather(self.perplexity.read(reading))
+                cell = self.perplexity.cell(length, parts)
+                loss.append(cell["last_loss"])
+                if self.statements is not None:
+                    scores = all_gather(self.statements.read(reading)["scores"])
+                    retrieval.append(_mean([x for of_rank in scores for x in of_rank]))
+        reach = Reach(
+            step,
+            has_dropped,
+            self.C,
+            tuple(self.lengths),
+            tuple(loss),
+            tuple(retrieval),
+            cell["edges"],  # of the longest length
+            cell["losses"],
+        )
+        self.results.append(asdict(reach))
+        return {
+            f"{name}{n // self.C}x": value
+            for name, values in ((TEXT_LOSS, loss), (RETRIEVAL, retrieval))
+            for n, value in zip(self.lengths, values, strict=False)
+        }
+
+
+class Probe:
+    """Each measure of :func:`probe`, per layer and reduced over all layers.
+
+    Every rank reads the same few sequences of the training length.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        assert config.monitor.probe_every is not None
+        self.every = config.monitor.probe_every
+        count, length = config.monitor.probe_sequences, config.training_length
+        text = held_out_windows(corpus.validation, count, length)
+        text[:, 0] = corpus.first_token  # as in training
+        self.ids = torch.from_numpy(text)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to measure after ``step`` steps."""
+        return step % self.every == 0
+
+    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
+        """Measure all layers in one forward pass."""
+        with evaluating(module) as model:
+            measured = probe(model, self.ids)
+        metrics: dict[str, float] = {}
+        for name, layers in measured.items():
+            each = {f"probe/{name}/layer_{i:02}": value for i, value in enumerate(layers)}
+            metrics |= {f"probe/{name}": MEASURES[name](layers)} | each
+        return metrics
+
+
+class Benchmarks:
+    """Scores of tasks as in DroPE's Fig. 10, on the same questions every time.
+
+    Ranks share the questions.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        ranks: Ranks,
+        change: PhaseChange,
+        results: list[dict[str, Any]],
+    ) -> None:
+        self.config, self.ranks, self.change, self.results = config, ranks, change, results
+        self.settings = config.monitor.benchmarks
+        self.tasks, self.lengths = self._make_tasks(corpus)
+        self.encoder = Encoder(
+            corpus.tokenizer, config.training_length, add_bos=True, eos=(corpus.end_of_text,)
+        )
+        self.questions = self._read_questions()
+
+    def _make_tasks(self, corpus: Corpus) -> tuple[list[Measurement], list[int]]:
+        """Return this rank's part of the tasks with lengths, and their lengths."""
+        config, asked, C = self.config, self.settings, self.config.training_length
+        if not asked.tasks:
+            return [], []
+        lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
+        text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
+        evaluation = config.evaluation.limited(asked.limit, asked.limit)
+        evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
+        made, _ = make_tasks(text, evaluation, lengths, C)
+        made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
+        check_prompts(made, lengths)
+        return [task.part(self.ranks.rank, self.ranks.world_size) for task in made], lengths
+
+    def _read_questions(self) -> dict[str, list[Question]]:
+        """Return this rank's part of every multiple-choice task's questions."""
+        asked, questions = self.settings, {}
+        directory = benchmark_directory(
+            MultipleChoiceConfig(asked.multiple_choice, directory=asked.directory)
+        )
+        for task in asked.multiple_choice:
+            whole = read_questions(directory / f"{task}{SUFFIX}", asked.limit)
+            share = whole[self.ranks.rank :: self.ranks.world_size]
+            questions[task] = [replace(question, unconditional=()) for question in share]
+        return questions
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step crossed a multiple of the configured steps or tokens."""
+        return self.settings.is_due(self._tokens(step - 1), self._tokens(step), step)
+
+    def _tokens(self, step: int) -> int:
+        return phase_before(self.change.phases, step).tokens_at(step)
+
+    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
+        """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
+        began = time.perf_counter()
+        scores: dict[str, float] = {}
+        C, batch_tokens = self.config.training_length, self.config.evaluation.batch_tokens
+        with evaluating(module) as model, gathered(module.model):
+            for task in self.tasks:
+                for length in self.lengths:
+                    has = task.sequences(length)
+                    cell = task.measure(Reading(model, length, None, batch_tokens)) if has else {}
+                    losses = _gathered(cell.get("by_window", ()))
+                    value = _mean(_gathered(cell.get("scores", ())))
+                    name = f"{task.key}/{length / C:g}x"
+                    scores[name] = float(np.exp(_mean(losses))) if losses else value
+            for name, questions in self.questions.items():
+                each: dict[str, Sequence[float]] = {}
+                if questions:
+                    tokens = MultipleChoiceConfig.batch_tokens
+                    answers = score_questions(
+                        model, self.encoder, name, questions, tokens, silent=True
+                    )
+                    each = {score.metric: score.each for score in answers}
+                for metric in ("acc", "acc_norm"):
+                    scores[f"{name}/{metric}"] = _mean(_gathered(each.get(metric, ())))
+        self.results.append(asdict(Milestone(step, self._tokens(step), has_dropped, dict(scores))))
+        log.info("Step %d: benchmarks took %.1f s", step, time.perf_counter() - began)
+        return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
+
+
+def _gathered(values: Sequence[float]) -> list[float]:
+    """Gather the values of all ranks."""
+    return [value for of_rank in all_gather(list(values)) for value in of_rank]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

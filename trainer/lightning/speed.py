@@ -1,0 +1,106 @@
+"""Speed of training steps on this machine, measured on random tokens before a run is planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+
+from trainer.config import OptimizerConfig
+from trainer.lightning.optimizers import make_optimizer
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of forward and backward of one micro-batch, and of an update of the optimizer."""
+
+    micro_batch: float
+    update: float
+
+
+def measure_step(
+    config: ModelConfig,
+    layout: Layout,
+    shape: tuple[int, int],
+    *,
+    device: Literal["cpu", "cuda"],
+    precision: str,
+    optimizer: OptimizerConfig,
+    seconds: float,
+) -> Times:
+    """Measure training steps of a model with random weights on micro-batches ``[B, T]``.
+
+    ``config`` has a vocabulary. ``precision``: as ``trainer.precision``. ``seconds``: how long to
+    measure after a first step, at least one micro-batch.
+
+    Raises:
+        torch.OutOfMemoryError: a step does not fit the GPU.
+    """
+    assert config.vocab_size is not None
+    with torch.device("meta"):
+        model = Decoder(config, layout)
+    model.to_empty(device=device)
+    half = precision == "bf16"
+    model.compute_dtype = torch.bfloat16 if half else None
+    model.use_backend(config.attention_backend, device, half=half, length=shape[1])
+    with torch.no_grad(), torch.random.fork_rng():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+        ids = torch.randint(config.vocab_size, shape, device=device)
+    updates = make_optimizer(model, **asdict(optimizer))
+
+    def micro_batch() -> None:
+        model.loss(ids, ids).backward()
+
+    micro_batch()
+    timed(updates.step, device)  # makes the state
+    updates.zero_grad()
+    times: list[float] = []
+    while sum(times) < seconds or not times:
+        times.append(timed(micro_batch, device))
+    return Times(median(times), timed(updates.step, device))
+
+
+def product_peak(threads: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the most operations per second of a product on this CPU.
+
+    Measures for 0.2 seconds on matrices that fit its caches. The number of torch's threads stays as
+    it was.
+    """
+    size, before = 768, torch.get_num_threads()
+    a = torch.ones(size, size, dtype=dtype)
+    best, spent = float("inf"), 0.0
+    torch.set_num_threads(threads)
+    try:
+        while spent < 0.2:
+            took = timed(lambda: a @ a, "cpu")
+            best, spent = min(best, took), spent + took
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / best
+
+
+def multiplies_bf16_fast(threads: int) -> bool:
+    """Whether this CPU multiplies in bf16 at half the speed of float32 or faster.
+
+    An AMD EPYC (Zen 3), which has no instructions for bf16, takes 7 to 130 times as long in it.
+    """
+    return product_peak(threads, torch.bfloat16) > product_peak(threads) / 2
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of one call, including the GPU work that it starts."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,269 @@
+"""Distribution of a decoder over devices, applied from outside, and Lightning's strategies for it.
+
+Order: float8 products, activation checkpointing, compilation of each block, sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from trainer.model.decoder import Decoder
+
+StrategyName = Literal["single", "ddp", "fsdp2", "hsdp"]
+
+
+def parallelize(
+    model: Decoder,
+    device: torch.device,
+    strategy: StrategyName = "single",
+    *,
+    half: bool = False,
+    shard_size: int | None = None,
+    cpu_offload: bool = False,
+    activation_checkpointing: Literal["none", "selective", "full"] = "none",
+    compile: bool = False,
+    float8: bool = False,
+) -> None:
+    """Distribute a decoder from the meta device and allocate its weights, which :func:`fill` sets.
+
+    Args:
+        model: decoder on the meta device.
+        device: device of this process.
+        strategy: ``fsdp2`` shards over all ranks, ``hsdp`` within groups of ``shard_size`` ranks.
+        half: compute in bfloat16; weights, reductions and optimizer state are float32.
+        shard_size: ranks that share one copy of the parameters, for ``hsdp``.
+        cpu_offload: keep sharded parameters and optimizer on the CPU.
+        activation_checkpointing: what backward recomputes: nothing, all but products, whole blocks.
+        compile: compile every block.
+        float8: multiply in float8 within blocks, by torchao.
+    """
+    if float8:
+        multiply_in_float8(model)
+    for block in model.layers:
+        checkpoint_activations(block, activation_checkpointing)
+        if compile:
+            block.compile()
+    if compile:
+        # torch would cut blocks where DDP's buckets end; reductions overlap between blocks anyway.
+        torch._dynamo.config.optimize_ddp = False
+    home = device
+    if strategy in ("fsdp2", "hsdp"):
+        ranks = dist.get_world_size()
+        size = (shard_size or ranks) if strategy == "hsdp" else ranks
+        shape = (ranks // size, size) if strategy == "hsdp" else (size,)
+        shard(model, _mesh(dist.group.WORLD, device.type, shape), half, cpu_offload)
+        home = torch.device("cpu") if cpu_offload else device
+    model.to_empty(device=home)
+    model.compute_dtype = torch.bfloat16 if half else None
+
+
+@lru_cache(maxsize=1)
+def _mesh(world: object, device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Create the mesh ``[replicate, shard]``, or ``[shard]``, once for all runs of a job.
+
+    Each mesh creates process groups with communicators that take memory. ``world`` distinguishes
+    several jobs in one process.
+    """
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def shard(model: Decoder, mesh: DeviceMesh, half: bool, cpu_offload: bool = False) -> None:
+    """Apply FSDP2 to every block, then to the whole model; weights are gathered in bf16 if
+    ``half``."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # Inputs keep their dtypes: token weights are float32, and embeddings output bf16.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None,
+            reduce_dtype=torch.float32 if half else None,
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if cpu_offload
+        else OffloadPolicy(),
+    }
+    for block in model.layers:
+        # Keep it unsharded: backward needs it first.
+        fully_shard(block, reshard_after_forward=block is not model.layers[-1], **options)
+    fully_shard(model, **options)
+    for method in ("loss", "token_losses"):
+        register_fsdp_forward_method(model, method)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> None:
+    """Fill every parameter, or its shard, with the whole value that ``value_of`` gives by name and
+    shape, on the CPU and the same on every rank."""
+    for name, parameter in model.named_parameters():
+        value = value_of(name, parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            # Every rank has the same values, so none need to be sent.
+            value = distribute_tensor(
+                value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+            ).to(parameter.to_local().device)
+        parameter.copy_(value)
+
+
+def synchronize_gradients(model: nn.Module, scatter: bool, last: bool) -> None:
+    """Set whether the next backward pass of a sharded model reduces gradients to shards.
+
+    ``last``: whether it is the last one of the step, after which ``hsdp`` adds up shards of all
+    groups.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(scatter)
+        model.set_requires_all_reduce(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard parameters after a forward pass without backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def gathered(model: Decoder) -> Iterator[None]:
+    """Keep the parameters of a sharded model gathered within the block, in the compute dtype.
+
+    Ranks may then do different forward passes. All ranks enter and leave the block together.
+    """
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not parts:
+        yield
+        return
+    begin = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.token_losses(begin, begin)  # a first pass through the model registers the root
+    try:
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for block in model.layers:
+            if isinstance(block, FSDPModule):
+                block.set_reshard_after_forward(block is not model.layers[-1], recurse=False)
+        reshard(model)
+
+
+def multiply_in_float8(model: Decoder) -> None:
+    """Replace the linear layers of all blocks by torchao's; parameters and their names stay.
+
+    Every row of an operand has its own scale. With one scale for all, the loss of a token would
+    depend on the rest of its batch.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model.layers, config=recipe)
+
+
+def checkpoint_activations(block: nn.Module, kind: str) -> None:
+    """Recompute a block's activations in backward: all, or all but its expensive products."""
+    if kind == "none":
+        return
+    more: dict[str, Any] = {}
+    if kind == "selective":
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    once = block.forward
+
+    # Bind a method: torch.compile silently captures nothing of a partial.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(once, *args, use_reentrant=False, **more, **kwargs)
+
+    block.forward = MethodType(forward, block)
+
+
+EXPENSIVE = ("aten.mm", "aten.addmm", "attention", "flash_attn")
+"""Parts of the names of operators whose results are not computed again."""
+
+
+def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products and attention; recompute norms, rotations and SwiGLU."""
+    is_expensive = any(part in str(operator) for part in EXPENSIVE)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class InPlace(Strategy):
+    """Mixin that leaves weights and optimizer state on the device at the end of a fit, where the
+    next phase needs them; Lightning would copy them to the host."""
+
+    def teardown(self) -> None:
+        """Tear down as Lightning does, without the copies."""
+        self.model = self.lightning_module
+        for part in (
+            getattr(self, "cluster_environment", None),  # with several processes
+            self.precision_plugin,
+            self.accelerator,
+            self.checkpoint_io,
+        ):
+            if part is not None:
+                part.teardown()
+
+
+class Single(InPlace, SingleDeviceStrategy):
+    """One process on one device."""
+
+
+class Replicated(InPlace, DDPStrategy):
+    """DDP."""
+
+
+class Sharded(InPlace, ModelParallelStrategy):
+    """FSDP2; the model is already distributed when Lightning sees it."""
+
+    def setup_environment(self) -> None:
+        """Join the process group without Lightning's mesh, whose groups nothing destroys."""
+        self._setup_distributed()
+
+    def model_to_device(self) -> None:
+        """Do nothing: offloaded parameters stay on the CPU."""
+
+
+def lightning_strategy(name: StrategyName, device: torch.device, local_ranks: int) -> Strategy:
+    """Create Lightning's strategy of that name for this process's ``device``.
+
+    ``local_ranks``: processes on this machine.
+    """
+    if name == "single":
+        return Single(device)
+    # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of all
+    # processes of a machine.
+    strategy: Replicated | Sharded
+    if name == "ddp":
+        strategy = Replicated(gradient_as_bucket_view=True, broadcast_buffers=False)
+    else:
+        strategy = Sharded(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    strategy.parallel_devices = [device] * local_ranks
+    return strategy

@@ -1,0 +1,81 @@
+"""The drop: a pure function from one layout to another (DroPE, Sec. 5).
+
+Dropping the encoding of every layer is the paper's method; other targets, chosen layers and heads
+are the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum, Temperature
+
+NOPE = Spectrum()
+
+
+def drop(
+    layout: Layout,
+    to: Spectrum = NOPE,
+    *,
+    layers: Collection[int] | None = None,
+    heads: Collection[int] | None = None,
+    windows: Sequence[int | None] | None = None,
+    qk_norm: bool = False,
+) -> Layout:
+    """Replace encodings by ``to``; return the new layout.
+
+    ``layers``, ``heads``: indices of the layers, and of their key-value heads; None: all. If ``to``
+    has no temperature, a head keeps one that acts within the training length, since its weights
+    were trained with it. ``windows``: new windows of all layers, repeated over the depth; None:
+    those before. ``qk_norm``: also enable the query and key norms of these layers.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+    chosen = _indices(layers, len(layout.layers), "layer")
+
+    def new(spectrum: Spectrum) -> Spectrum:
+        return _as_warm(to, spectrum.temperature, layout.training_length)
+
+    def changed(index: int, layer: LayerEncoding) -> LayerEncoding:
+        if index in chosen:
+            layer = replace(_of_heads(layer, heads, new), qk_norm=layer.qk_norm or qk_norm)
+        if windows is None:
+            return layer
+        return replace(layer, window=windows[index % len(windows)])
+
+    return replace(layout, layers=tuple(changed(*item) for item in enumerate(layout.layers)))
+
+
+def _of_heads(
+    layer: LayerEncoding,
+    heads: Collection[int] | None,
+    changed: Callable[[Spectrum], Spectrum],
+) -> LayerEncoding:
+    """Return the layer with the spectra of these key-value heads changed."""
+    if heads is None:
+        return layer.map(changed)
+    chosen = _indices(heads, len(layer.spectra), "head")
+    spectra = (changed(s) if i in chosen else s for i, s in enumerate(layer.spectra))
+    return replace(layer, groups=tuple((spectrum, 1) for spectrum in spectra))
+
+
+def _as_warm(to: Spectrum, before: Temperature, training_length: int) -> Spectrum:
+    """Return ``to`` with the temperature ``before``, if weights were trained with it alone."""
+    is_trained = before.scale != 1 or before.is_trained(training_length)
+    if not is_trained or not to.temperature.is_none:
+        return to
+    return replace(to, temperature=before)
+
+
+def _indices(chosen: Collection[int] | None, count: int, noun: str) -> set[int]:
+    """Return indices counted from 0; all of them for None."""
+    if chosen is None:
+        return set(range(count))
+    for index in chosen:
+        if not -count <= index < count:
+            kind = "layers" if noun == "layer" else "key-value heads"
+            raise ValueError(f"{noun} {index} does not exist in a model of {count} {kind}")
+    return {index % count for index in chosen}

@@ -1,1 +1,0 @@
-"""Training with Lightning: module, optimizers, strategies, and callbacks."""
