@@ -108,6 +108,8 @@ def test_the_state_of_files_is_their_names_and_sizes_wherever_they_lie(tmp_path)
     assert state_of(here) == state_of(there)
     (tmp_path / "there" / "a.txt").write_text("some texts")
     assert state_of(here) != state_of(there)
+    states = [state_of(files_of(f"@https://no.where/{name}", "s3://no/where")) for name in "aba"]
+    assert states[0] == states[2] != states[1]  # without a network
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from trainer.data.prepared import (
     open_prepared,
     prepare,
 )
-from trainer.data.sources import describe, digest
+from trainer.data.sources import describe, digest, is_remote
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_token, same_tokens
 
 
@@ -113,7 +113,7 @@ def prepare_corpus(
 ) -> Corpus:
     """Open the configured text; prepare it first if this process is ``alone``.
 
-    Text of the hub is prepared by a command of its own.
+    Text that needs a network is prepared by a command of its own.
 
     ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one. ``wanted``:
     fingerprints of the texts as they were read before. A text that is prepared with its fingerprint
@@ -130,7 +130,7 @@ def prepare_corpus(
     for text, fingerprint in zip(texts, known, strict=True):
         directory = directory_of(text, tokenizer_config, tokenizer, fingerprint)
         if not is_prepared(directory):
-            if not alone or text.source == "hub":
+            if not alone or is_remote(text):
                 raise UserError(
                     f"data: {describe(text)} is not prepared in {directory}; "
                     "`python -m trainer prepare` with the arguments of the run does it once"

@@ -11,6 +11,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import has_magic
@@ -69,10 +70,14 @@ def state_of(config: DataConfig) -> str | None:
         return f"{platform.python_implementation()} {platform.python_version()}"
     if config.source != "files":
         return digest(inspect.getsource(_function(config)))
-    files = find_files(config)
-    return digest(
-        [path if "://" in path else [Path(path).name, Path(path).stat().st_size] for path in files]
-    )
+    here = find_files(replace(config, files=[name for name in config.files if "://" not in name]))
+    sizes = [[Path(path).name, Path(path).stat().st_size] for path in here if "://" not in path]
+    return digest([[name for name in config.files if "://" in name], sizes])
+
+
+def is_remote(config: DataConfig) -> bool:
+    """Whether the source needs a network."""
+    return config.source == "hub" or any("://" in name for name in config.files)
 
 
 def _function(config: DataConfig) -> Callable[..., Iterable[str]]:
