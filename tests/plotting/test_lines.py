@@ -50,8 +50,7 @@ def plain(axes):
     axes.set_xlim(0, 10)
 
 
-def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends():
-    """What ends with nothing measured is named by what was measured last, or at the end."""
+def test_few_lines_share_a_panel():
     lines = [
         Series("low", 0, [1, 2], [3, 1]),
         Series("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6], marked=False),
@@ -78,9 +77,9 @@ def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends(
               line: level at 0.5
               line: level at 3
               line: upright at 4
-              note 'here\\nor there': 4 1
               bars: 1 1, 1 2.5; 2 3, 2 6
-            legend 'high', 'ends early', 'half', 'low', 'nothing', 'chance', 'best'
+            legend 'low', 'high', 'ends early', 'nothing', 'half', 'chance', 'best', 'here: or
+                there'
             """,
         )
 

@@ -93,7 +93,7 @@ def test_dollars_in_a_name_begin_no_formula(tmp_path):
         figure = draw([Series(NAME, 0, (1, 10), (1, 2)), Series("b", 1, (1, 10), (2, 1))], frame)
         save(figure, tmp_path / "figure")
         shown = [text.get_text() for text in figure.findobj(Text)]
-    assert r"costs \$\frac\$ or \$5" in shown
+    assert NAME in shown
     assert (tmp_path / "figure.svg").is_file()
 
 

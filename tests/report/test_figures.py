@@ -119,8 +119,7 @@ def test_perplexity_by_position(plots):
           line: x 16 144; y 40 80
           line: x 16 144; y 40 nan
           line: upright at 64
-          note 'training length': 64 1
-        legend 'RoPE', 'RoPE + cropped', 'DroPE'
+        legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
         """,
     )
 
@@ -214,8 +213,8 @@ def test_losses_over_steps_with_the_drop():
           line: x 1 2; y 6 5.5
           line: x 1 2; y 6 5.5
           line: upright at 2
-          note 'encoding dropped at step 2\\nloss 4.00 before, 8.50 after, ? at the end': 2 1
-        legend 'RoPE', 'DroPE'
+        legend 'DroPE', 'RoPE', 'encoding dropped at step 2: loss 4.00 before, 8.50 after, ?
+            at the end'
         """,
     )
 
@@ -249,8 +248,7 @@ def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
           line: x 4 8; y 50 nan
           line: x 4; y 25
           line: upright at 6
-          note 'encoding dropped at step 6': 6 1
-        legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×'
+        legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×', 'encoding dropped at step 6'
         """,
     )
     check(
@@ -314,7 +312,6 @@ def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
           line: x 0 1000 2000; y 25 nan 25
           line: x 0; y 37.5
           line: upright at 2000
-          note 'encoding dropped': 2000 1
-        legend 'DroPE, a', 'DroPE, mean', 'RoPE, mean', 'DroPE, b'
+        legend 'DroPE, mean', 'DroPE, a', 'DroPE, b', 'RoPE, mean', 'encoding dropped'
         """,
     )

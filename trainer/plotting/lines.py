@@ -152,45 +152,19 @@ def over_heads(
 
 
 def draw(series: Sequence[Series], frame: Frame) -> Figure:
-    """Draw one panel with the legend beside it, or small multiples for many lines."""
-    with paper_style():
-        if len(series) > OVERLAY:
-            return small_multiples([(line.label, [line]) for line in series], frame)
-        figure = blank(3.1)
-        axes = figure.add_subplot()
-        _draw_panel(axes, Panel("", series, frame), with_note=True)
-        axes.set_xlabel(frame.x_label)
-        axes.set_ylabel(frame.y_label)
-        # The legend lists lines in the order of their right ends, which are beside it.
-        ranked = sorted(series, key=_last_value, reverse=True)
-        handles = [*map(line_handle, ranked), *reference_handles(frame)]
-        figure.legend(handles=handles, loc="outside right center", frameon=False, handlelength=2.6)
-        return figure
-
-
-def small_multiples(
-    panels: Sequence[tuple[str, Sequence[Series]]], frame: Frame, legend: Sequence[Series] = ()
-) -> Figure:
-    """Draw a small panel for each title and its lines, over all other lines in grey.
-
-    ``legend``: lines that the legend names; a panel with one line has a title in its colour.
-    """
+    """Draw one panel, or for many lines a small panel each over all other lines in grey."""
+    if len(series) <= OVERLAY:
+        return side_by_side([Panel("", series, frame)], height=2.8)
+    panels = [Panel(line.label, [line], frame) for line in series]
     columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
-    rows = math.ceil(len(panels) / columns)
-    with paper_style():
-        figure = blank(0.9 + 1.45 * rows if legend else 0.75 + 1.22 * rows)
-        x, y = frame.x_label, frame.y_label
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
-        everything = [line for _, lines in panels for line in lines]
-        for axes, (title, lines) in zip(grid, panels, strict=True):
-            for other in everything:
-                axes.plot(other.x, other.y, **_BACKGROUND)
-            _draw_panel(axes, Panel("", lines, frame))
-            look = {} if legend else {"color": line_style(lines[0])["color"], "fontsize": 7.5}
-            axes.set_title(title, pad=3, **look)
-        handles = [*map(line_handle, legend), *reference_handles(frame, with_vertical=True)]
-        legend_above(figure, handles, _balanced(handles) if legend else 4)
-    return figure
+    return side_by_side(
+        panels,
+        columns=columns,
+        height=1.22,
+        x_label=frame.x_label,
+        y_label=frame.y_label,
+        background=True,
+    )
 
 
 def side_by_side(
@@ -199,30 +173,40 @@ def side_by_side(
     columns: int | None = None,
     height: float = 2.5,
     x_label: str = "",
+    y_label: str = "",
     bands: bool = False,
     balanced: bool = False,
+    background: bool = False,
 ) -> Figure:
     """Draw panels beside each other with one legend; a label has one style in all of them.
 
-    ``columns``: panels in a row (None: all); ``height``: inches of a row. ``x_label``: one label
-    below all panels, instead of their own. ``bands``: shade intervals instead of drawing bars.
-    ``balanced``: give the legend up to six columns and rows of similar length.
+    ``columns``: panels in a row (None: all); ``height``: inches of a row. ``x_label``, ``y_label``:
+    one label for all panels, instead of their own. ``bands``: shade intervals instead of drawing
+    bars. ``balanced``: give the legend up to six columns and rows of similar length.
+    ``background``: panels share their axes and show the lines of all others in grey; titles in the
+    colour of the first line take the place of a legend.
     """
     columns = min(columns or len(panels), len(panels))
     with paper_style():
-        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
-        grid = panel_grid(figure, len(panels), columns, x=x_label)
+        figure = blank(height * math.ceil(len(panels) / columns) + (0.75 if background else 0.3))
+        share = {"share_x": background, "share_y": background}
+        grid = panel_grid(figure, len(panels), columns, x=x_label, y=y_label, **share)
         lines: dict[str, Line2D] = {}
         references: dict[str, Line2D] = {}
         for axes, panel in zip(grid, panels, strict=True):
+            if background:
+                for other in (line for shown in panels for line in shown.series):
+                    axes.plot(other.x, other.y, **_BACKGROUND)
             _draw_panel(axes, panel, bands=bands)
-            axes.set_title(panel.title, pad=4)
-            axes.set_ylabel(panel.frame.y_label)
+            colour = line_style(panel.series[0])["color"] if background else "black"
+            axes.set_title(panel.title, pad=4, color=colour)
+            if not y_label:
+                axes.set_ylabel(panel.frame.y_label)
             if not x_label:
                 axes.set_xlabel(panel.frame.x_label)
-            for series in (line for line in panel.series if line.label):
+            for series in (line for line in panel.series if line.label and not background):
                 lines.setdefault(series.label, line_handle(series))
-            for handle in reference_handles(panel.frame, with_vertical=True):
+            for handle in reference_handles(panel.frame):
                 references.setdefault(str(handle.get_label()), handle)
         handles = [*lines.values(), *references.values()]
         legend_above(figure, handles, _balanced(handles) if balanced else 4)
@@ -300,14 +284,14 @@ def draw_line(axes: Axes, item: Series, *, band: bool = False) -> None:
     axes.plot(item.x, item.y, zorder=3, **style)
 
 
-def reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]:
+def reference_handles(frame: Frame) -> list[Line2D]:
     """Return legend entries for the reference lines."""
     style: dict[str, Any] = {"color": GREY, "linewidth": 0.8}
     handles = [
         Line2D([], [], linestyle=dash, label=text, **style)
         for (_, text), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False)
     ]
-    if with_vertical and frame.vertical is not None:
+    if frame.vertical is not None:
         text = frame.vertical[1].replace("\n", ": ")
         handles.append(Line2D([], [], linestyle="--", label=text, **style))
     return handles
@@ -339,6 +323,8 @@ def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) ->
             frameon=False,
             handlelength=2.6,
         )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a dollar sign in a name must not start a formula
         if count == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
             return
         legend.remove()
@@ -349,7 +335,7 @@ def _balanced(handles: Sequence[Line2D]) -> int:
     return math.ceil(len(handles) / math.ceil(len(handles) / MOST_COLUMNS)) if handles else 1
 
 
-def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False, with_note: bool = False) -> None:
+def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False) -> None:
     """Draw the lines and reference lines of a panel, without labels and title."""
     if panel.faint is not None:
         # One collection: a line each would make the SVG large.
@@ -366,27 +352,8 @@ def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False, with_note: boo
         axes.axhline(height, color=GREY, linewidth=0.8, linestyle=dash, zorder=1)
     if frame.vertical is None:
         return
-    x_mark, note = frame.vertical
-    axes.axvline(x_mark, color=GREY, linewidth=0.8, linestyle="--", zorder=1)
-    if with_note:
-        # Above the axes, where it covers no data; it extends towards the wider side.
-        fraction = axes.transLimits.transform(axes.transScale.transform((x_mark, 1)))[0]
-        axes.annotate(
-            note,
-            (x_mark, 1),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="left" if fraction < 0.33 else "right" if fraction > 0.67 else "center",
-            va="bottom",
-            color=GREY,
-            fontsize=7.5,
-        )
+    axes.axvline(frame.vertical[0], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
 
 
 def _tokens(value: float, _: int) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
-
-
-def _last_value(item: Series) -> float:
-    return next((y for y in reversed(item.y) if math.isfinite(y)), -math.inf)

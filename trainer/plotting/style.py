@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -151,8 +150,8 @@ def save(figure: Figure, stem: Path) -> Path:
     clouds become bitmaps, at a lower resolution if it is still large. The files carry no dates.
     """
     path = stem.with_suffix(".svg")
-    for text in figure.findobj(Text):  # a dollar sign in a name must not start a formula
-        text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a dollar sign in a name must not start a formula
     with paper_style():
         png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
