@@ -18,6 +18,7 @@ from trainer.common.fields import validated
 from trainer.common.plugins import load_plugins
 from trainer.config import (
     LONGBENCH,
+    MAIN,
     MANY_SHOT,
     MOST_NAMES,
     PARTS,
@@ -104,6 +105,7 @@ def check_run(config: RunConfig) -> None:
         _refuse(_phase_rules(config, key, phase))
     _refuse(_drop_rules(config))
     for part in phases_of(config):
+        _refuse([_uneven(part.config.trainer)])
         _refuse(_data_rules(part.config.data))
         if part.drop is not None:
             key = f"phases.{part.name}.drop" if config.phases else "drop"
@@ -399,6 +401,8 @@ def _check_control(
     Raises:
         UserError: with the name of the control.
     """
+    if name == MAIN:
+        raise UserError(f"controls.{name}: the run itself has this name")
     key, branch, last = f"controls.{name}", changes.get("branch"), config.trainer.max_steps
     for own in ("run_dir", "controls", "evaluation"):
         if own in changes:

@@ -1,0 +1,182 @@
+"""The schema, conf/, and the rules between keys."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from dataclasses import asdict
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from tests.program import ROOT
+from trainer import config as schema
+from trainer.commands.composing import compose_words
+from trainer.commands.help import COMMANDS, split_words
+from trainer.commands.run import read_config, read_evaluation, read_run
+from trainer.common.errors import UserError
+from trainer.config import AnalysisRequest, EvaluationConfig, RunConfig
+from trainer.runs.parsing import check_evaluation, merged, parse
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+PAPERS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["papers"]
+LINES = sorted({c for paper in PAPERS for item in paper["items"] for c in item.get("command", ())})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_keeps_the_rules(name):
+    config = read_config([f"+experiment={name}"], weights=False)
+    assert config.run_dir == f"runs/{config.name}"
+    assert config.trainer.max_steps >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in LINES if not line.startswith("pytest")])
+def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math.jsonl").touch()
+    words = shlex.split(line)
+    name = words[0] if words[0] in COMMANDS else "train"
+    command = COMMANDS[name]
+    overrides, _ = split_words(words[1:] if words[0] == name else words, command.bare)
+    if "--multirun" in overrides:
+        overrides = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", w) for w in overrides if w[0] != "-"]
+    composed = compose_words(overrides, command.root)
+    if name == "evaluate":
+        assert read_evaluation(composed).checkpoint
+    elif name == "analyze":
+        assert parse(AnalysisRequest, composed.values).checkpoint
+    elif name == "train":
+        assert read_run(composed, weights=False).name
+
+
+def test_every_key_is_documented_and_there_are_not_many():
+    tree = ast.parse((ROOT / "trainer" / "config.py").read_text())
+    keys = 0
+    for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for key, text in pairwise([*group.body, None]):
+            if isinstance(key, ast.AnnAssign) and key.target.id != "_":
+                keys += 1
+                is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                assert is_text or group.name in ("EvaluationConfig",), (group.name, key.target.id)
+    assert keys <= 300
+
+
+def test_defaults_of_the_schema_keep_its_rules():
+    assert parse(RunConfig, {}).model.is_trained is False
+    check_evaluation(EvaluationConfig(), 64)
+    assert parse(RunConfig, asdict(parse(RunConfig, {}))) == parse(RunConfig, {})
+
+
+PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "drop": {}}}
+BROKEN = {
+    "model.num_attention_heads": {"model": {"num_attention_heads": 7}},
+    "model.head_dim": {"model": {"head_dim": 7}},
+    "model.num_key_value_heads": {"model": {"num_key_value_heads": 2}},
+    "model.qk_norm.when": {"model": {"qk_norm": {"when": "after_drop"}}},
+    "trainer.micro_batch_size": {"trainer": {"batch_size": 4, "micro_batch_size": 3}},
+    "trainer.fp8": {"trainer": {"fp8": True}},
+    "strategy.cpu_offload": {"strategy": {"cpu_offload": True}},
+    "name": {"name": "a/b"},
+    "data.restart_positions": {"data": {"restart_positions": True}},
+    "data.validation": {"data": {"validation": 0.5, "test": 0.5}},
+    "data.needles.names": {"data": {"needles": {"names": [5, 2]}}},
+    "data.needles.mentions": {"data": {"needles": {"share": 0.5, "mentions": [2, 50]}}},
+    "data.mixture.b.weight": {"data": {"mixture": {"a": {"weight": 1e6}, "b": {}}}},
+    "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
+    "drop": {"drop": {"at": 5, "at_tokens": 5}},
+    "drop.at": {"drop": {"at": 0}},
+    "drop.layers": {"drop": {"at": 5, "layers": [30]}},
+    "drop.windows": {"drop": {"at": 5, "windows": [65]}},
+    "drop: the layers": {"drop": {"at": 5, "to": "rope"}},
+    "phases.a": {"phases": {"a": {}}},
+    "phases.b.weights.c": {"phases": merged(PHASES, {"b": {"weights": {"c": 1}}})},
+    "phases.b.rescale": {"phases": merged(PHASES, {"b": {"rescale": {}}})},
+    "phases.a.rescale.base": {"phases": merged(PHASES, {"a": {"rescale": {"base": 1e6}}})},
+    "trainer.micro_batch_size: 3": {
+        "trainer": {"batch_size": 3, "micro_batch_size": 3},
+        "phases": merged(PHASES, {"b": {"batch_size": 4}}),
+    },
+    "monitor.benchmarks.every": {"monitor": {"benchmarks": {"tasks": ["standard"]}}},
+    "monitor.benchmarks.tasks": {"monitor": {"benchmarks": {"every": 1, "tasks": ["no"]}}},
+    "controls.c.run_dir": {"controls": {"c": {"run_dir": "x"}}},
+    "controls.c.branch": {"controls": {"c": {"branch": "drop"}}},
+    "controls.c.seed": {
+        "run_dir": "x",
+        "drop": {"at": 5},
+        "controls": {"c": {"branch": "drop", "seed": 1}},
+    },
+    "evaluation.methods": {"evaluation": {"methods": ["yarn"]}},
+    "evaluation.tasks": {"evaluation": {"tasks": ["statements"]}},
+    "evaluation.dope.heads": {"evaluation": {"methods": ["none", "dope"], "dope": {"heads": 999}}},
+    "evaluation.layers": {"evaluation": {"layers": [30]}},
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_a_broken_rule_is_named_by_its_key(key):
+    with pytest.raises(UserError) as refused:
+        parse(RunConfig, {"model": {"num_hidden_layers": 2}} | BROKEN[key])
+    assert str(refused.value).startswith(key)
+
+
+BROKEN_EVALUATIONS = {
+    "evaluation.methods: unknown method 'yarm'": {"methods": ["yarm"]},
+    "evaluation.methods: 'yarn+yarn'": {"methods": ["yarn+yarn"]},
+    "evaluation.methods: expected each one once": {"methods": ["pi", "pi"]},
+    "evaluation.tasks: unknown task": {"tasks": ["standart"]},
+    "evaluation.lengths: expected each length once": {"lengths": [1.0, 1.001]},
+    "evaluation.lengths: 8 tokens are too few": {"lengths": [0.125]},
+    "evaluation.last": {"last": 65, "lengths": [1.0]},
+    "evaluation.choice.text": {"choice": {"text": "no"}},
+    "evaluation.many_shot.file": {"many_shot": {"file": "missing.jsonl"}},
+    "evaluation.needles.changes": {"needles": {"changes": 4}},
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_EVALUATIONS)
+def test_a_broken_rule_of_an_evaluation_is_named_by_its_key(text):
+    values = {"checkpoint": "x", "evaluation": {"training_length": 64} | BROKEN_EVALUATIONS[text]}
+    with pytest.raises(UserError) as refused:
+        parse(schema.EvaluationRequest, values)
+    assert str(refused.value).startswith(text)
+
+
+def test_wrong_values_are_a_line_each():
+    values = {"model": {"hidden_size": "x"}, "trainer": {"log_every": 0}, "sed": 1}
+    with pytest.raises(UserError) as refused:
+        parse(RunConfig, values)
+    lines = sorted(str(refused.value).splitlines())
+    assert [line.split(":")[0] for line in lines] == [
+        "model.hidden_size",
+        "sed",
+        "trainer.log_every",
+    ]
+    assert lines[0].endswith(", got 'x'")
+
+
+def test_steps_among_the_words_do_not_give_way_to_tokens():
+    with pytest.raises(UserError, match=r"trainer\.max_steps: trainer\.max_tokens=100 decides"):
+        read_config(["trainer.max_tokens=100", "trainer.max_steps=5"])
+
+
+def test_an_option_of_one_s_own_builds_on_another(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 32\n")
+    composed = compose_words(["model=mine"], config_dir=str(tmp_path))
+    assert composed.values["model"]["hidden_size"] == 32
+    assert composed.values["model"]["num_hidden_layers"] == 3
+
+
+def test_an_encoding_of_a_plugin_is_an_option_of_positional(tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from trainer.positional.encodings import encoding\n"
+        "from trainer.positional.spectrum import Spectrum\n\n"
+        "@encoding\ndef standing_still(head_dim, training_length):\n    return Spectrum()\n"
+    )
+    config = read_config([f"plugins=[{plugin}]", "positional=standing_still"])
+    assert config.positional.layers == ["standing_still"]

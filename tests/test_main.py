@@ -1,0 +1,113 @@
+"""The command line: help, errors in a line, exit codes, bare words, sweeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.program import ROOT
+from trainer.__main__ import main
+from trainer.commands import run
+from trainer.commands.help import COMMANDS, split_words
+from trainer.common.errors import PreemptedError, UserError
+
+
+def error_of(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    assert stopped.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command_and_its_options(capsys, name):
+    main([name, "--help"])
+    said = capsys.readouterr().out
+    assert f"python -m trainer {'' if name == 'train' else name}" in said
+    assert ("drope_demo" in said) == (name == "train")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["model.num_atention_heads=4"],
+            "Key 'num_atention_heads' is not in struct, full_key: model.num_atention_heads; the "
+            "nearest is 'num_attention_heads'",
+        ),
+        (["model=nanoo"], "In 'config': Could not find 'model/nanoo'; the nearest is 'nano'"),
+        (
+            ["schedule.name=cosin"],
+            "schedule.name: input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
+        ),
+        (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
+        (["+evaluation=harness"], "evaluation.kind: input should be 'lengths', got 'harness'"),
+    ],
+)
+def test_a_wrong_word_is_one_line(capsys, words, said):
+    lines = error_of(capsys, *words)
+    assert said in lines
+
+
+@pytest.mark.slow
+def test_a_wrong_word_is_told_without_torch():
+    code = "import sys; from trainer.__main__ import main\ntry: main(['trainer.max_steps=x'])\n"
+    code += "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "False"], done.stderr
+
+
+def test_the_first_bare_word_is_the_key_of_the_command(tmp_path):
+    place = tmp_path / "lr=0.1"
+    place.mkdir()
+    assert split_words(["runs/a", "seed=1"], "checkpoint")[0] == ["seed=1", "checkpoint=runs/a"]
+    assert split_words([str(place)], "checkpoint")[0] == [f"checkpoint='{place}'"]
+    assert split_words(["a", "b"], "runs")[0] == ["runs=[a,b]"]
+    assert split_words(["--config-dir", "d", "x"], "checkpoint")[0][-1] == "checkpoint=x"
+    assert split_words(["prompt=It's {1}, x=2"], "checkpoint") == ([], ["It's {1}, x=2"])
+
+
+@pytest.fixture
+def jobs(monkeypatch, tmp_path):
+    """Names of the jobs that ran in place of training."""
+    monkeypatch.chdir(tmp_path)
+    ran = []
+
+    def execute(composed):
+        config = run.read_run(composed)
+        ran.append((config.name, config.positional.layers))
+        if config.name == "failing":
+            raise UserError("trainer: it does not fit")
+        if config.name == "stopped":
+            raise PreemptedError("Stopped.")
+
+    monkeypatch.setitem(run.EXECUTE, "train", execute)
+    return ran
+
+
+def test_a_command_runs_once_and_a_sweep_for_each_value(jobs):
+    main(["name=one"])
+    main(["--multirun", "positional=rope,nope", "name=${positional.layers[0]}"])
+    assert jobs == [("one", ["rope"]), ("rope", ["rope"]), ("nope", ["nope"])]
+
+
+def test_a_failing_job_is_an_exit_code_and_the_others_run(jobs, capsys):
+    assert error_of(capsys, "--multirun", "name=failing,fine") == ["trainer: it does not fit"]
+    assert [name for name, _ in jobs] == ["failing", "fine"]
+
+
+def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
+    with pytest.raises(SystemExit) as stopped:
+        main(["name=stopped"])
+    assert stopped.value.code == 85
+
+
+def test_cfg_prints_the_whole_configuration(capsys):
+    main(["+experiment=drope_demo", "--cfg", "job"])
+    said = capsys.readouterr().out
+    assert "name: drope_demo" in said
+    assert "muon_momentum" in said
