@@ -66,7 +66,7 @@ def test_an_interval_over_windows_of_a_short_text_misses_equal_losses_in_one_of_
 
 
 def test_text_shorter_than_the_longest_window_is_an_error():
-    with pytest.raises(UserError, match="has 31 tokens"):
+    with pytest.raises(UserError, match="at most the 31 tokens"):
         windows_with_common_ends(held_out(np.arange(31)), 7, [8, 32])
 
 
@@ -216,7 +216,7 @@ def test_an_encoding_that_follows_the_length_has_that_of_the_whole_text(tiny_dec
 
 
 def test_a_length_without_room_is_named(haystack):
-    with pytest.raises(UserError, match=r"evaluation.longrope.search: expected at least \d+ tok"):
+    with pytest.raises(UserError, match=r"evaluation.lengths: expected more than \d+ tok"):
         answered_texts(haystack, 1, 20, seed=0)
 
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from trainer.common.errors import UserError
 from trainer.config import MultipleChoiceConfig
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.benchmarks import mean_score
@@ -13,7 +12,6 @@ from trainer.evaluation.likelihood import Likelihood
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,
     Question,
-    missing_tasks,
     read_questions,
     score_questions,
     score_tasks,
@@ -115,29 +113,6 @@ def test_standard_error_of_a_fraction():
     assert mean_score("t", "acc", [1]).standard_error is None
 
 
-def test_missing_data_names_the_script_or_the_nearest_task(tmp_path):
-    config = MultipleChoiceConfig(["piqua", "none"], directory=str(tmp_path))
-    (sentence,) = map(str, missing_tasks(config))
-    assert "python scripts/fetch_benchmarks.py" in sentence
-    write(tmp_path / "piqa.jsonl.gz", [0, 0])
-    first, second = map(str, missing_tasks(config))
-    assert "Did you mean 'piqa'?" in first
-    assert "Choose from: piqa." in second
-
-
-@pytest.mark.parametrize("damage", ["cut", "no json", "no key"])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    path = write(tmp_path / "t.jsonl.gz", [0, 0])
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-12])
-    else:
-        with gzip.open(path, "at") as file:
-            file.write('{"doc_id": 1}\n' if damage == "no key" else "end\n")
-    line = r"\d+" if damage == "cut" else 11  # behind the ten of the questions
-    with pytest.raises(UserError, match=rf"t\.jsonl\.gz: line {line} is no request"):
-        read_questions(path)
-
-
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     path = write(tmp_path / "t.jsonl.gz", [2, 0])
     questions = read_questions(path)
@@ -148,29 +123,3 @@ def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
         file.writelines([*lines[half - 1 :: -1], *lines[half:]])
     read = {question.choices: question for question in read_questions(path)}
     assert [read[question.choices] for question in questions] == questions
-
-
-@pytest.mark.parametrize(
-    ("index", "label", "message"),
-    [
-        (3, 0, "doc_id 0 lacks a choice, or its label is none of them"),
-        (0, 0, "line 2 is no request .*doc_id 0 has two choices 0"),
-        (1, 3, "doc_id 0 lacks a choice, or its label is none of them"),
-    ],
-)
-def test_missing_and_repeated_choices_are_refused(tmp_path, index, label, message):
-    path = write(tmp_path / "t.jsonl.gz", [label, 0])
-    with gzip.open(path, "rt") as file:
-        rows = [json.loads(line) for line in file]
-    rows[1]["idx"] = index
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    with pytest.raises(UserError, match=message):
-        read_questions(path)
-
-
-def test_a_file_without_questions_is_refused(tmp_path):
-    with gzip.open(tmp_path / "t.jsonl.gz", "wt"):
-        pass
-    with pytest.raises(UserError, match=r"t\.jsonl\.gz: expected a question or more"):
-        read_questions(tmp_path / "t.jsonl.gz")

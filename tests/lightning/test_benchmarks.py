@@ -49,7 +49,7 @@ def asked(tmp_path_factory):
         "monitor": {
             "benchmarks": {
                 "every": 4,
-                "tasks": ["perplexity", "statements", "passkey"],
+                "tasks": ["perplexity", "statements"],
                 "lengths": [4, 8],
                 "multiple_choice": [TASK],
                 "directory": str(directory),
@@ -91,7 +91,7 @@ def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
         (12, 12 * 128, True),
     ]
     assert set(history[0].scores) == {
-        *(f"{task}/{n}x" for task in ("perplexity", "statements", "passkey") for n in (4, 8)),
+        *(f"{task}/{n}x" for task in ("perplexity", "statements") for n in (4, 8)),
         f"{TASK}/acc",
         f"{TASK}/acc_norm",
     }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
@@ -20,14 +19,11 @@ from rich.text import Text
 
 from trainer.common.progress import console
 from trainer.common.words import remedy, without_controls
-from trainer.evaluation.benchmarks import Score, Scored, comparisons
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import STATEMENTS, Drop, Report, is_known, troubles
-from trainer.evaluation.statistics import Comparison
 from trainer.report.tables import terminal_tables
 
 if TYPE_CHECKING:
-    from trainer.workflows.benchmarks import Benchmarks
     from trainer.workflows.plan import Section
 
 WIDTH = 100
@@ -130,52 +126,11 @@ def show(text: str, end: str = "\n") -> None:
     print(without_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-COLUMNS = 4
-"""Models with methods that fit into the terminal side by side."""
-
-
-def print_benchmarks(results: Benchmarks, path: Path) -> None:
-    """Print the scores of benchmarks as tables, and the path of their numbers."""
+def print_benchmarks(table: Table, directory: Path) -> None:
+    """Print the table of benchmarks, and the directory of their numbers."""
     out = Console(width=WIDTH, highlight=False)
-    for begin in range(0, len(results.scored), COLUMNS):
-        out.print(benchmark_table(results.scored[begin : begin + COLUMNS], results.scored))
-    if len(results.scored) > 1:
-        out.print(
-            "↑ and ↓: other than the model as is, or than the first model, on the same questions, "
-            "p < 0.05 by the sign test."
-        )
-    for note in results.notes:
-        out.print(f"Note: {note}", markup=False)
-    out.print(f"Numbers: {path}", markup=False)
-
-
-def benchmark_table(columns: Sequence[Scored], scored: Sequence[Scored]) -> Table:
-    """Return a table with a row for every metric of every task and a column for each of
-    ``columns``, compared with their counterparts among ``scored``."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("task", "metric"):
-        table.add_column(head, overflow="fold")
-    table.add_column("questions", justify="right")
-    for column in columns:
-        table.add_column(escape(column.name), justify="right", overflow="fold")
-    previous = ""
-    rows = zip(*(column.scores for column in columns), strict=True)
-    changes = zip(*(comparisons(column, scored) for column in columns), strict=True)
-    for row, changed in zip(rows, changes, strict=True):
-        score = row[0]
-        if previous not in ("", score.task):
-            table.add_section()
-        task = score.task if score.task != previous else ""
-        previous = score.task
-        cells = map(_cell, row, changed)
-        table.add_row(escape(task), escape(score.metric), str(score.questions), *cells)
-    return table
-
-
-def _cell(score: Score, change: Comparison | None) -> str:
-    error = f" ± {score.standard_error:.3f}" if score.standard_error is not None else ""
-    mark = f" {change.mark}" if change is not None and change.mark else ""
-    return f"{score.value:.3f}{error}{mark}"
+    out.print(table)
+    out.print(f"Numbers: {directory / 'results.csv'}", markup=False)
 
 
 def print_sections(sections: Iterable[Section]) -> None:

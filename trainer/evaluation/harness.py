@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from trainer.common.errors import Problem, UserError, did_you_mean, first_line
+from trainer.common.errors import UserError
 from trainer.config import HarnessConfig
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.benchmarks import Score
@@ -24,7 +24,6 @@ from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
-KEY = "evaluation.tasks"
 Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
 """Computes results for items, on one process or on several that all call it with the same items."""
 
@@ -101,10 +100,9 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
         room = self.encoder.max_length - new
         if room < 1:
-            raise UserError.at(
-                "evaluation.max_length",
-                f"{self.encoder.max_length} tokens leave no room for a prompt, since the task "
-                f"generates {new}.",
+            raise UserError(
+                f"evaluation.max_length: expected more than the {new} tokens that the task "
+                f"generates, got {self.encoder.max_length}"
             )
         temperature = float(settings.get("temperature") or 0.0)
         sampling = Sampling(
@@ -145,54 +143,13 @@ def _index_of_tasks(include_path: str | None, metadata: str) -> TaskManager:
     return TaskManager(include_path=include_path, metadata=json.loads(metadata))
 
 
-def task_problems(config: HarnessConfig) -> list[Problem]:
-    """Check that lm-eval knows every task, and can load it and its data, which it then caches."""
-    manager = _manager(config)
-    unknown = [
-        Problem(KEY, f"lm-eval has no task {task!r}.", did_you_mean(task, manager.all_tasks))
-        for task in config.tasks
-        if not manager.match_tasks([task])
-    ]
-    if unknown:
-        return unknown
-    asked = ", ".join(config.tasks)
+def check_tasks(config: HarnessConfig) -> None:
+    """Load the tasks and their data, which lm-eval then caches."""
     try:
-        tasks = get_task_dict(config.tasks, manager)
-    except OSError as error:
-        reason = " ".join(str(error).split())
-        instead = "Without a network, multiple_choice scores request files."
-        return [Problem(KEY, f"lm-eval cannot get the data of {asked} ({reason}). {instead}")]
-    except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A task needs a package, its data set is a script, or its metadata is wrong.
-        return [Problem(KEY, f"lm-eval cannot load {asked} ({first_line(error)}).")]
-    return _metadata_problems(tasks) if config.metadata else []
-
-
-def _metadata_problems(tasks: dict[Any, Any]) -> list[Problem]:
-    """Check that all tasks receive metadata: lm-eval gives it to ``custom_dataset`` alone."""
-    fixed = [
-        name
-        for name, task in _leaves(tasks)
-        if not callable(getattr(task.config, "custom_dataset", None))
-    ]
-    if not fixed:
-        return []
-    return [
-        Problem(
-            "evaluation.metadata",
-            "expected tasks that make their questions by a function (custom_dataset in their "
-            f"YAML), such as niah_single_1, got {', '.join(fixed)}; leave metadata out for them.",
-        )
-    ]
-
-
-def _leaves(tasks: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the task of every task in lm-eval's nested groups."""
-    for name, task in tasks.items():
-        if isinstance(task, dict):
-            yield from _leaves(task)
-        else:
-            yield name, task
+        get_task_dict(config.tasks, _manager(config))
+    except Exception as error:  # of a task's package, its data set, its metadata, or the network
+        asked = ", ".join(config.tasks)
+        raise UserError(f"evaluation.tasks: lm-eval cannot load {asked}: {error}") from error
 
 
 def score_tasks(
@@ -203,7 +160,7 @@ def score_tasks(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """Score every task of a configuration with lm-eval, after :func:`task_problems` found none.
+    """Score every task of a configuration with lm-eval.
 
     ``spread``, ``silent``: see :class:`HarnessModel`.
     """

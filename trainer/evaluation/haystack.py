@@ -100,10 +100,8 @@ class Haystack:
         """
         room = len(self.tokens) - length
         if room < 0:
-            raise UserError.at(
-                "evaluation.text",
-                f"expected at least {length} tokens for one haystack, got {len(self.tokens)}; "
-                "give more text or shorter lengths.",
+            raise UserError(
+                f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
             )
         last = np.searchsorted(self._starts, room, side="right")
         begin = self._starts[random.integers(last)]

@@ -8,7 +8,6 @@ continuation pass through the head, in chunks.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
-log = logging.getLogger(__name__)
-
 Pair = tuple[str, str]
 """A context and a continuation, a space between them belonging to the continuation."""
 
@@ -35,12 +32,11 @@ Pair = tuple[str, str]
 class Request:
     """Request for the likelihood of the tokens ``continuation`` after the tokens ``context``.
 
-    Neither is empty. ``cut``: number of tokens removed from the beginning of the context.
+    Neither is empty.
     """
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
-    cut: int = 0
 
     def within(self, max_length: int) -> Request:
         """Truncate the context for a model that reads ``max_length`` tokens.
@@ -49,8 +45,7 @@ class Request:
         token before it.
         """
         room = max(1, max_length + 1 - len(self.continuation))
-        cut = max(0, len(self.context) - room)
-        return Request(self.context[cut:], self.continuation, self.cut + cut)
+        return Request(self.context[-room:], self.continuation)
 
 
 @dataclass(frozen=True)
@@ -100,16 +95,8 @@ class Encoder:
             else:
                 request = self._after_nothing(continuation)
             if not request.continuation:
-                raise UserError.at("", f"{continuation!r} adds no token to {text!r}.")
+                raise UserError(f"{continuation!r} adds no token to {text!r}")
             requests.append(request.within(self.max_length))
-        if cut := sum(request.cut > 0 for request in requests):
-            log.warning(
-                "%d of %d contexts lost their beginning: with their continuations they are longer "
-                "than %d tokens (evaluation.max_length)",
-                cut,
-                len(requests),
-                self.max_length,
-            )
         return requests
 
     def _after_nothing(self, text: str) -> Request:

@@ -252,7 +252,7 @@ def fitted_factors(
     """
     model, text = fitting.model, fitting.text
     if not layout.rotates:
-        raise UserError.at("evaluation.methods", "longrope needs heads that rotate; none does.")
+        raise UserError("evaluation.methods: longrope needs heads that rotate")
     length = round(factor * model.layout.training_length)
 
     def text_loss() -> float:

@@ -30,7 +30,6 @@ def windows_with_common_ends(
     lengths: list[int],
     *,
     last: int | None = None,
-    key: str = "evaluation.lengths",
     name: str = "held-out",
 ) -> dict[int, Integers]:
     """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
@@ -45,7 +44,6 @@ def windows_with_common_ends(
         last: last tokens of a window that are scored. No two windows share any of them: an interval
             over windows takes these as independent. A short text then has fewer than ``count``
             windows, at least one. None: the scored tokens may overlap.
-        key: configuration key of the longest length.
         name: name of the text in the error.
 
     Raises:
@@ -53,11 +51,9 @@ def windows_with_common_ends(
     """
     longest = max(lengths, default=0)
     if text.longest < longest:
-        raise UserError.at(
-            key,
-            f"the {name} text has {text.longest} tokens, fewer than the longest "
-            f"window of {longest}; give more text, larger data.validation and data.test, or "
-            "shorter lengths.",
+        raise UserError(
+            f"evaluation.lengths: expected at most the {text.longest} tokens of the {name} text, "
+            f"got {longest}"
         )
     shares = text.shares(count, longest, last)
 
@@ -155,10 +151,9 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
         answer = haystack.encode(f" {quiz.answers[0]}")
         others = len(haystack.bos) + len(needle) + len(question) + len(answer)
         if length <= others:
-            raise UserError.at(
-                "evaluation.longrope.search",
-                f"expected at least {others + 1} tokens for needles, their questions and answers, "
-                f"got {length}; give longer evaluation.lengths, or search=perplexity.",
+            raise UserError(
+                f"evaluation.lengths: expected more than {others} tokens for longrope's needles, "
+                f"got {length}"
             )
         excerpt = haystack.excerpt(length - others, random)
         place = excerpt.place((number + random.random()) / count)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import UserError
 from trainer.config import DataConfig, MultipleChoiceConfig
 from trainer.data.sources import cache_directory
 from trainer.evaluation.benchmarks import Score, mean_score
@@ -41,27 +40,14 @@ def benchmark_directory(config: MultipleChoiceConfig) -> Path:
     return Path(config.directory or cache_directory(DataConfig()) / "benchmarks")
 
 
-def missing_tasks(config: MultipleChoiceConfig) -> list[Problem]:
-    """Return a problem for every task without a file, or one if there are no files."""
+def check_files(config: MultipleChoiceConfig) -> None:
+    """Check that every task has its file."""
     directory = benchmark_directory(config)
-    there = [path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")]
-    if not there:
-        return [
-            Problem(
-                "evaluation.directory",
-                f"there are no request files in {str(directory)!r}; "
-                "python scripts/fetch_benchmarks.py fetches them.",
-            )
-        ]
-    return [
-        Problem(
-            "evaluation.tasks",
-            f"there is no {task}{SUFFIX} in {str(directory)!r}.",
-            did_you_mean(task, there),
+    if missing := [t for t in config.tasks if not (directory / f"{t}{SUFFIX}").is_file()]:
+        raise UserError(
+            f"evaluation.tasks: {str(directory)!r} has no {missing[0]}{SUFFIX}; "
+            "scripts/fetch_benchmarks.py fetches the files"
         )
-        for task in config.tasks
-        if task not in there
-    ]
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
@@ -71,30 +57,18 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
 
     Raises:
-        UserError: a line is malformed, a choice is missing, or there is no line.
+        UserError: a choice is missing.
     """
     choices: dict[int, dict[int, Pair]] = defaultdict(dict)
     labels: dict[int, int] = {}
-    number = 0
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
-                row: dict[str, Any] = json.loads(line)
-                question, request = int(row["doc_id"]), row["request"]
-                pair = str(request["context"]), str(request["continuation"])
-                if choices[question].setdefault(int(row["idx"]), pair) is not pair:
-                    raise ValueError(f"doc_id {question} has two choices {row['idx']}")
-                labels[question] = int(row["label"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError.at(str(path), f"line {number} is no request ({error!r}).") from error
-    if not choices:
-        raise UserError.at(str(path), "expected a question or more, got none.")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            question, request = int(row["doc_id"]), row["request"]
+            choices[question][int(row["idx"])] = request["context"], request["continuation"]
+            labels[question] = int(row["label"])
     for question, pairs in choices.items():
         if sorted(pairs) != list(range(len(pairs))) or labels[question] not in pairs:
-            raise UserError.at(
-                str(path), f"doc_id {question} lacks a choice, or its label is none of them."
-            )
+            raise UserError(f"{path}: a choice of doc_id {question} is missing")
     asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
         Question(_in_order(choices[n]), labels[n], _in_order(choices.get(n + UNCONDITIONAL, {})))
@@ -145,15 +119,10 @@ def score_questions(
 def score_tasks(
     model: LanguageModel, encoder: Encoder, config: MultipleChoiceConfig
 ) -> list[Score]:
-    """Score every task of a configuration; all its files must exist.
-
-    Raises:
-        UserError: a request file is malformed.
-    """
+    """Score every task of a configuration."""
     scores = []
     for task in config.tasks:
-        path = benchmark_directory(config) / f"{task}{SUFFIX}"
-        questions = read_questions(path, config.limit)
+        questions = read_questions(benchmark_directory(config) / f"{task}{SUFFIX}", config.limit)
         if not config.unconditional:
             questions = [replace(question, unconditional=()) for question in questions]
         scores += score_questions(model, encoder, task, questions, config.batch_tokens)

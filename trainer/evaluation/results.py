@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
-from pydantic import ValidationError
-
-from trainer.common.errors import UserError, os_reason
+from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import csv_text, write_atomically
-from trainer.common.formats import read_plain
 
 PERPLEXITY = "perplexity"
 """Task whose cells have losses by position instead of scores."""
@@ -273,35 +269,27 @@ class Report(Json):
         return asked if isinstance(asked, int) else min([self.training_length, *lengths])
 
     def write(self, path: Path) -> None:
-        """Write ``report.json`` atomically, with one cell a line for diff and grep.
+        """Write ``report.json`` atomically, with one key or cell a line for diff and grep.
 
         Raises ``TypeError`` if a free-form dictionary holds something that JSON cannot.
         """
         data = self.to_dict()
-        if self.longest_context is None:
-            del data["longest_context"]
-        cells = [
-            json.dumps(cell, ensure_ascii=False, allow_nan=False) for cell in data.pop("cells")
-        ]
-        head = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
-        # Lists of plain numbers, such as points of a curve, stay on one line.
-        lists = re.compile(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]")
-        head = lists.sub(lambda match: f"[{' '.join(match[1].split())}]", head)
-        write_atomically(path, head + ',\n  "cells": [\n' + ",\n".join(cells) + "\n  ]\n}\n")
+        cells = data.pop("cells")
+        lines = [f"{json.dumps(key)}: {_line(value)}" for key, value in data.items()]
+        lines.append('"cells": [\n' + ",\n".join(map(_line, cells)) + "\n]")
+        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what :meth:`write` wrote. Raises ``UserError`` if it is missing or malformed."""
+        """Read what :meth:`write` wrote. Raises ``UserError`` if it is malformed."""
         try:
-            return cls.from_dict(read_plain(path))
-        except OSError as error:
-            raise UserError.at("", f"Cannot read the report {path}: {os_reason(error)}.") from error
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"])) or "the report"
-            raise UserError.at("", f"{path} is not a report: {where}: {problem['msg']}.") from error
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise UserError.at("", f"{path} is not a report: {error}.") from error
+            raise UserError(f"{path}: expected a report, got {error}") from error
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.common.errors import Problem, UserError, collecting, raise_all
+from trainer.common.errors import UserError
 from trainer.common.words import counted
 from trainer.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.data.corpus import Corpus
@@ -99,7 +99,7 @@ def make_tasks(
             made += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
     if notes and not made:
-        raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
+        raise UserError(f"evaluation.tasks: {' '.join(notes)}")
     return made, notes
 
 
@@ -117,10 +117,7 @@ def _missing_windows(
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
-    """Find prompts that do not fit before anything is measured, for all tasks at once."""
-    problems: list[Problem] = []
+    """Make all prompts, so that one that does not fit is found before anything is measured."""
     for task in tasks:
-        with collecting(problems):
-            for length in lengths:
-                task.fingerprint(length)
-    raise_all(problems)
+        for length in lengths:
+            task.fingerprint(length)

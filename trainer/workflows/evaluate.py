@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.common.errors import UserError, renaming
+from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
@@ -84,7 +84,7 @@ def evaluate_lengths(
     text = Text(held_out_corpus(request.text, first), first)
     if asks_for_statements and not text.training_share:
         why = text.held_out.without_statements
-        raise UserError.at("evaluation.tasks", f"leave out 'statements': {why}.")
+        raise UserError(f"evaluation.tasks: leave out 'statements': {why}.")
     if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
@@ -180,15 +180,14 @@ def measure_models(
     subject = partial(subject_of, dtype=dtype, device=device, chunk=chunk, tf32=tf32)
     subjects = [subject(candidate) for candidate in candidates]
     C = subjects[0].layout.training_length
-    lengths, lengths_key = config.in_tokens(C), config.lengths_key
+    lengths = config.in_tokens(C)
     config = replace(config.in_multiples(C), dtype=dtype)
-    with renaming(**{"evaluation.lengths": lengths_key}):
-        recipes, notes = applicable(subjects, config)
-        with multiplying(device, tf32):
-            tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
-        check_prompts(tasks, lengths)
-        used = [recipe for applied in recipes.values() for recipe in applied]
-        fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
+    recipes, notes = applicable(subjects, config)
+    with multiplying(device, tf32):
+        tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
+    check_prompts(tasks, lengths)
+    used = [recipe for applied in recipes.values() for recipe in applied]
+    fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
     for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit, config.batch_tokens)
@@ -290,13 +289,12 @@ def fitting_together(candidates: Sequence[Candidate]) -> list[Candidate]:
     first = candidates[0]
     for candidate in candidates:
         if not same_tokens(candidate.tokenizer, first.tokenizer):
-            raise UserError.at(
-                "compare", f"{candidate.reference!r} has another tokenizer than the first."
+            raise UserError(
+                f"compare: {candidate.reference!r} has another tokenizer than the first."
             )
         if candidate.layout.training_length != first.layout.training_length:
-            raise UserError.at(
-                "compare",
-                f"{candidate.reference!r} has a training length of "
+            raise UserError(
+                f"compare: {candidate.reference!r} has a training length of "
                 f"{candidate.layout.training_length} tokens, the first one of "
                 f"{first.layout.training_length}; "
                 "evaluation.training_length=N counts the lengths of all models from one.",
