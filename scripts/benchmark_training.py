@@ -48,19 +48,11 @@ import torch
 from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
-from trainer.model.linear import onednn_product
 
-from trainer.model.config import ModelConfig, SoftmaxConfig
+from trainer.model.config import ModelConfig
 
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
 VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")
-SOFTMAXES = {
-    "ours learned scale": SoftmaxConfig(learned_scale=True),
-    "ours sinks": SoftmaxConfig(sinks=True),
-    "ours soft-cap": SoftmaxConfig(softcap=50.0),
-    "ours final soft-cap": SoftmaxConfig(final_softcap=30.0),
-}
-"""Softmax options of the variants that have any."""
 Step = Callable[[], None]
 BUSY = """
 import torch
@@ -82,9 +74,8 @@ def ours(
     vocab: int, variant: str, compiled: bool, length: int
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
     """Build our decoder; return it with its loss."""
-    softmax = SOFTMAXES.get(variant, SoftmaxConfig())
     shape = WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab
-    config = ModelConfig(*shape, tie_word_embeddings=False, softmax=softmax)
+    config = ModelConfig(*shape, tie_word_embeddings=False)
     model = random_decoder(config, length, "nope" if "NoPE" in variant else "rope")
     if compiled:
         for block in model.layers:
@@ -128,7 +119,7 @@ def make_step(
     torch.manual_seed(0)
     if variant.startswith("ours"):
         model, loss_of = ours(vocab, variant, compiled, length)
-        model.choose_products("cpu", torch.bfloat16 if precision == "bf16" else None)
+        model.compute_dtype = torch.bfloat16 if precision == "bf16" else None
     else:
         model, loss_of = transformers_model(vocab, "cos" in variant, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -158,8 +149,7 @@ def ceiling(precision: str) -> float:
             torch.randn(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
             for _ in range(2)
         )
-        for multiply in (torch.matmul, onednn_product):
-            best = max(best, *(2 * size**3 / seconds(partial(multiply, a, b)) for _ in range(8)))
+        best = max(best, *(2 * size**3 / seconds(partial(torch.matmul, a, b)) for _ in range(8)))
     return best
 
 
@@ -278,8 +268,7 @@ def main() -> None:
     parser.add_argument(
         "--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"]
     )
-    choices = (*VARIANTS, *SOFTMAXES)
-    parser.add_argument("--variants", nargs="+", choices=choices, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--vocab", nargs="+", type=int, default=[8192, 50304])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

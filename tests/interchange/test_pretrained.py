@@ -144,6 +144,7 @@ def test_other_types_of_weights(tmp_path, dtype):
     assert torch.equal(ours, load(tmp_path, dtype=dtype).model.embed_tokens.weight.float())
 
 
+@pytest.mark.slow
 def test_slices_make_up_the_tensor(tmp_path, monkeypatch):
     theirs = published()
     theirs.save_pretrained(tmp_path)

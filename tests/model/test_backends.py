@@ -131,6 +131,7 @@ def test_flex(mask, new):
     assert_is_attention(BACKENDS["flex"], mask, new)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_flex")
 @torch.no_grad()
 def test_flex_of_the_last_positions_alone(tiny_decoder):

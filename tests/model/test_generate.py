@@ -68,6 +68,7 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(
         assert together[row] == generate(model, [prompt], 20, sampling=seeded)[0]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), min_size=1, max_size=6))
 def test_prompts_end_on_their_own(tiny_decoder, prompts):

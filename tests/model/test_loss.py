@@ -154,7 +154,7 @@ def by_hand(logits, targets, weights, z_loss):
     return torch.tensor(gradient).double(), torch.tensor(log_zs), torch.tensor(picked)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_the_gradient_over_the_logits_is_the_one_by_hand(monkeypatch, z_loss, compiled):
     monkeypatch.setattr(loss, "COMPILED_ON", {"cpu"} if compiled else set())

@@ -77,6 +77,7 @@ def test_rope_id_is_the_code_of_appendix_a4():
     torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "length"), [("half_rope", 128), ("rope_id", 128)])
 def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
     """At 1.5 C, so that the temperature of RoPE-ID (App. A.4, codeblock 1) counts."""

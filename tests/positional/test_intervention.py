@@ -138,6 +138,7 @@ def noise_at(positions, intervention=EVERYTHING):
     return (q, k) if positions.dim() == 2 else (q[0], k[0])
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
 def test_noise_is_a_fixed_function_of_the_position(positions):
     together = noise_at(torch.tensor(positions))
@@ -214,6 +215,7 @@ def test_gains_are_never_stored():
         with_intervention(layout, EVERYTHING, layer=1).to_dict()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_follow_interventions_that_come_and_go(tiny_decoder):
     model = tiny_decoder()

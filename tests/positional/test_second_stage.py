@@ -12,19 +12,12 @@ import pytest
 import torch
 
 from tests.positional.examples import encoded, one_layer, slowed
-from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import OffsetFeatureSearch
-from trainer.analysis.rescaling_effects import scaling_factors
 from trainer.config import (
     ChangeConfig,
     DataConfig,
-    DopeSettings,
     RescaleConfig,
     RunConfig,
-    WeightedRopeSettings,
 )
-from trainer.evaluation import weighted_rope
-from trainer.evaluation.dope import select
 from trainer.evaluation.layouts import tempered, with_factors
 from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
 from trainer.model.config import ModelConfig
@@ -304,50 +297,6 @@ CHANGES = {
     "LongRoPE": lambda s: longrope(s, (1.0,) * 4, (1.0, 1.5, 3.0, 4.0), SHORT),
 }
 by_both = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-
-
-@by_both
-def test_dope_takes_the_bands_that_do_not_turn_once_in_the_longest_sequences(extended, change):
-    """DoPE, Eq. 33: theta < 2 pi / L, L the training length, by the frequencies of L tokens."""
-    model = extended(change)
-    theta = model.layout.at(40).spectra[0].inv_freq
-    expected = tuple(m for m in range(4) if theta[m] < 2 * math.pi / 40)
-    assert 0 < len(expected) < 4
-    (chosen,) = select(model, IDS, DopeSettings("by_parts")).heads
-    assert chosen.bands == expected
-
-
-@by_both
-def test_offset_features_are_bounded_by_the_longest_length_and_its_frequencies(extended, change):
-    """Rotary Offset Features, Eq. 15 and 16: theta < 2 pi / p_max, phi >= pi + theta p_max / 2."""
-    model, search = extended(change), OffsetFeatureSearch()
-    capture(model, IDS, search.update)
-    features = search.result()
-    theta = np.array(model.layout.at(40).spectra[0].inv_freq)[features.pair]
-    assert features.context_length == 40
-    np.testing.assert_allclose(features.inv_freq, theta, rtol=1e-12)
-    assert features.possible.tolist() == (theta < 2 * math.pi / 40).tolist()
-    np.testing.assert_allclose(features.lower_bound, math.pi + theta * 20, rtol=1e-12)
-
-
-@by_both
-def test_weighted_rope_reads_no_length(extended, change):
-    """Frequency Entropy, Eq. 11 and 12: weights come from entropies of a text alone."""
-    settings = [WeightedRopeSettings(tau=0.95)]
-    model = extended(change)
-    layout = model.layout.at(40)
-    chosen = weighted_rope.select(model, IDS, settings, layout)
-    assert weighted_rope.pairs(chosen)
-    model.layout = replace(layout, training_length=7)
-    assert weighted_rope.select(model, IDS, settings) == chosen
-
-
-def test_factors_of_figure_6_are_those_of_the_longest_sequences():
-    """DroPE, Eq. 11 of frequencies at C = 32k."""
-    slow = np.array(PHI.at(LATER, LATER).inv_freq)
-    share = np.clip((turns(slow, LATER) - 1) / 31, 0, 1)
-    factors = scaling_factors(PHI, LATER, 2.0)
-    assert factors["yarn"] == pytest.approx(share + (1 - share) / 2, rel=1e-12)
 
 
 def test_an_encoding_that_a_longer_phase_begins_with_is_written_for_its_length(tiny_decoder):

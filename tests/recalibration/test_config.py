@@ -33,66 +33,6 @@ def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step
     assert (step - 1) * per_step < tokens <= step * per_step
 
 
-@pytest.mark.parametrize(
-    ("drop", "start"),
-    [
-        (DropConfig(at=0), "drop.at: 0 is step 0,"),
-        (DropConfig(at=1000), "drop.at: 1000 is step 1000,"),
-        (DropConfig(at=1.0), "drop.at: 1.0 is step 1000,"),
-        (DropConfig(at=-0.5), "drop.at: -0.5 is step -500,"),
-        (DropConfig(at=85.0), "drop.at: 85.0 is step 85000,"),
-        (DropConfig(at_tokens=10**6), "drop.at_tokens: 1000000 is step 7813,"),
-        (DropConfig(at=5, at_tokens=640), "drop: give either drop.at or drop.at_tokens, not both"),
-        (DropConfig(layers=[0, 4]), "drop.layers: layer 4 does not exist in a model of 4 layers"),
-        (DropConfig(layers=[-5]), "drop.layers: layer -5 does not exist"),
-        (DropConfig(heads=[2]), "drop.heads: head 2 does not exist in a model of 2 key-"),
-        (DropConfig(heads=[-3]), "drop.heads: head -3 does not exist in a model of 2 key-"),
-        (DropConfig(layers=[]), "drop.layers: an empty list drops nothing"),
-        (DropConfig(heads=[]), "drop.heads: an empty list drops nothing"),
-    ],
-)
-def test_an_impossible_drop_is_named(drop, start):
-    (problem,) = map(str, drop.problems(1000, 128, 4, 2, 64))
-    assert problem.startswith(start)
-
-
-def test_a_problem_names_the_key_that_decides_the_step():
-    """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
-    problems = [*map(str, DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2, 64))]
-    assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
-
-
-@pytest.mark.parametrize(
-    "drop",
-    [
-        DropConfig(),
-        DropConfig(at=1),
-        DropConfig(at=999),
-        DropConfig(at=0.5),
-        DropConfig(effect_sequences=1),
-        DropConfig(layers=[-4, -1, 3]),
-        DropConfig(at=5, windows=[64, None]),
-        DropConfig(to="alibi"),
-        DropConfig(at=5, enabled=False),
-        DropConfig(at=10**9, enabled=False),
-    ],
-)
-def test_possible_drops(drop):
-    assert drop.problems(1000, 128, 4, 2, 64) == []
-
-
-def test_trained_weights_may_drop_at_once():
-    assert DropConfig(at=0).problems(10, 1, 4, 2, 64, trained=True) == []
-    (problem,) = map(str, DropConfig(at=-1).problems(10, 1, 4, 2, 64, trained=True))
-    assert "the run has steps 0 to 9 to drop at" in problem
-    assert DropConfig(at=85, enabled=False).step(1000, 128) is None
-
-
-def test_a_drop_in_a_run_of_one_step_asks_for_more_steps():
-    (problem,) = map(str, DropConfig(at=0.85).problems(1, 128, 4, 2, 64))
-    assert problem.startswith("drop.at: the run has a single step, and a drop needs one before it")
-
-
 fractions = st.floats(0, 1)
 schedules = st.builds(
     ScheduleConfig,
@@ -145,16 +85,3 @@ def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule
 def test_the_peak_multiplies_everything(schedule, step, by):
     louder = replace(schedule, peak=schedule.peak * by)
     assert louder.factor(step, 100) == pytest.approx(by * schedule.factor(step, 100))
-
-
-@pytest.mark.parametrize(
-    ("windows", "message"),
-    [
-        ([], "drop.windows: expected at least one entry, or null."),
-        ([16, 65], "drop.windows: a window of 65 tokens does not fit sequences of 64; expected 1"),
-        ([16] * 5, "drop.windows: expected one for each of the 4 layers at most, got 5"),
-    ],
-)
-def test_windows_after_a_drop_fit_its_sequences(windows, message):
-    (problem,) = map(str, DropConfig(at=5, windows=windows).problems(1000, 128, 4, 2, 64))
-    assert problem.startswith(message)
