@@ -121,6 +121,7 @@ def test_a_change_has_the_percentile_bootstraps_interval_over_pairs():
     assert result.high - result.low < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 20, 29])
 def test_an_interval_over_few_pairs_misses_the_truth_in_one_of_twenty(n):
     generator, missed = np.random.default_rng(n), 0
@@ -131,6 +132,7 @@ def test_an_interval_over_few_pairs_misses_the_truth_in_one_of_twenty(n):
     assert missed / 400 < 0.085
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 5, 12])
 def test_an_interval_over_few_fractions_misses_the_truth_in_one_of_twenty(n):
     generator, missed = np.random.default_rng(n), 0

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.checkpoint import BEFORE_DROP, step_name
-from trainer.common.errors import raise_all
 from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
@@ -30,8 +29,8 @@ from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
+    check_vocabulary,
     open_corpus,
-    vocabulary_problems,
 )
 
 
@@ -128,7 +127,7 @@ def check_start(arms: dict[str, RunConfig], ranks: Ranks) -> None:
     """
     for arm in arms.values():
         check_device(arm)
-        raise_all(vocabulary_problems(arm))
+        check_vocabulary(arm)
         for phase in phases_of(arm):
             check_spread(phase.config, ranks.world_size, ranks.local_size)
     check_arms(arms)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.checkpoint import read_state
-from trainer.common.errors import Problem, raise_all
+from trainer.common.errors import UserError
 from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, TextTokenizer, same_tokens, vocabulary_size
@@ -23,6 +23,9 @@ from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
+
+MOST_UNREAD = 8
+"""Embeddings for each token of a tokenizer that is trained here, at most."""
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -48,24 +51,12 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
         UserError: a model has fewer embeddings than there are tokens, or weights of other tokens.
     """
     tokens = vocabulary_size(corpus.tokenizer)
-
-    def problems(arm: RunConfig) -> list[Problem]:
+    for name, arm in arms.items():
         embeddings, tokenizer = arm.model.vocab_size, tokenizer_of_weights(arm)
         if tokenizer is not None and not same_tokens(tokenizer.tokenizer, corpus.tokenizer):
-            return [
-                Problem("model", "its weights came with another tokenizer than the run's text has.")
-            ]
-        if embeddings is None or embeddings >= tokens:
-            return []
-        return [
-            Problem(
-                "model.vocab_size",
-                f"{embeddings} embeddings, but the tokenizer has {tokens} tokens; give {tokens} "
-                "or more, or null.",
-            )
-        ]
-
-    raise_all(problem for arm in arms.values() for problem in problems(arm))
+            raise UserError(f"model: the weights of {name} have another tokenizer than the text")
+        if embeddings is not None and embeddings < tokens:
+            raise UserError(f"model.vocab_size: expected at least {tokens}, got {embeddings}")
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
@@ -129,35 +120,20 @@ def data_of_arms(config: RunConfig) -> DataConfig:
     return replace(config.data, sequence_length=longest)
 
 
-MOST_UNREAD = 8
-"""Embeddings for each token of a tokenizer that is trained here, at most."""
+def check_vocabulary(config: RunConfig) -> None:
+    """Check the vocabulary as far as possible without a tokenizer.
 
-
-def vocabulary_problems(config: RunConfig) -> list[Problem]:
-    """Check the vocabulary as far as possible without a tokenizer."""
-    embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
-    is_finished = config.tokenizer.path or config.model.is_trained
-    if is_finished or embeddings is None:
-        return []
-    if embeddings > MOST_UNREAD * (tokens := config.tokenizer.vocab_size):
-        return [
-            Problem(
-                "tokenizer.vocab_size",
-                f"{tokens:,} tokens for a model with {embeddings:,} embeddings, most of which "
-                f"would never be read; write tokenizer.vocab_size={embeddings}, "
-                "tokenizer.path=FILE for a finished tokenizer, or model.vocab_size=null for as "
-                "many embeddings as there are tokens.",
-            )
-        ]
-    if embeddings >= least:
-        return []
-    return [
-        Problem(
-            "model.vocab_size",
-            f"{embeddings} embeddings, but a tokenizer that is trained here has at least {least} "
-            "tokens; give more, or null.",
+    Raises:
+        UserError: most embeddings would never be read, or there are too few for a tokenizer.
+    """
+    embeddings, tokens = config.model.vocab_size, config.tokenizer.vocab_size
+    if config.tokenizer.path or config.model.is_trained or embeddings is None:
+        return
+    if not SMALLEST_VOCABULARY <= embeddings <= MOST_UNREAD * tokens:
+        raise UserError(
+            f"model.vocab_size: expected {SMALLEST_VOCABULARY} to {MOST_UNREAD * tokens}, as "
+            f"tokenizer.vocab_size={tokens}, or null; got {embeddings}"
         )
-    ]
 
 
 def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
