@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +26,6 @@ def test_batches_of_any_size_count_their_texts():
     assert averages.layers == [0, 1]
     mean = values.double().numpy().mean(axis=0)
     np.testing.assert_allclose(averages.stacked("x"), np.stack([mean, mean + 1]))
-
-
-def test_texts_of_two_lengths_do_not_mix():
-    averages = Averages()
-    averages.add(0, x=torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="broadcast"):
-        averages.add(0, x=torch.zeros(1, 5))
 
 
 def test_prefixes_double_and_end_with_the_text():

@@ -19,7 +19,6 @@ from trainer.analysis.attention import (
     stable_rank,
 )
 from trainer.analysis.capture import capture
-from trainer.model.softmax import capped
 from trainer.positional.encodings import alibi_slopes
 
 
@@ -151,27 +150,6 @@ def test_measures_are_the_plain_loop(tiny_decoder, monkeypatch, layout, scores):
     measured = probe(model, PROBED)
     assert list(measured) == list(MEASURES)
     for name, values in zip(MEASURES, np.array(expected).T, strict=True):
-        assert measured[name] == pytest.approx(list(values), rel=1e-4), name
-
-
-def test_a_short_window_keeps_the_blocks_of_scores_small(tiny_decoder, monkeypatch):
-    """Queries of a block read the keys of their window and their own, whose number squares."""
-    model, sizes = tiny_decoder(windows=[2]), []
-    monkeypatch.setattr(
-        module, "capped", lambda scores, cap: sizes.append(scores.numel()) or capped(scores, cap)
-    )
-    monkeypatch.setattr(module, "SCORES", 8 * 24 * 5)
-    probe(model, PROBED)
-    assert max(sizes) <= 8 * 24 * 5
-
-
-def test_scores_are_float32_whatever_the_model_computes_in(tiny_decoder):
-    model = tiny_decoder()
-    model.compute_dtype = torch.bfloat16
-    heads = []
-    capture(model, PROBED, lambda layer: heads.append(by_hand(layer, alibi=False)))
-    measured = probe(model, PROBED)
-    for name, values in zip(MEASURES, np.array(heads).T, strict=True):
         assert measured[name] == pytest.approx(list(values), rel=1e-4), name
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.reference import turned
-from trainer.analysis.capture import capture, observing
+from trainer.analysis.capture import capture
 from trainer.model.config import QKNormConfig
 from trainer.positional.layout import Intervention
 
@@ -89,33 +89,7 @@ def test_a_layer_that_is_not_kept_is_gone_before_the_next(tiny_decoder):
     assert len(alive) == 3
 
 
-def test_nothing_is_left_after_an_error(tiny_decoder):
-    model = tiny_decoder()
-
-    def fail(heads):
-        raise RuntimeError(f"in layer {heads.layer}")
-
-    with pytest.raises(RuntimeError, match="layer 0"):
-        capture(model, IDS, fail)
-    assert all(block.self_attn.observe is None for block in model.layers)
-    model(IDS)
-
-
-def test_every_pass_within_is_seen_and_none_after(tiny_decoder):
-    model, seen = tiny_decoder(), []
-    with torch.no_grad():
-        with observing(model, lambda heads: seen.append((heads.layer, heads.q.shape[2]))):
-            model(IDS)
-            model(IDS[:, :5])
-        model(IDS)
-    assert seen == [(0, 20), (1, 20), (0, 5), (1, 5)]
-
-
-def test_half_precision_comes_as_float32(tiny_decoder):
-    layers, _ = all_layers(tiny_decoder().bfloat16())
-    assert {layers[0].q.dtype, layers[0].rotated_k.dtype} == {torch.float32}
-
-
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_are_seen_too(tiny_decoder):
     """And nothing is compiled anew, then or after. The graphs run as they are, which is enough to

@@ -15,14 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, rows_of
-from trainer.analysis.arrays import pair_norms
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
     attenuated,
     frequency_entropies,
-    frequency_entropy_of,
     sequence_fe,
     spectrum_fe,
     sweep,
@@ -94,20 +92,6 @@ def test_a_pure_tone_is_low_and_white_noise_high():
     assert spectrum_fe(white) > 0.95
 
 
-def test_a_level_is_a_band_for_one_and_nothing_for_the_other():
-    """The mean of a norm is in the power that SpectrumFE reads, and not in SequenceFE's."""
-    white = torch.tensor(noise(4096))
-    assert spectrum_fe(white + 100) < 0.2
-    assert sequence_fe(white + 100) == pytest.approx(float(sequence_fe(white)), rel=1e-9)
-
-
-def test_an_impulse_has_every_frequency_alike():
-    impulse = torch.zeros(256)
-    impulse[17] = 1.0
-    assert float(sequence_fe(impulse)) == pytest.approx(1.0, abs=1e-12)
-    assert float(sequence_fe(impulse)) <= 1
-
-
 @given(seeds, st.floats(1e-3, 1e3), st.sampled_from(list(MEASURES)))
 def test_entropies_have_no_scale_and_lie_between_0_and_1(seed, scale, name):
     signal = torch.tensor(noise(2, 3, 1030, seed=seed)).abs()
@@ -126,23 +110,6 @@ def test_too_short_a_text_is_one_clear_error(tiny_decoder):
     assert frequency_entropies(model, IDS[:, :1000], ["sequence"])
     with pytest.raises(UserError, match="6 tokens or more, got 5"):
         sequence_fe(torch.ones(5))
-
-
-def test_without_a_hop_frames_overlap_by_half():
-    signal = torch.tensor(noise(300, seed=1))
-    assert spectrum_fe(signal, ShortTime(frame=64)) == spectrum_fe(
-        signal, ShortTime("hann", 64, 32)
-    )
-
-
-@given(seeds, st.integers(1, 4))
-def test_the_norm_of_a_pair_is_that_of_both_its_channels(seed, pairs):
-    x = noise(3, 7, 8, seed=seed)
-    norms = pair_norms(torch.tensor(x), pairs)
-    assert norms.shape == (3, pairs, 7)
-    for m in range(pairs):
-        expected = np.linalg.norm(x[..., [m, m + pairs]], axis=-1)
-        np.testing.assert_allclose(norms[:, m], expected)
 
 
 MODELS = {
@@ -179,27 +146,6 @@ def test_a_model_s_heads(tiny_decoder, model):
             for name, ours in entropies[side].items():
                 expected = expected_entropies(heads, counts, side, name)
                 np.testing.assert_allclose(ours, expected, rtol=1e-4)
-
-
-def test_texts_are_read_one_at_a_time_and_averaged(tiny_decoder, monkeypatch):
-    """All together would need the memory of all."""
-    model, layers, read = tiny_decoder(), [], []
-    ids = torch.randint(50, (5, 60), generator=torch.Generator().manual_seed(9))
-    capture(model, ids, layers.append)
-    hidden_states = model.hidden_states
-
-    def reading(ids, **options):
-        read.append(tuple(ids.shape))
-        return hidden_states(ids, **options)
-
-    monkeypatch.setattr(model, "hidden_states", reading)
-    measured = frequency_entropies(model, ids, ["sequence"])
-    assert read == [(1, 60)] * 5
-    for entropies, heads in zip(measured, layers, strict=True):
-        together = frequency_entropy_of(heads, ["sequence"])
-        for side in ("query", "key"):
-            expected = together[side]["sequence"]
-            torch.testing.assert_close(entropies[side]["sequence"], expected, rtol=1e-6, atol=0)
 
 
 def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(tiny_decoder):

@@ -108,15 +108,6 @@ def test_gradients_are_those_of_autograd(tiny_decoder, encoding, shift):
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-7)
 
 
-def test_gradients_leave_the_model_as_it_was(tiny_decoder):
-    model = tiny_decoder()
-    before = model(IDS)
-    bias_gradients(model, IDS, 0)
-    assert all(block.self_attn.observe is None for block in model.layers)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    torch.testing.assert_close(model(IDS), before)
-
-
 def initialised(encoding, seed, by_depth=True):
     """Eight layers as they are before training."""
     config = ModelConfig(
@@ -138,6 +129,7 @@ def initialised(encoding, seed, by_depth=True):
     return Decoder(config, layout, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_depth", [False, True])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_figure_4_the_gap_between_rope_and_nope_opens_at_the_second_layer(shift, by_depth):
@@ -221,11 +213,6 @@ def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
         kappa = min(max((turns - 1) / 31, 0.0), 1.0)
         expected.append((1 - kappa) / s + kappa)
     np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
-
-
-def test_a_pair_that_stands_still_has_factor_one():
-    factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64, 4.0)
-    assert all((gamma[4:] == 1).all() for gamma in factors.values())
 
 
 def test_profile_by_distance(monkeypatch):

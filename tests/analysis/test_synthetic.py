@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, turned
-from trainer.analysis.synthetic import SyntheticFigures, decay, fsv_ratios, limit, standard_spectra
+from trainer.analysis.synthetic import SyntheticFigures, decay, fsv_ratios, limit
 from trainer.analysis.topic import Target
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware
@@ -75,13 +75,6 @@ def test_the_limit_is_where_the_ratio_goes(name):
     spectrum = make_spectrum(name, 16, 64, {"base": 1e3} if name == "rope" else {})
     (far,) = fsv_ratios(spectrum, np.ones(16), [10**7], 64)
     assert limit(spectrum, 16) == pytest.approx(far, abs=1e-3)
-
-
-@pytest.mark.parametrize(("D", "C"), [(2, 4), (6, 64), (8, 8), (16, 9), (8, 100), (128, 4096)])
-def test_small_models_have_the_spectra_that_fit_them(D, C):
-    spectra = standard_spectra(D, C)
-    assert "RoPE" in spectra
-    assert all(s.rotary_dim <= D for s in spectra.values())
 
 
 def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):

@@ -154,6 +154,7 @@ def test_theorem_3_4_spread_bias_and_gradients_shrink_with_the_embeddings(tiny_d
         np.testing.assert_allclose(large.mean(-1) / small.mean(-1), 10, rtol=0.25)
 
 
+@pytest.mark.slow
 def test_theorem_3_4_spread_stays_bounded_across_depth_at_any_length(tiny_decoder):
     """With weights of standard deviation 0.02 eight layers widen the spread of the embeddings less
     than threefold, in a text of 32 tokens as in one of 2,048."""

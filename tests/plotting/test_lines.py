@@ -15,11 +15,9 @@ from trainer.plotting.lines import (
     Series,
     by_length,
     draw,
-    line_style,
     log_if_wide,
     over_heads,
     side_by_side,
-    training_length_mark,
     unscaled,
     whole_x,
 )
@@ -97,29 +95,6 @@ def test_many_lines_have_panels_of_their_own_over_the_others():
     assert colours == ["#E69F00", "#CC79A7", "#000000"]
     assert (figure.get_supxlabel(), figure.get_supylabel()) == ("step", "loss")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["chance", "here"]
-
-
-def test_looks_of_21_styles_differ_with_and_without_markers():
-    """Seven colours, ten marks, three dashes."""
-    for marked in (True, False):
-        looks = [line_style(Series("", n, [], [], marked=marked)) for n in range(21)]
-        assert len({str(sorted(look.items(), key=str)) for look in looks}) == 21
-    assert len({look["color"] for look in looks[:7]}) == 7
-
-
-@pytest.mark.parametrize(
-    ("length", "drawn", "marked"),
-    [
-        (64, (64, 128), True),
-        (64, (32, 64), True),
-        (64, (65, 128), False),
-        (64, (16, 63), False),
-        (None, (16, 63), False),
-    ],
-)
-def test_the_training_length_is_marked_within_what_is_drawn(length, drawn, marked):
-    wanted = (64.0, "training length") if marked else None
-    assert training_length_mark(length, drawn) == wanted
 
 
 def test_a_line_and_a_reference_are_named_once_for_all_panels():

@@ -14,7 +14,6 @@ from PIL import Image
 from trainer.plotting import style
 from trainer.plotting.lines import Frame, Series, draw
 from trainer.plotting.style import (
-    COLOURS,
     DARK_COLOURS,
     ON_BRIGHT,
     STYLE_NUMBERS,
@@ -106,12 +105,6 @@ def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
         "RoPE (a)": 1,
         "RoPE (b)": 2,
     }
-
-
-def test_a_name_without_a_look_of_its_own_gets_a_colour_that_no_other_has():
-    looks = style_numbers(["HalfRoPE", "RoPE", "mine", "yours"])
-    assert (looks["HalfRoPE"], looks["RoPE"]) == (8, 0)
-    assert len({COLOURS[number % len(COLOURS)] for number in looks.values()}) == 4
 
 
 @given(st.lists(st.sampled_from([*STYLE_NUMBERS, "a", "b", "RoPE (a)", "RoPE (b)"]), unique=True))
