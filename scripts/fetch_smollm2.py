@@ -10,6 +10,7 @@ $UNROPE_CACHE/models or the user's cache. Prints only that directory on stdout.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import zipfile
@@ -45,15 +46,28 @@ def download(directory: Path) -> Path:
 
 def fetch(target: Path) -> None:
     """Convert the model to ``target``, which is created only when it is complete."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
     try:
         file = download(partial / "download")
         place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        for kind in (AutoTokenizer, AutoModelForCausalLM):
-            kind.from_pretrained(**place).save_pretrained(partial / NAME)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(partial / NAME)
+        dense = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=dense)
+        # Plain weights, which the model takes for quantized ones.
+        weights = {name: w.float().contiguous() for name, w in model.state_dict().items()}
+        weights.pop("lm_head.weight")  # tied
+        save_torch_state_dict(weights, partial / NAME)
+        config = model.config.to_dict() | {
+            "architectures": ["LlamaForCausalLM"],
+            "dtype": "float32",
+        }
+        config.pop("quantization_config", None)
+        (partial / NAME / "config.json").write_text(json.dumps(config, indent=2))
+        model.generation_config.save_pretrained(partial / NAME)
         try:
             (partial / NAME).rename(target)
         except OSError:
