@@ -231,11 +231,6 @@ class Writer:
             except CheckpointException as error:  # no Exception; holds those of all ranks
                 raise OSError(str(next(iter(error.failures.values()))[0])) from error
 
-    @property
-    def is_done(self) -> bool:
-        """Whether no checkpoint is being written; :meth:`wait` then returns at once."""
-        return self._work is None or self._work.done()
-
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()

@@ -15,12 +15,13 @@ import lightning as L
 import torch
 
 from trainer.common.errors import PreemptedError
+from trainer.common.ranks import shutdown_distributed
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
 from trainer.lightning.optimizers import newton_schulz, orthogonalized
 from trainer.runs.parsing import parse
-from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.runs.ranks import init_distributed
 
 
 class TellRank1(L.Callback):

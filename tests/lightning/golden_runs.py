@@ -13,12 +13,13 @@ import torch
 
 from tests.program import run_ranks
 from tests.small_runs import SHAPE
+from trainer.common.ranks import shutdown_distributed
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.runs.ranks import init_distributed
 
 STEPS = 20
 BASE = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trainer.common.ranks import Ranks
 from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.lightning import devices
 from trainer.lightning.devices import (
@@ -15,7 +16,6 @@ from trainer.lightning.devices import (
     device_type,
     set_threads,
 )
-from trainer.runs.ranks import Ranks
 
 SHARDED = RunConfig(strategy=StrategyConfig(name="fsdp2"))
 

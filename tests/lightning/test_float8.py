@@ -15,12 +15,12 @@ from tests.lightning.test_distributed import launch, variant
 from tests.lightning.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from tests.lightning.test_strategy import alone  # noqa: F401 - a fixture
 from tests.small_runs import decoder_of
+from trainer.common.ranks import Ranks
 from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.lightning.setup import make_decoder
 from trainer.lightning.strategy import parallelize
 from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
-from trainer.runs.ranks import Ranks
 
 IDS = torch.arange(64).view(2, 32) * 7 % 50
 FP8 = {"precision": "bf16", "fp8": True}

@@ -20,6 +20,7 @@ from tests.lightning.test_run import (
     start_from,
 )
 from trainer.checkpoint import load_decoder, read_state
+from trainer.common.ranks import Ranks
 from trainer.config import BenchmarksConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.results import Reach
@@ -27,7 +28,6 @@ from trainer.lightning.module import evaluating
 from trainer.lightning.monitors import Benchmarks, Lengths, Probe
 from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.parsing import merged
-from trainer.runs.ranks import Ranks
 
 LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}
 BOTH = {"monitor": {**LENGTHS, "probe_every": 4}}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
+from trainer.common.ranks import shutdown_distributed
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
@@ -22,7 +23,7 @@ from trainer.lightning.strategy import checkpoint_activations, fill, parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
-from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.runs.ranks import init_distributed
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from trainer.runs.phases import (
     phase_at,
     phase_before,
     phases_of,
-    stretch_end,
     tokens_at,
     training_length_at,
 )
@@ -60,8 +59,6 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             orders[-1][1] += size
             step, tokens = step + 1, tokens + length * size
             assert phase_before(phases, step) is current
-            alike = phases[(current.start == 0 and 0) or phases.index(current)]
-            assert phase_at(phases, stretch_end(phases, step - 1) - 1).stretch == alike.stretch
     assert config.trainer.max_steps == step
     assert tokens_at(config, step) == tokens
     assert config.training_length == orders[-1][0]
@@ -75,7 +72,6 @@ def test_without_phases_a_drop_makes_two():
     assert (before.start, before.end, after.start, after.end) == (0, 40, 40, 50)
     assert (before.horizon, after.horizon) == (50, 10)
     assert after.first_sample(41) == 164
-    assert stretch_end((before, after), 3) == 50
     assert kept_steps(config) == frozenset()
 
 
@@ -198,7 +194,6 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     ]  # fmt: skip
     assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
     assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
-    assert [phase.order_start for phase in phases_of(config)] == [0, 2, 10, 10, 10]
     assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
     assert [phase.seed - 9 for phase in phases_of(config)] == [
         0, 1_000_003, 2_000_006, 2_000_006, 2_000_006,
@@ -214,5 +209,3 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     assert (three.optimizer_state, four.optimizer_state) == ("reset", "reset_new")
     assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
     assert four.factor(16) == config.schedule.factor(16, 22)
-    ends = [stretch_end(phases_of(config), step) for step in (0, 1, 2, 9, 10, 14, 15, 18, 19, 21)]
-    assert ends == [2, 2, 10, 10, 22, 22, 22, 22, 22, 22]

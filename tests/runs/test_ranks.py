@@ -12,20 +12,17 @@ import torch.distributed as dist
 
 from tests.program import run_ranks
 from trainer.common.errors import DivergedError, PreemptedError, UserError
-from trainer.config import RunConfig, StrategyConfig, TrainerConfig
-from trainer.runs import ranks as ranks_module
-from trainer.runs.ranks import (
+from trainer.common.ranks import (
     Ranks,
     Vote,
     all_gather,
     current_ranks,
-    device_of,
-    device_type,
-    init_distributed,
     on_rank_zero,
-    process_group,
     shutdown_distributed,
 )
+from trainer.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs import ranks as ranks_module
+from trainer.runs.ranks import device_of, device_type, init_distributed, process_group
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 

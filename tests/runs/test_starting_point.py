@@ -262,6 +262,7 @@ def begun(base, finished, tmp_path):
     return values, config, tmp_path
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_own_checkpoint_where_the_other_run_has_gone(begun):
     values, config, place = begun
     shutil.rmtree(place / "other")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.common.ranks import Ranks
 from trainer.config import EvaluationRequest, RunConfig
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.results import Arm, Change, troubles
@@ -20,7 +21,6 @@ from trainer.runs.fitted_temperature import FILE
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
-from trainer.runs.ranks import Ranks
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import branch_checkpoint, check_start, run_experiment
 from trainer.workflows.experiment_report import arm_of, median_rate

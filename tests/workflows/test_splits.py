@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainer.common.errors import UserError
+from trainer.common.ranks import Ranks
 from trainer.config import (
     AnalysisConfig,
     AttenuationSettings,
@@ -28,7 +29,6 @@ from trainer.lightning.phases import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
-from trainer.runs.ranks import Ranks
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import Text, measure_models

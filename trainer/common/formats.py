@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from trainer.common.errors import UserError, first_line
-from trainer.common.fields import adapter
+from trainer.common.errors import first_line
 
 T = TypeVar("T")
 FIRST = 1
@@ -40,21 +39,6 @@ def read_plain(path: Path) -> Any:
         raise ValueError(f"it is not JSON: {first_line(error)}") from None
 
 
-def read_as(path: Path, kind: type[T]) -> T:
-    """Return a JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, no JSON, or contains something else; the message is one line
-            and says where.
-    """
-    data = read_content(path)
-    try:
-        return adapter(kind).validate_json(data, strict=True)
-    except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-
-
 def first_problem(error: ValidationError) -> str:
     """Return the place and message of pydantic's first error."""
     first = error.errors()[0]
@@ -75,23 +59,3 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
     if size > largest:
         raise ValueError(f"it has {size:,} bytes, at most {largest:,} are read")
     return path.read_bytes()
-
-
-def check_format(number: Any, newest: int, key: str, file: str, otherwise: str) -> None:
-    """Check that this version can read format ``number`` of a file, :data:`FIRST` if it has none.
-
-    ``otherwise``: what the user can do instead of installing a newer version.
-
-    Raises:
-        UserError: the format is newer, or not a whole number.
-    """
-    if not isinstance(number, int) or isinstance(number, bool) or number < FIRST:
-        raise UserError.at(
-            key, f"{file} is damaged: its format is {number!r}, expected a whole number."
-        )
-    if number > newest:
-        raise UserError.at(
-            key,
-            f"{file} has format {number}, this version of unrope reads up to {newest}; install a "
-            f"newer one, or {otherwise}.",
-        )

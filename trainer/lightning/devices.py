@@ -14,8 +14,9 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
+from trainer.common.ranks import Ranks, share_of_cores
 from trainer.config import Products, RunConfig
-from trainer.runs.ranks import Ranks, device_type, share_of_cores
+from trainer.runs.ranks import device_type
 
 log = logging.getLogger(__name__)
 

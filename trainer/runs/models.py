@@ -31,21 +31,19 @@ from trainer.runs.phases import training_length_at
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
-TRAINED_AT = ", trained at "
-"""Before a training length in a fingerprint."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A model that can be loaded, with its name in tables.
 
-    ``reference``: the user's name for it. ``run``: configuration of the run that trained it (None:
-    published weights). ``fingerprint``: changes whenever the weights change. ``load``: loads it
-    onto a device, by default the CPU, and in a dtype, by default float32. ``role``: its role in
-    comparisons, such as ``drope``. ``state``: the description in its checkpoint. ``computed_by``:
-    the program that computes it, if not this one. ``named_bos``: id of the first token of a text,
-    if a published configuration gives one. ``stored_length``: the training length in its files, if
-    ``layout`` has another. ``eos``: ids that its settings call the end of a text.
+    ``reference``: the user's name for it. ``weights``: loads it onto a device, by default the CPU,
+    and in a dtype, by default float32. ``hash``: of its weights. ``run``: configuration of the run
+    that trained it (None: published weights). ``role``: its role in comparisons, such as ``drope``.
+    ``state``: the description in its checkpoint. ``computed_by``: the program that computes it, if
+    not this one. ``named_bos``: id of the first token of a text, if a published configuration gives
+    one. ``stored_length``: the training length in its files, if ``layout`` has another. ``eos``:
+    ids that its settings call the end of a text; ``stops``: of an answer.
     """
 
     reference: str
@@ -54,62 +52,54 @@ class Candidate:
     tokenizer: Tokenizer
     config: ModelConfig
     layout: Layout
-    fingerprint: str
-    run: RunConfig | None
-    load: Callable[..., LanguageModel]
+    weights: Callable[..., LanguageModel]
+    hash: str
+    run: RunConfig | None = None
     role: str | None = None
     state: dict[str, Any] = field(default_factory=dict)
     computed_by: str | None = None
     named_bos: int | None = None
     stored_length: int | None = None
     eos: tuple[int, ...] = ()
+    stops: frozenset[int] = frozenset()
+
+    def load(self, *place: Any) -> LanguageModel:
+        """Load the model with its training length and the tokens that end its answers.
+
+        ``place``: device and dtype.
+        """
+        model = self.weights(*place)
+        if self.stored_length is not None:
+            model.layout = self.layout
+        if self.end_tokens is not None:
+            model.end_tokens = self.end_tokens
+        return model
+
+    @property
+    def end_tokens(self) -> frozenset[int] | None:
+        """Ids that end an answer; None if its settings name none."""
+        if self.stops:
+            return self.stops | {self.text_tokenizer.end_of_text}
+        return end_tokens(self.tokenizer, self.eos) if self.eos else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with the weights, with C, and with tokens that end answers besides
+        those that the tokenizer names."""
+        ends, C = self.end_tokens, self.layout.training_length
+        named = ends in (None, end_tokens(self.tokenizer, self.eos))
+        mark = "" if named or ends is None else f", ends at {sorted(ends)}"
+        trained = "" if self.stored_length in (None, C) else f", trained at {C}"
+        return f"{self.hash}{mark}{trained}"
 
     def with_training_length(self, length: int | None) -> Candidate:
-        """Return the same model with another C; None: as it is.
-
-        Its fingerprint changes as well, unless ``length`` is the one in its files: methods and
-        lengths count from C.
-        """
-        if length in (None, self.layout.training_length):
+        """Return the same model with another C, from which methods and lengths count; None: as it
+        is."""
+        if length is None or length == self.layout.training_length:
             return self
-        assert length is not None
         stored = self.stored_length or self.layout.training_length
-        layout, weights = self.layout.with_training_length(length), self.load
-
-        def load(*place: Any) -> LanguageModel:
-            model = weights(*place)
-            model.layout = layout
-            return model
-
-        of_weights = self.fingerprint.partition(TRAINED_AT)[0]
-        trained = "" if length == stored else f"{TRAINED_AT}{length}"
-        return replace(
-            self,
-            layout=layout,
-            load=load,
-            fingerprint=of_weights + trained,
-            stored_length=stored,
-        )
-
-    def ending_at(self, stops: frozenset[int]) -> Candidate:
-        """Return the same model whose answers end at ``stops`` and at the end of a text.
-
-        Its fingerprint changes if other tokens end them than names alone tell. Without any ids in
-        its settings it stays as it is.
-        """
-        if not (stops or self.eos):
-            return self
-        named, end = end_tokens(self.tokenizer, self.eos), self.text_tokenizer.end_of_text
-        ends = stops | {end} if stops else named
-        mark = "" if ends == named else f", ends at {sorted(ends)}"
-        weights = self.load
-
-        def load(*place: Any) -> LanguageModel:
-            model = weights(*place)
-            model.end_tokens = ends
-            return model
-
-        return replace(self, load=load, fingerprint=self.fingerprint + mark)
+        layout = self.layout.with_training_length(length)
+        return replace(self, layout=layout, stored_length=stored)
 
     @property
     def longest_context(self) -> int:
@@ -192,13 +182,13 @@ def find_candidate(reference: str) -> Candidate:
             adapted.tokenizer,
             adapted.config,
             adapted.layout,
-            f"{adapted.computed_by} {_files_fingerprint(adapted.path)}",
-            None,
             adapted.load,
+            f"{adapted.computed_by} {_files_fingerprint(adapted.path)}",
             computed_by=adapted.computed_by,
             named_bos=adapted.bos_token,
             eos=adapted.eos,
-        ).ending_at(adapted.stops)
+            stops=adapted.stops,
+        )
     if (path := published_place(reference)) is not None:
         published = read_pretrained(reference)
         return Candidate(
@@ -208,31 +198,30 @@ def find_candidate(reference: str) -> Candidate:
             published.require_tokenizer(),
             published.config,
             published.layout,
-            _files_fingerprint(path),
-            None,
             published.decoder,
+            _files_fingerprint(path),
             named_bos=published.bos_token,
             eos=published.eos,
-        ).ending_at(published.stops)
+            stops=published.stops,
+        )
     path = find_checkpoint(reference)
     state = read_state(path)
-    config = saved_config(state["config"])
+    config, tokenizer = saved_config(state["config"]), Tokenizer.from_str(state["tokenizer"])
     candidate = Candidate(
         reference,
         checkpoint_label(config, state["step"], path.name),
         path,
-        Tokenizer.from_str(state["tokenizer"]),
+        tokenizer,
         model_config(state),
         Layout.from_dict(state["layout"]),
-        checksum(path / MANIFEST),
-        config,
         partial(load_decoder, path, state),
-        role(config, is_dropped(config, state["step"])),
-        state,
+        checksum(path / MANIFEST),
+        run=config,
+        role=role(config, is_dropped(config, state["step"])),
+        state=state,
         eos=(state["end_of_text"],),
+        stops=stop_ids(state["token_files"], tokenizer),
     )
-    stops = stop_ids(state.get("token_files", {}), candidate.tokenizer)
-    candidate = candidate.ending_at(stops)
     length = training_length_at(config, state["step"]) if state["step"] else None
     return candidate.with_training_length(length)
 

@@ -1,15 +1,12 @@
 """A run as a list of phases: their settings, the samples that their steps read, and their checks.
 
-Phases with equal sequence length and mixture share one order of samples. If their batch sizes are
-equal as well, they are trained as one stretch. Between stretches there is a checkpoint, from which
-the next stretch begins as a resumed run does.
+Phases with equal sequence length and mixture share one order of samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
@@ -37,8 +34,8 @@ class Phase:
     ``origin`` over ``horizon`` steps. Pretraining that a drop ends early follows the schedule of
     the whole run, since DroPE takes a checkpoint from before the end of an ordinary run;
     recalibration has a schedule of its own. ``tokens``: tokens read before this phase. ``order``:
-    number of its order of samples, which begins at step ``order_start``; ``samples`` of it were
-    read before this phase. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
+    number of its order of samples, of which ``samples`` were read before this phase. ``drop``,
+    ``rescale``, ``optimizer_state``: changes at its start.
     """
 
     name: str
@@ -50,7 +47,6 @@ class Phase:
     horizon: int
     tokens: int = 0
     order: int = 0
-    order_start: int = 0
     samples: int = 0
     drop: ChangeConfig | None = None
     rescale: RescaleConfig | None = None
@@ -67,12 +63,6 @@ class Phase:
     def seed(self) -> int:
         """Seed of this phase's sample order."""
         return self.config.seed + ORDERS * self.order
-
-    @cached_property
-    def stretch(self) -> tuple[object, ...]:
-        """Key that is equal for phases trained in one stretch."""
-        run = self.config.trainer
-        return self.order, run.batch_size, run.micro_batch_size, run.log_every
 
     def factor(self, step: int) -> float:
         """Return the learning-rate factor at ``step`` of the run."""
@@ -133,9 +123,9 @@ def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfi
         return phase
     phase = replace(phase, tokens=last.tokens_at(start))
     if reading(last.config.data) != reading(phase.config.data):
-        return replace(phase, order=last.order + 1, order_start=start)
+        return replace(phase, order=last.order + 1)
     samples = last.samples + (start - last.start) * last.config.trainer.batch_size
-    return replace(phase, order=last.order, order_start=last.order_start, samples=samples)
+    return replace(phase, order=last.order, samples=samples)
 
 
 NOT_OF_SAMPLES = {
@@ -205,15 +195,6 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
 def phase_before(phases: Sequence[Phase], step: int) -> Phase:
     """Return the phase of the last of ``step`` updates; before the first update the first phase."""
     return phase_at(phases, max(step - 1, 0))
-
-
-def stretch_end(phases: Sequence[Phase], step: int) -> int:
-    """Return the step at which the stretch of update ``step`` ends."""
-    stretch, end = phase_at(phases, step).stretch, step
-    for phase in phases:
-        if phase.end > step and phase.stretch == stretch and phase.start <= max(end, step):
-            end = phase.end
-    return end
 
 
 def training_length_at(config: RunConfig, step: int) -> int:

@@ -16,24 +16,10 @@ from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import usual_threads
 from trainer.common.ranks import (
     Ranks,
-    Vote,
-    all_gather,
     current_ranks,
-    on_rank_zero,
-    share_of_cores,
     shutdown_distributed,
 )
 from trainer.config import RunConfig
-
-__all__ = [
-    "Ranks",
-    "Vote",
-    "all_gather",
-    "current_ranks",
-    "on_rank_zero",
-    "share_of_cores",
-    "shutdown_distributed",
-]
 
 
 def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:

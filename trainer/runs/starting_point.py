@@ -25,6 +25,7 @@ from trainer.checkpoint import (
     remove_leftovers,
 )
 from trainer.common.errors import UserError
+from trainer.common.ranks import on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
@@ -37,7 +38,6 @@ from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of
-from trainer.runs.ranks import on_rank_zero
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
+from trainer.common.ranks import current_ranks
 from trainer.config import (
     BenchmarkConfig,
     BenchmarkRequest,
@@ -35,7 +36,6 @@ from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.runs.directory import free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.runs.ranks import current_ranks
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import held_out_corpus, multiplying, subject_of
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer.common.errors import UserError
+from trainer.common.ranks import Ranks
 from trainer.config import EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
@@ -35,7 +36,7 @@ from trainer.runs.directory import free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.parsing import check_evaluation
-from trainer.runs.ranks import Ranks, join_evaluation
+from trainer.runs.ranks import join_evaluation
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import (
     held_out_corpus,

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainer.checkpoint import BEFORE_DROP, step_name
+from trainer.common.ranks import Ranks, all_gather, on_rank_zero
 from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
 from trainer.evaluation.outcomes import Outcomes, rows
@@ -24,7 +25,7 @@ from trainer.runs.directory import (
     open_run_directory,
 )
 from trainer.runs.phases import phases_of
-from trainer.runs.ranks import Ranks, all_gather, on_rank_zero, process_group
+from trainer.runs.ranks import process_group
 from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import (
     check_evaluated_text,

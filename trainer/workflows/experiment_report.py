@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
 
+from trainer.common.ranks import Ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.outcomes import Outcomes
@@ -20,7 +21,6 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
-from trainer.runs.ranks import Ranks
 from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
