@@ -64,7 +64,8 @@ class PhaseChange(StepCallback):
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Change the model before the first batch of a phase."""
         step = trainer.global_step
-        phase = next((p for p in self.phases if p.start == step), None)
+        # A drop before the first step leaves an empty phase before it.
+        phase = next((p for p in reversed(self.phases) if p.start == step), None)
         if phase is None or phase.name in self.effects:
             return
         longer = phase.config.data.sequence_length > module.model.layout.training_length
