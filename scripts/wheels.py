@@ -24,9 +24,7 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     )
     wheels = list(directory.glob("*.whl"))
     if result.returncode or not wheels:
-        raise UserError.at(
-            "", f"pip could not download {requirement}: {result.stderr.strip()[-300:]}"
-        )
+        raise UserError(f"pip could not download {requirement}: {result.stderr.strip()[-300:]}")
     return wheels[0]
 
 
@@ -37,7 +35,7 @@ def check_sum(path: Path, sha256: str) -> None:
         UserError: the file has another checksum.
     """
     if (digest := checksum(path)) != sha256:
-        raise UserError.at("", f"{path.name} has the SHA-256 {digest}, not {sha256}.")
+        raise UserError(f"{path.name} has the SHA-256 {digest}, not {sha256}.")
 
 
 def fetch_and_print(

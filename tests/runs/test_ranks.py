@@ -171,7 +171,7 @@ def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
 
 @pytest.mark.parametrize(
     "error",
-    [None, PreemptedError("stop"), UserError.at("", "no"), RuntimeError("x"), KeyboardInterrupt()],
+    [None, PreemptedError("stop"), UserError("no"), RuntimeError("x"), KeyboardInterrupt()],
 )
 def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
     kinds = type(error) if error else ()
@@ -189,8 +189,8 @@ def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, e
     [
         (None, False, False),
         (PreemptedError("stop"), False, False),
-        (DivergedError.at("", "no"), False, False),
-        (UserError.at("", "no"), True, False),
+        (DivergedError("no"), False, False),
+        (UserError("no"), True, False),
         (RuntimeError("x"), True, True),
     ],
 )

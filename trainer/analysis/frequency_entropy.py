@@ -43,10 +43,10 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
         UserError: the signal is shorter than a frame.
     """
     if signal.shape[-1] < frames.frame:
-        raise UserError.at(
-            "SpectrumFE",
+        raise UserError(
+            "SpectrumFE: "
             f"expected a text of {frames.frame} tokens (one frame) or more, got "
-            f"{signal.shape[-1]}; choose a longer text or a shorter frame.",
+            f"{signal.shape[-1]}; choose a longer text or a shorter frame."
         )
     taper = TAPERS[frames.window](frames.frame, dtype=torch.float64, device=signal.device)
     cut = signal.double().unfold(-1, frames.frame, frames.step) * taper
@@ -62,7 +62,7 @@ def sequence_fe(signal: Tensor) -> Tensor:
     """
     length = signal.shape[-1]
     if length < 6:
-        raise UserError.at("SequenceFE", f"expected a text of 6 tokens or more, got {length}.")
+        raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}.")
     power = torch.fft.rfft(signal.double()).abs().square()
     return _normalised_entropy(power[..., 1 : length // 2])
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 REMEDIES = {
     "loss": "The loss spikes or rises after the drop",
@@ -19,14 +17,6 @@ VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 def remedy(about: str) -> str:
     """Return where the documentation says what to do; ``about``: a key of :data:`REMEDIES`."""
     return f"What to do: docs/troubleshooting.md, “{REMEDIES[about]}”."
-
-
-def same_command(overwrite: bool) -> str:
-    """Return what messages call the command that resumes a run.
-
-    ``overwrite``: whether the command had ``overwrite=true``, with which it would start again.
-    """
-    return f"the same command{' without overwrite=true' if overwrite else ''}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -44,15 +34,6 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration: ``42 s``, ``12 min``, ``5.5 hours``, ``3.2 days``, ``10.8 years``."""
-    units = {"years": 365 * 86400, "days": 86400, "hours": 3600, "min": 60}
-    for unit, size in units.items():
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/.][\w./+-]*", re.IGNORECASE)
 
 
@@ -63,11 +44,3 @@ _CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 def without_controls(text: str) -> str:
     """Return a text for a terminal, with visible characters in place of control characters."""
     return text.translate(_CONTROLS)
-
-
-def override_value(value: Any) -> str:
-    """Return a value as Hydra reads it from a word, in quotes where needed, before the shell's."""
-    if isinstance(value, list):
-        return f"[{','.join(map(override_value, value))}]"
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
-    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)

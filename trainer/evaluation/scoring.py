@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from trainer.common.errors import Problem, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -72,30 +70,6 @@ class Task(Protocol):
             UserError: the length is too short for the task, or the text too short for the length.
         """
         ...
-
-
-def list_problems(
-    key: str, names: Sequence[str], known: Collection[str] | None = None
-) -> list[Problem]:
-    """Check the tasks or methods that a configuration lists: at least one, each once.
-
-    ``known``: names of all tasks; None: not checked.
-    """
-    if not names:
-        return [Problem(key, "expected one or more, got none.")]
-    counts = Counter(names)
-    return [
-        *(
-            Problem(key, f"unknown task {name!r}.", did_you_mean(name, known))
-            for name in counts
-            if known is not None and name not in known
-        ),
-        *(
-            Problem(key, f"expected each one once, got {name!r} {times} times.")
-            for name, times in counts.items()
-            if times > 1
-        ),
-    ]
 
 
 NUMBER = re.compile(r"[0-9]+")

@@ -102,7 +102,7 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
         try:
             return layout.rebased(base, phase.rescale.layers)
         except ValueError as error:
-            raise UserError.at(f"phases.{phase.name}.rescale.base", str(error)) from error
+            raise UserError(f"phases.{phase.name}.rescale.base: {error!s}") from error
     reach = phase.config.data.sequence_length / layout.training_length
     factor = phase.rescale.factor or max(reach, 1.0)
     return layout.rescaled(RESCALINGS[phase.rescale.method], factor, phase.rescale.layers)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-from trainer.common.errors import UserError, renaming
+from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
@@ -36,15 +36,14 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
         texts = (candidate.state.get("data") or {}).get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
-            raise UserError.at(
-                "checkpoint",
+            raise UserError(
+                "checkpoint: "
                 "it was trained with another tokenizer than its text source gives here (another "
                 "version of Python, or changed files); where a command takes text=, that names "
-                "another source.",
+                "another source."
             )
         return corpus
-    with nullcontext() if text is None else renaming(data="text"):
-        return prepare_corpus(source, TokenizerConfig(), candidate.text_tokenizer)
+    return prepare_corpus(source, TokenizerConfig(), candidate.text_tokenizer)
 
 
 def subject_of(
