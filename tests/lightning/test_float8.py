@@ -15,12 +15,12 @@ from tests.lightning.test_distributed import launch, variant
 from tests.lightning.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from tests.lightning.test_strategy import alone  # noqa: F401 - a fixture
 from tests.small_runs import decoder_of
-from trainer.common.ranks import Ranks
 from trainer.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.lightning.setup import make_decoder
-from trainer.lightning.strategy import parallelize
+from trainer.lightning.strategy import fill, parallelize
 from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
+from trainer.model.decoder import initial_value
 
 IDS = torch.arange(64).view(2, 32) * 7 % 50
 FP8 = {"precision": "bf16", "fp8": True}
@@ -40,7 +40,17 @@ def spread(ranks=None, strategy=None, **trainer):
         trainer=TrainerConfig(**{"precision": "bf16", **trainer}),
     )
     made = make_decoder(config, 50)
-    parallelize(made, config, ranks or Ranks(), torch.device("cpu"))
+    run, name = config.trainer, config.strategy.name
+    parallelize(
+        made,
+        torch.device("cpu"),
+        name,
+        half=True,
+        activation_checkpointing=config.strategy.activation_checkpointing,
+        compile=run.compile,
+        float8=run.fp8,
+    )
+    fill(made, lambda name, shape: initial_value(made.config, name, shape, 0))
     return made
 
 

@@ -15,10 +15,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning import drop, setup
+from trainer.lightning import callbacks, drop, setup
 from trainer.lightning.callbacks import Saving
 from trainer.lightning.fit import train
-from trainer.model.backends import Choice
 from trainer.runs.parsing import merged, parse
 
 
@@ -77,8 +76,11 @@ VARIANTS = {
 def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
     monkeypatch.setattr(drop, "losses_of", lambda *_: [0.0])  # waits, twice a run
-    monkeypatch.setattr(Saving, "save", lambda *_: None)  # copies to the CPU
-    rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
+    # At the end of a phase a checkpoint is written and a row.
+    monkeypatch.setattr(Saving, "end_step", lambda *_: None)
+    monkeypatch.setattr(Saving, "before_drop", lambda *_: None)
+    monkeypatch.setattr(callbacks, "is_due", lambda *_: False)
+    rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))
     with pytest.raises(EnoughError):
         train(config, prepare_corpus(config.data, config.tokenizer), callbacks=[StopAfter(8)])
@@ -87,14 +89,6 @@ def steps(base, tmp_path, monkeypatch, changes):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_steps_before_and_after_the_drop(base, tmp_path, monkeypatch, name):
     steps(base, tmp_path, monkeypatch, VARIANTS[name])
-
-
-def test_document_masks_in_kernels_of_variable_length(base, tmp_path, monkeypatch):
-    """torch's own runs on meta: bounds come from the loader, and no length is read."""
-    choice = Choice("varlen", "for the test")
-    monkeypatch.setattr("trainer.model.decoder.choose_backend", lambda *_: choice)
-    changes = {"data": {"document_mask": True}, "trainer": {"precision": "bf16"}}
-    steps(base, tmp_path, monkeypatch, changes)
 
 
 def test_reading_a_value_fails(base, tmp_path):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
 from tests.small_runs import decoder_of
 from trainer.checkpoint import BEFORE_DROP, load_decoder, read_state
-from trainer.common.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError
 from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
@@ -115,13 +115,6 @@ def test_it_resumes_bitwise(begin):
     resumed, _ = begin("stopped")
     assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
     assert rows_of(resumed) == rows_of(whole)
-
-
-def test_a_control_changes_no_more_of_the_weights_than_the_run(begin):
-    """Otherwise the change would be ignored silently."""
-    expected = r"^controls\.sinks\.model\.softmax: the model that model\.from_pretrained names has"
-    with pytest.raises(UserError, match=expected):
-        begin(controls={"sinks": {"model": {"softmax": {"sinks": True}}}})
 
 
 def test_benchmarks_measure_published_weights_before_the_drop(begin):

@@ -117,6 +117,8 @@ def train(
     began, clock = start_time or time.time(), time.perf_counter()
     ranks, phases, last_step = current_ranks(), phases_of(config), config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
+    if config.trainer.compile:
+        torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
     start = starting_point(config, branch)
     seconds_from = clock if start.checkpoint in (None, branch) else None
     torch.manual_seed(config.seed + ranks.rank)

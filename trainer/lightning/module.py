@@ -86,7 +86,7 @@ class LanguageModule(L.LightningModule):
         ``length``: tokens of every sequence, None: many lengths. ``documents``: whether there are
         document masks.
         """
-        half = self.model.compute_dtype is not None or torch.is_autocast_enabled(self.device.type)
+        half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
         device = self.trainer.strategy.root_device.type
         choice = self.model.use_backend(
             self.attention, device, documents=documents, half=half, length=length

@@ -94,13 +94,17 @@ class Monitors(StepCallback):
         """Restore the measurements so far."""
         self.reaches[:], self.milestones[:] = state_dict["lengths"], state_dict["benchmarks"]
 
+    def on_train_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
+        """Measure trained weights before the first step."""
+        if trainer.global_step == 0 and self.first_measure is not None and not self.milestones:
+            self._take([self.first_measure], module, 0)
+
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Measure directly after the model was changed, and trained weights before all steps."""
-        step = trainer.global_step
-        if self.change.changed_at(step):
-            self._take(self.measures, module, step)
-        elif step == 0 and self.first_measure is not None and not self.milestones:
-            self._take([self.first_measure], module, step)
+        """Measure directly after the model was changed."""
+        if self.change.changed_at(trainer.global_step):
+            self._take(self.measures, module, trainer.global_step)
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Take the measures that are due after a step."""

@@ -20,7 +20,7 @@ from trainer.lightning.drop import Change, Probe, apply_change, losses_of
 from trainer.lightning.module import LanguageModule
 from trainer.positional.layout import Layout
 from trainer.runs.layouts import layout_of_phase
-from trainer.runs.phases import Phase
+from trainer.runs.phases import Phase, phase_at, phase_before
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,8 @@ class PhaseChange(StepCallback):
     def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Change the model before the first batch of a phase."""
         step = trainer.global_step
-        # A drop before the first step leaves an empty phase before it.
-        phase = next((p for p in reversed(self.phases) if p.start == step), None)
-        if phase is None or phase.name in self.effects:
+        phase = phase_at(self.phases, step)
+        if phase.start != step or phase.name in self.effects:
             return
         longer = phase.config.data.sequence_length > module.model.layout.training_length
         if not phase.change and not longer:
@@ -100,8 +99,8 @@ class PhaseChange(StepCallback):
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure the loss at the end of a phase that began with a change."""
-        phase = next((p for p in self.phases if p.end == trainer.global_step), None)
-        if phase is None or phase.name not in self.effects:
+        phase = phase_before(self.phases, trainer.global_step)
+        if phase.end != trainer.global_step or phase.name not in self.effects:
             return
         with self.metrics.elsewhere():
             losses = losses_of(module, self._probe_of(phase))
