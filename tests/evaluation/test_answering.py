@@ -161,6 +161,7 @@ def test_a_group_whose_prompts_fit_only_alone_still_reads_its_beginning_once(
     assert shapes == [(1, 40), *((1, 40 - cut) for cut in cuts[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [None, "sequence", "query", "beyond"])
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 def test_answering_in_turn_changes_nothing(build, tokenizer, positional, change):

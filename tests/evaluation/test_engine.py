@@ -108,6 +108,7 @@ def test_stored_cells_are_not_measured_again(evaluation):
     assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
 
 
+@pytest.mark.slow
 def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_path):
     read, alive = [], []
 

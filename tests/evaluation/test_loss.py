@@ -52,6 +52,7 @@ def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
     assert len(np.unique(scored)) == scored.size
 
 
+@pytest.mark.slow
 def test_an_interval_over_windows_of_a_short_text_misses_equal_losses_in_one_of_twenty():
     """Two models with the same expected loss on every token; 96 windows would overlap."""
     generator, missed, last = np.random.default_rng(1), 0, 64

@@ -43,6 +43,7 @@ def examples(text):
 SHORTEST = len("Problem: What is 10 + 10?\nSolution: 10 + 10 = 20.\n\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [400, 1777])
 @pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
 def test_prompt_and_answer_fill_the_length(tasks, name, length):

@@ -19,9 +19,10 @@ from torch import Tensor
 from trainer.analysis.arrays import Side, pair_counts
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
+from trainer.common.errors import UserError
 from trainer.config import DopeSettings
 from trainer.evaluation.layouts import require_rotation, with_intervention
-from trainer.evaluation.method_config import check_heads, rotating_heads, spectrum_of
+from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
@@ -179,6 +180,32 @@ def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
         deviation(m[row], s[row]) if row.any() else model_wide
         for m, s, row in zip(mean, square, mask, strict=True)
     ]
+
+
+def rotating_heads(layout: Layout, config: ModelConfig) -> list[tuple[int, int]]:
+    """Return layer and index of every query head that rotates."""
+    count = config.num_attention_heads
+    return [
+        (layer, head)
+        for layer, encoding in enumerate(layout.layers)
+        for head in range(count)
+        if spectrum_of(encoding, head, count).rotates
+    ]
+
+
+def check_heads(layout: Layout, config: ModelConfig, settings: DopeSettings) -> None:
+    """Check that the model has enough rotating heads; this needs no weights."""
+    available = len(rotating_heads(layout, config))
+    if settings.heads > available:
+        raise UserError(
+            f"evaluation.dope.heads: expected at most {available}, the query heads that rotate, "
+            f"got {settings.heads}"
+        )
+
+
+def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
+    """Return the spectrum of query head ``head`` out of ``count``."""
+    return encoding.spectra[head // (count // len(encoding.spectra))]
 
 
 def apply(layout: Layout, selection: Selection) -> Layout:

@@ -263,8 +263,6 @@ KINDS = {
     "lcc": LongBenchKind("LCC", CODE, _FILE, 64, code_similarity),
     "repobench-p": LongBenchKind("RepoBench-P", CODE, _FILES, 64, code_similarity),
 }
-FOURTEEN = tuple(name for name, kind in KINDS.items() if kind.category != SYNTHETIC)
-"""The tasks that RoPE-ID averages (App. A.8)."""
 
 
 @dataclass(frozen=True)

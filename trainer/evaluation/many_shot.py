@@ -25,8 +25,6 @@ from trainer.data.order import Integers
 from trainer.evaluation.scoring import Prompt, Task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
-LONG_TASKS = TASKS[:2]
-"""Tasks whose prompts fill a length."""
 FILE_KEY = "evaluation.many_shot.file"
 FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
 """Tokens of an answer: the paper's (App. A.2), and twice the bytes of a sum."""

@@ -30,7 +30,6 @@ from trainer.evaluation.layouts import (
 )
 from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
-from trainer.evaluation.method_config import check_heads
 from trainer.evaluation.outcomes import AS_IS, AS_IS_TITLE
 from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -113,7 +112,7 @@ def applicable(
             made = recipe(name, subject.layout, config, native=subject.native)
             if isinstance(made, Recipe):
                 if "dope" in made.settings:
-                    check_heads(subject.layout, subject.config, config.dope)
+                    dope.check_heads(subject.layout, subject.config, config.dope)
                 recipes[subject.name].append(made)
             else:
                 idle.setdefault(name, []).append(f"{subject.name} {made}")
@@ -390,7 +389,7 @@ MAKERS: dict[str, Part] = {
     ),
     "drop": Part("dropped", _dropped),
 }
-"""By the names of :data:`~trainer.evaluation.method_config.PARTS`."""
+"""By the names of :data:`~trainer.config.PARTS`."""
 
 FOR_ANY_MODEL = {
     *(AS_IS, "crop", *RESCALINGS, "temperature", "temperature_rope_id"),

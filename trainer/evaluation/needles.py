@@ -219,8 +219,6 @@ class NeedleTask:
         return prompts
 
 
-ALL_AT_ONCE = ("multi_key", "multi_query", "multi_value")
-"""Tasks whose trials have all needles in one prompt; the others have a prompt at every depth."""
 MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
 M = TypeVar("M", bound=MakeTask)
 NEEDLE_TASKS: dict[str, MakeTask] = {}

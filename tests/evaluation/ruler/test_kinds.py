@@ -106,6 +106,7 @@ def test_lists_longer_than_the_vocabulary_are_of_compounds():
 
 
 @given(st.integers(FrequentWords.least, 20_000), st.integers(100, 10_000))
+@pytest.mark.slow
 def test_the_three_answers_are_never_tied_with_the_fourth_word(units, length):
     question = FrequentWords().question(Random(units), 0, units, length)
     counts = Counter(question.text.split("coded words. ", 1)[1].split("\nQuestion")[0].split())
