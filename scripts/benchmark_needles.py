@@ -32,8 +32,8 @@ import transformers
 from benchmarks import random_decoder, ratio, table_of, take_turns
 from rich.console import Console
 from tokenizers import Tokenizer
-from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
+from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 from trainer.commands.run import read_config
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands.run import read_config
-from trainer.evaluation.loss import losses_by_position, losses_of_batches, mean_losses
+from trainer.evaluation.loss import losses_of_batches, mean_loss
 
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
@@ -50,9 +50,9 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     config = replace(read_config(["model=nano"]).model, vocab_size=VOCABULARY)
     model = random_decoder(config, TRAINED, encoding).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
-    losses_by_position(model, windows[:, :TRAINED], 0, 16384)  # warm-up
+    mean_loss(model, windows[:, :TRAINED], 0, 16384)  # warm-up
     before, start = peak(), time.perf_counter()
-    mean_losses(losses_of_batches(model, windows, 0, 16384, reads=reads), 1)
+    list(losses_of_batches(model, windows, 0, 16384, reads=reads))
     return {"seconds": time.perf_counter() - start, "MiB": peak() - before}
 
 
