@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Create the Weights & Biases workspace of a project that docs/dashboard.md describes.
+"""Create the Weights & Biases workspace of a project that docs/cluster.md describes.
 
     python scripts/wandb_dashboard.py --entity my-team
     python scripts/wandb_dashboard.py --entity my-team --dry-run

@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # OpenMP's threads spin while they wait for each other. Beside another program that makes training 5
 # to 8 times slower; a short spin costs nothing on idle cores. The runtime reads these when torch

@@ -925,7 +925,7 @@ class RunConfig:
     drop: DropConfig = field(default_factory=DropConfig)
     """When the encoding is dropped, what replaces it, and how training resumes."""
     phases: dict[Name, PhaseConfig] = field(default_factory=dict)
-    """Parts of the run by name, in order, for more than one change (docs/phases.md);
+    """Parts of the run by name, in order, for more than one change (docs/drop.md);
     trainer.max_steps is then their sum."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length, batch, precision and rhythm of the run."""

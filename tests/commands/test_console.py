@@ -62,7 +62,7 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         to 3.125.
         NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, then 5.000 to ?.
         Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
-        What to do: docs/troubleshooting.md, “NaN”.
+        What to do: docs/running.md, “NaN”.
         shown: [A] wins (a [paper])
         not shown: B wins (a paper)
             10% [of all] against 50%.
@@ -84,11 +84,11 @@ def test_what_is_wrong_is_said_with_the_page_that_tells_what_to_do(terminal):
     console.print_report(replace(made, drop=Drop(5, 3.0, 4.0, 4.5)), "runs/x", existing=False)
     printed = " ".join(shown.getvalue().split())
     assert (
-        "Retrieval at the training length is at chance: RoPE. What to do: docs/troubleshooting.md, "
+        "Retrieval at the training length is at chance: RoPE. What to do: docs/running.md, "
         "“Retrieval stays at chance”."
     ) in printed
     assert (
-        "The loss rose in recalibration. What to do: docs/troubleshooting.md, “The loss spikes or "
+        "The loss rose in recalibration. What to do: docs/running.md, “The loss spikes or "
         "rises after the drop”."
     ) in printed
 

@@ -10,13 +10,13 @@ REMEDIES = {
     "memory": "A run does not fit into memory",
     "nan": "NaN",
 }
-"""Headings of docs/troubleshooting.md by what messages are about."""
+"""Headings of docs/running.md by what messages are about."""
 VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 
 
 def remedy(about: str) -> str:
     """Return where the documentation says what to do; ``about``: a key of :data:`REMEDIES`."""
-    return f"What to do: docs/troubleshooting.md, “{REMEDIES[about]}”."
+    return f"What to do: docs/running.md, “{REMEDIES[about]}”."
 
 
 def counted(number: int, noun: str) -> str:

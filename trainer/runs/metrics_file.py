@@ -1,7 +1,7 @@
 """Metrics of a run: the rows of ``metrics.csv``.
 
 There is one row a logged step, without gap or duplicate, however often a run resumes.
-docs/dashboard.md explains every metric. ``phase`` is the index of the step's phase, from 0; a run
+docs/cluster.md explains every metric. ``phase`` is the index of the step's phase, from 0; a run
 with a drop and without named phases has 0 before the drop and 1 after it. ``loss`` (nats per token,
 weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to ``_4`` the same by
 position in the sequence. ``memory`` is the peak on the GPU in GiB,
