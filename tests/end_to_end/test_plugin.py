@@ -107,5 +107,5 @@ def test_a_file_without_the_analysis_is_refused(command, place, capsys):
     (place / "empty.py").write_text("")
     with pytest.raises(SystemExit) as error:
         command("analyze", "plugins=[empty.py]")
-    assert error.value.code == 2
+    assert error.value.code == 1
     assert "analysis.kind: there is no analysis 'key_norms'" in capsys.readouterr().err
