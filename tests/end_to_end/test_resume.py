@@ -132,6 +132,7 @@ def test_another_run_does_not_take_the_directory(uninterrupted):
     assert "seed: 0 there, 5 here; model.hidden_size: 64 there, 32 here" in message
 
 
+@pytest.mark.slow
 def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
     run_dir = tmp_path / "run"
     long = "trainer.max_steps=4000"
@@ -159,6 +160,7 @@ def cells_of(output: Path) -> list[dict]:
     return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_two_processes_has_the_digits_of_one(uninterrupted, tmp_path):
     run_dir = uninterrupted[0] / "controls" / "rope"
     ended = run(*evaluation(run_dir, tmp_path / "one"), cwd=tmp_path)

@@ -26,6 +26,8 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
 from trainer.runs.parsing import merged
 
+pytestmark = pytest.mark.slow
+
 TASK, QUESTIONS = "sentences", 7
 
 

@@ -71,6 +71,7 @@ def test_a_time_limit_stops_the_run(run, monkeypatch):
         run()
 
 
+@pytest.mark.slow
 def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeypatch):
     original = LanguageModule.training_step
 
@@ -109,6 +110,7 @@ class Shrink(L.Callback):
 MINE = {"callbacks": {"mine": {"_target_": f"{__name__}.Shrink", "factor": 0.9}}}
 
 
+@pytest.mark.slow
 def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
     run, finished, monkeypatch
 ):
@@ -127,6 +129,7 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
     assert states[0]["Shrink"]["steps"] == 12
 
 
+@pytest.mark.slow
 def test_a_profiled_run_is_the_run_without(run, finished):
     config, trained = run(trainer={"profile_steps": [3, 4]})
     assert_same_state(trained.checkpoint, checkpoint_of(finished[0]))
@@ -137,6 +140,7 @@ def test_a_profiled_run_is_the_run_without(run, finished):
     assert "aten::mm" in trace.with_name("steps-3-4-rank-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_last_row_is_the_probe_of_the_saved_model(run):
     config, _ = run(monitor={"probe_every": 4, "probe_sequences": 2})
     corpus = prepare_corpus(config.data, config.tokenizer)

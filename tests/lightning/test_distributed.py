@@ -108,6 +108,7 @@ def test_ranks_share_the_work_on_muons_matrices_and_agree_with_one(resumed):
         assert (directory / f"orthogonal-{rank}").read_text() == "True"
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""
     changes = {

@@ -129,6 +129,7 @@ def test_the_effect_is_logged_just_before_and_after(tmp_path):
     assert "lr: 0.001" in next(tmp_path.rglob("hparams.yaml")).read_text()
 
 
+@pytest.mark.slow
 def test_importing_it_loads_few_of_our_files():
     """What somebody else's script takes along, beside model/, positional/ and what they import."""
     script = (

@@ -22,6 +22,8 @@ from trainer.model.attention import Linear
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(64).view(2, 32) * 7 % 50
 FP8 = {"precision": "bf16", "fp8": True}
 

@@ -11,6 +11,8 @@ from trainer.model import backends
 from trainer.model.config import QKNormConfig
 from trainer.positional.drop import drop
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "rope": ({}, 1),
     "nope": ({"layers": ["nope"]}, 1),

@@ -29,6 +29,8 @@ from trainer.lightning.monitors import Benchmarks, Lengths, Probe
 from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.parsing import merged
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}
 BOTH = {"monitor": {**LENGTHS, "probe_every": 4}}
 

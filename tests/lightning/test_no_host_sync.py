@@ -20,6 +20,8 @@ from trainer.lightning.callbacks import Saving
 from trainer.lightning.fit import train
 from trainer.runs.parsing import merged, parse
 
+pytestmark = pytest.mark.slow
+
 
 class OnMeta(SingleDeviceStrategy):
     """One device, the meta device."""

@@ -47,6 +47,7 @@ def whole(base, tmp_path_factory):
     return trained_in(tmp_path_factory.mktemp("whole") / "run", base, **CHANGES)
 
 
+@pytest.mark.slow
 def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
     config, _ = whole
     rows = {row["step"]: row for row in rows_of(config)}
@@ -103,6 +104,7 @@ def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path
     assert_resumes(run, whole[0], [step], tmp_path, **CHANGES)
 
 
+@pytest.mark.slow
 def test_checkpoints_between_phases_stay(run):
     changes = {"trainer": {"checkpoint_every": 3, "keep_checkpoints": 1}}
     config, _ = run(**{**CHANGES, **changes})
@@ -155,6 +157,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
     assert trained.effects == {}
 
 
+@pytest.mark.slow
 def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run, tmp_path):
     """Layers with a window of 16 keep their frequencies from 32 to 64 to 128 tokens."""
     longer = {"steps": 2, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}}
@@ -187,6 +190,7 @@ def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run
             assert after == pytest.approx([f / times for f in before])
 
 
+@pytest.mark.slow
 def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
     """SmolLM3's longer stage, then SWAN-GPT's conversion: one global layer without rotation."""
     longer = {"sequence_length": 64, "batch_size": 2}
@@ -212,6 +216,7 @@ def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
     assert_resumes(run, config, (3, 5), tmp_path, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(
     base, finished, tmp_path
 ):

@@ -102,6 +102,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
     whole, _ = run("whole")
     start_from(whole, 9, tmp_path / "at9")
@@ -153,6 +154,7 @@ def test_optimizer_policies_at_the_crossing(run):
             assert taken == expected, (policy, name)
 
 
+@pytest.mark.slow
 def test_learning_rates_follow_the_phases(run):
     """Pretraining that the drop cuts short has the schedule of all 12 steps, the 6 after it one of
     their own; both warm up over two."""
@@ -233,6 +235,7 @@ def assert_holds(path, *parts):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
     run, monkeypatch, tmp_path
 ):
@@ -293,6 +296,7 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
         torch.testing.assert_close(saved[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
     whole, _ = run("whole", **VARIANTS[variant])
@@ -303,6 +307,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
     assert_same_state(again, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_without_a_finite_gradient_changes_nothing(run, monkeypatch, optimizer):
     """As if the step had not been: the run that skips update 3 ends where one of 2 updates does."""

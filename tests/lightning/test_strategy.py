@@ -25,6 +25,8 @@ from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import init_distributed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def alone(monkeypatch):
@@ -188,7 +190,6 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     """torch would cut each where DDP's buckets end, here after every parameter or two."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     buckets = partial(strategy.Replicated, bucket_cap_mb=0.01)
     monkeypatch.setattr(strategy, "Replicated", buckets)
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
@@ -208,5 +209,6 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     )
     (tmp_path / "run").mkdir()
     torch._dynamo.reset()
-    train(config, prepare_corpus(config.data, config.tokenizer))
+    with torch._dynamo.config.patch(optimize_ddp=True):  # restores what training sets
+        train(config, prepare_corpus(config.data, config.tokenizer))
     assert counter.frame_count == 1

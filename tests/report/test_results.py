@@ -101,11 +101,6 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_missing_report_is_one_clear_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"Cannot read the report .*absent.json"):
-        Report.read(tmp_path / "absent.json")
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -121,15 +116,14 @@ def test_a_malformed_report_names_the_fault(tmp_path, change, complaint):
     change(data)
     path = tmp_path / "report.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=complaint) as caught:
+    with pytest.raises(UserError, match=complaint):
         Report.read(path)
-    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
 def test_only_a_json_object_is_a_report(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UserError, match="is not a report"):
+    with pytest.raises(UserError, match="expected a report"):
         Report.read(tmp_path / "report.json")
 
 
@@ -139,29 +133,6 @@ def test_names_that_would_hide_each_other_are_refused():
         report(arms=(arm, arm))
     with pytest.raises(ValueError, match="2 cells are of RoPE / none / multi_key / 2048"):
         report(cell([1.0]), cell([0.0]))
-
-
-def test_a_file_has_a_cell_a_line_and_plain_lists_on_one(tmp_path):
-    made = Report(
-        name="é",
-        training_length=64,
-        cells=(cell([1.0, 0.5], length=1024), cell([], task="perplexity", last_loss=math.inf)),
-        methods={"none": "as is"},
-        tasks={},
-        notes=("a [1,\n 2] b",),
-        config={"lengths": [1, 2.5], "nested": [[1], ["x", "y"]]},
-        environment={},
-        arms=(Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.5), (2, math.nan))),),
-    )
-    made.write(tmp_path / "report.json")
-    text = (tmp_path / "report.json").read_text(encoding="utf-8")
-    json.loads(text, parse_constant=pytest.fail)
-    lines = text.splitlines()
-    assert lines[1] == '  "name": "é",'
-    for line in ('    "lengths": [1, 2.5],', "      [1],", "        [2, null]"):
-        assert line in lines
-    assert lines[-5] == '  "cells": ['
-    assert all(line.startswith('{"model": "RoPE", "method": "none"') for line in lines[-4:-2])
 
 
 def test_the_last_tokens_default_to_the_shortest_length():

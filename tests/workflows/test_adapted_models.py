@@ -55,6 +55,7 @@ def llama(tmp_path_factory):
     return directory / "llama", text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "DeepseekV2"])
 def test_every_analysis_can_be_made(family):
     hf = made(family, num_hidden_layers=2, max_position_embeddings=32)
@@ -152,13 +153,6 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
         else:
             assert cell.scores == ours[key].scores
             assert len(cell.scores) == 2
-    assert any(
-        "the decoder of this program is needed for sliding window" in n for n in report.notes
-    )
-    assert (
-        "The task 'statements' was left out: the training text of the first model is not known to "
-        "have carried any (data.needles.share)."
-    ) in report.notes
 
 
 def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):

@@ -26,7 +26,7 @@ STEPS, C = 4, 64
 
 def small(name, base, tmp_path):
     """The experiment's values, with a model, text and lengths for seconds."""
-    values, _ = compose_words([f"+experiment={name}"]).without_kind("evaluation")
+    values = compose_words([f"+experiment={name}"]).values
     drops = values["drop"]["at"] is not None and values["drop"]["enabled"]
     own = values["data"]["sequence_length"]
     phases = {
@@ -77,6 +77,7 @@ def small(name, base, tmp_path):
     return result | {"phases": phases, "controls": _few(values["controls"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "write_renderings", lambda *_: [])  # half of the time

@@ -15,10 +15,10 @@ from trainer.workflows.evaluate import with_observations
 
 
 def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(monkeypatch):
-    asked = {}
+    asked = []
 
-    def observe(results, rows, **more):
-        asked.update(rows=rows, names={result.name for result in results}, **more)
+    def observe(run):
+        asked.append(run)
         return ("seen",)
 
     monkeypatch.setattr(evaluate, "observe", observe)
@@ -38,16 +38,13 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
     arms = {name: f"arm of {name}" for name in roles}
     found = with_observations(told, candidates, drop="a drop", arms=arms)
     assert found.observations == ("seen",)
-    assert asked == {
-        "rows": {"rope": "first", "rope_yarn": "first + YaRN", "drope": "second"},
-        "names": {result.name for result in Outcomes(told).results()},
-        "drop": "a drop",
-        "arms": {"rope": "arm of first", "drope": "arm of second"},
-        "temperature": {"x": 0.5},
-        "one_text": True,
-    }
+    (run,) = asked
+    assert run.roles == {"rope": "first", "rope_yarn": "first + YaRN", "drope": "second"}
+    assert [result.name for result in run.results] == [r.name for r in Outcomes(told).results()]
+    assert (run.drop, run.fitted, run.one_text) == ("a drop", {"x": 0.5}, True)
+    assert run.arms == {"rope": "arm of first", "drope": "arm of second"}
     with_observations(told, candidates)
-    assert (asked["drop"], asked["arms"]) == (None, {})
+    assert (asked[-1].drop, asked[-1].arms) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -56,8 +53,8 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
 )
 def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
     """None: published weights, whose text nobody knows."""
-    asked = {}
-    monkeypatch.setattr(evaluate, "observe", lambda *_, **more: asked.update(more) or ())
+    asked = []
+    monkeypatch.setattr(evaluate, "observe", lambda run: asked.append(run) or ())
     told = report(Cell("a", "none", STATEMENTS, 64, 1.0, scores=(1.0,)), training_length=64)
     texts = DataConfig(), other
     candidates = [
@@ -65,4 +62,4 @@ def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
         for name, text in zip("ab", texts, strict=True)
     ]
     with_observations(told, candidates)
-    assert asked["one_text"] is is_same
+    assert asked[0].one_text is is_same

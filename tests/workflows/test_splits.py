@@ -34,7 +34,7 @@ from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import Text, measure_models
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
-SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9, 1.0, 100)}
+SHARES = {"train": (0.0, 0.8, 3200), "validation": (0.8, 0.9, 400), "test": (0.9, 1.0, 400)}
 """Of the hashes, from and to, and how many documents have one in between."""
 
 
@@ -117,13 +117,13 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def plan(subjects, recipes, tasks, lengths, text):
+    def plan(subjects, recipes, tasks, lengths, text, batch_tokens):
         asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluate, "plan_cells", plan)
     evaluation = EvaluationConfig(
-        lengths=[20, 40],
+        lengths=[125, 200],
         methods=["none", "temperature", "dope"],
         tasks=["perplexity", "statements", "multi_key", "ruler"],
         windows=4,
@@ -137,7 +137,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     assert [seen(windows) for windows in asked["text"].windows.values()] == [{"validation"}] * 2
     perplexity, statements, *prompted = asked["tasks"]
     assert len(prompted) == 2
-    for length in (640, 1280):
+    for length in (4000, 6400):
         assert seen(perplexity.windows[length]) == {"test"}
         assert seen(statements.trials[length].prompts) == {"test"}
         for task in prompted:

@@ -1,1 +1,0 @@
-"""The drop of an encoding: its configuration, schedule and effect."""
