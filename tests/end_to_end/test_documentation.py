@@ -27,7 +27,7 @@ BUDGETS = {
     # Real weights take minutes. tests/workflows/test_experiments.py trains the experiment
     # with small ones; tests/interchange reads and exports small ones.
     "+experiment=drope_smollm2_135m_local": ONLY_READ,
-    "checkpoint=runs/drope_smollm2_135m_local": ONLY_READ,
+    "runs/drope_smollm2_135m_local": ONLY_READ,
     # Measures a real model; tests/commands/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},

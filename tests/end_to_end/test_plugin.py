@@ -101,3 +101,11 @@ def test_an_analysis_has_a_page(command, place):
     page = place / "runs/linear/analysis/key_norms/report.html"
     assert "Norms of keys" in page.read_text()
     assert "key_norm" in (page.parent / "results.csv").read_text()
+
+
+def test_a_file_without_the_analysis_is_refused(command, place, capsys):
+    (place / "empty.py").write_text("")
+    with pytest.raises(SystemExit) as error:
+        command("analyze", "plugins=[empty.py]")
+    assert error.value.code == 1
+    assert "analysis.kind: there is no analysis 'key_norms'" in capsys.readouterr().err

@@ -79,7 +79,10 @@ def register_schema() -> None:
 
 def register_encodings(words: Sequence[str]) -> None:
     """Run the plugins among the words, and make options of ``positional`` of their encodings."""
-    plugins = next((w.partition("=")[2] for w in words if re.match(r"\+?plugins=", w)), "")
+    plugins = ""
+    for word in words:  # Hydra takes the last, too
+        if re.match(r"\+?plugins=", word):
+            plugins = word.partition("=")[2]
     load_plugins([path for path in re.split(r"[\[\],'\" ]+", plugins) if path])
     directory = config_directory() / "positional"
     for name in ENCODINGS if plugins else ():
