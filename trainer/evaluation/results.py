@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -170,8 +170,6 @@ class Reach(Json):
 
 Reaches = dict[str, tuple[Reach, ...]]
 """Measurements by arm, the run itself first."""
-REACH_HEAD = ("arm", "step", "dropped", "length", "loss", "retrieval")
-"""Columns of :func:`reach_rows`."""
 
 
 @dataclass(frozen=True)
@@ -336,12 +334,3 @@ def _arm_troubles(arm: Arm) -> list[str]:
             "curve of the loss."
         )
     return warnings
-
-
-def reach_rows(arms: Reaches) -> Iterator[tuple[Any, ...]]:
-    """Yield rows under :data:`REACH_HEAD`: one for each measurement and length."""
-    for name, history in arms.items():
-        for reach in history:
-            retrieval = reach.retrieval or [None] * len(reach.lengths)
-            for values in zip(reach.lengths, reach.loss, retrieval, strict=True):
-                yield name, reach.step, reach.dropped, *values

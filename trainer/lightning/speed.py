@@ -87,14 +87,6 @@ def product_peak(threads: int, dtype: torch.dtype = torch.float32) -> float:
     return 2 * size**3 / best
 
 
-def multiplies_bf16_fast(threads: int) -> bool:
-    """Whether this CPU multiplies in bf16 at half the speed of float32 or faster.
-
-    An AMD EPYC (Zen 3), which has no instructions for bf16, takes 7 to 130 times as long in it.
-    """
-    return product_peak(threads, torch.bfloat16) > product_peak(threads) / 2
-
-
 def timed(work: Callable[[], object], device: str) -> float:
     """Return the seconds of one call, including the GPU work that it starts."""
     if device == "cuda":
