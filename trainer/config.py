@@ -82,7 +82,6 @@ LongBenchTask = Literal[
     "passage_retrieval_en",
 ]
 """RoPE-ID averages the first fourteen (App. A.8)."""
-ManyShotTask = Literal["many_shot_needle", "many_shot_skip", "zero_shot"]
 METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
     *("dope", "weighted_rope", "temperature"),
@@ -522,8 +521,6 @@ class LongRopeSettings:
     """Sets of factors to try at each length."""
     windows: Count = 4
     """Held-out texts to try them on."""
-    seed: Natural = 0
-    """Seed of the search."""
 
 
 @configuration
@@ -648,8 +645,6 @@ class NeedleTaskSettings:
     changes: Natural = 0
     """How many of the statements give the requested name an earlier number, in the task statements;
     the answer is its last one. For runs trained with data.needles.changes."""
-    sinks: Count = 8
-    """Tokens behind the needle in the task noisy."""
     seed: Natural = 1
     """Seed of the trials."""
 
@@ -662,8 +657,6 @@ class RulerSettings:
     """Tasks of RULER to ask."""
     trials: Annotated[Count, Field(le=1_000_000)] = 500
     """Prompts of a task and length."""
-    seed: Natural = 42
-    """Seed of the trials."""
     squad_file: str | None = None
     """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
     hotpotqa_file: str | None = None
@@ -680,26 +673,18 @@ class LongBenchSettings:
     """Tasks of LongBench to ask."""
     limit: Count | None = None
     """Questions of a task; null: all, 150 to 500."""
-    seed: Natural = 42
-    """Seed of the choice of questions."""
 
 
 @configuration
 class ManyShotSettings:
     """Settings of many_shot."""
 
-    tasks: list[ManyShotTask] = field(default_factory=lambda: list(get_args(ManyShotTask)))
-    """Tasks to ask: many_shot_needle, many_shot_skip, zero_shot."""
     file: str | None = None
     """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
     trials: Annotated[Count, Field(le=1_000_000)] = 100
     """Problems of a task, length and depth."""
-    depths: list[Share] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
-    """Places of the needle: 0 the beginning of the examples, 1 their end."""
     new_tokens: Count | None = None
     """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
-    seed: Natural = 42
-    """Seed of the trials."""
 
 
 @configuration

@@ -155,13 +155,13 @@ def test_trials_of_one_text_are_a_group_and_begin_alike(haystack):
 
 def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystack):
     clean = NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(900)
-    noisy = NEEDLE_TASKS["noisy"](haystack, replace(SETTINGS, sinks=5)).prompts(900)
+    noisy = NEEDLE_TASKS["noisy"](haystack, SETTINGS).prompts(900)
     sink = haystack.bos[0]
     for a, b in zip(clean, noisy, strict=True):
         assert a.answers == b.answers
-        assert b.tokens.count(sink) == 1 + 5
+        assert b.tokens.count(sink) == 1 + 8
         place = b.tokens.index(sink, 1)
-        assert b.tokens[place : place + 5] == (sink,) * 5
+        assert b.tokens[place : place + 8] == (sink,) * 8
         assert haystack.tokenizer.decode(list(b.tokens[:place])).endswith(f"is: {b.answers[0]}.")
 
 

@@ -89,8 +89,8 @@ def test_they_are_others_than_those_that_are_evaluated(haystack):
 
 def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
     name = "many_shot_skip"
-    shots = replace(CONFIG.many_shot, tasks=[name], trials=3, new_tokens=16)
-    (task,), _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
+    shots = replace(CONFIG.many_shot, trials=3, new_tokens=16)
+    (_, task, _), _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
     mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
     said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
     asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]

@@ -378,6 +378,8 @@ def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
     return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])
 
 
+SEED = 42
+"""Seed of the choice of questions."""
 EDGES = (4, 8, 16, 32)
 """Thousands of words; of tokens, in units of 1,024."""
 CONTEXTS = (2, 4, 8, 16)
@@ -425,7 +427,7 @@ def longbench_tasks(
             continue
         lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
         if settings.limit is not None and settings.limit < len(lines):
-            sample = Random(f"{settings.seed} {name}").sample(range(len(lines)), settings.limit)
+            sample = Random(f"{SEED} {name}").sample(range(len(lines)), settings.limit)
             lines = [lines[index] for index in sorted(sample)]
         rows = [LongBenchRow(**{key: line.get(key) for key in KEYS}) for line in lines]
         title = f"longbench_{name}"

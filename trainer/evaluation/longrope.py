@@ -265,5 +265,5 @@ def fitted_factors(
     loss = needle_loss if settings.search == "needles" else text_loss
     with model.using(layout):
         return search_longrope(
-            model, loss, factor, settings.search, settings.evaluations, settings.seed, layers
+            model, loss, factor, settings.search, settings.evaluations, layers=layers
         )

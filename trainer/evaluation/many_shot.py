@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -21,10 +21,12 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
-from trainer.data.order import Integers
 from trainer.evaluation.scoring import Prompt, Task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
+DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
+"""Places of the needle: 0 the beginning of the examples, 1 their end."""
+SEED = 42
 FILE_KEY = "evaluation.many_shot.file"
 FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
 """Tokens of an answer: the paper's (App. A.2), and twice the bytes of a sum."""
@@ -67,45 +69,21 @@ def read_problems(file: str) -> list[SolvedProblem]:
 
 
 @dataclass(frozen=True)
-class _Pool:
-    """Tokenized problems: solved ``examples`` and unsolved ``questions``."""
-
-    problems: Sequence[SolvedProblem]
-    tokenizer: Tokenizer
-
-    @cached_property
-    def examples(self) -> list[list[int]]:
-        return self._encoded(
-            f"{QUESTION.format(**vars(p))} {p.solution}\n\n" for p in self.problems
-        )
-
-    @cached_property
-    def questions(self) -> list[list[int]]:
-        return self._encoded(QUESTION.format(**vars(p)) for p in self.problems)
-
-    @cached_property
-    def sizes(self) -> Integers:
-        return np.array([len(tokens) for tokens in self.examples])
-
-    def _encoded(self, texts: Iterable[str]) -> list[list[int]]:
-        return [
-            e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
-
-
-@dataclass(frozen=True)
 class ManyShotTask:
     """A :class:`~trainer.evaluation.scoring.Task`; one of :data:`TASKS`.
 
-    ``bos`` begins every prompt unless it is None. The examples of a trial depend on the seed and
-    the problem asked; they are the same at all depths.
+    ``examples``: tokens of every solved problem. ``bos`` begins every prompt unless it is None. The
+    examples of a trial depend on ``seed`` and the problem asked; they are the same at all depths.
     """
 
     name: str
-    pool: _Pool
-    settings: ManyShotSettings
-    new_tokens: int
+    problems: Sequence[SolvedProblem]
+    examples: Sequence[list[int]]
+    tokenizer: Tokenizer
     bos: int | None
+    trials: int
+    new_tokens: int
+    seed: int
 
     def prompts(self, length: int) -> list[Prompt]:
         """Return the trials, grouped by problem.
@@ -115,46 +93,46 @@ class ManyShotTask:
         Raises:
             UserError: the length is too short, or there are too few problems for it.
         """
-        return [prompt for asked in self._asked for prompt in self._trial(asked, length)]
-
-    @cached_property
-    def _asked(self) -> list[int]:
-        every = range(len(self.pool.problems))
-        return Random(self.settings.seed).sample(every, min(self.settings.trials, len(every)))
+        every = range(len(self.problems))
+        asked = Random(self.seed).sample(every, min(self.trials, len(every)))
+        return [prompt for index in asked for prompt in self._trial(index, length)]
 
     def _trial(self, asked: int, length: int) -> list[Prompt]:
-        pool, before = self.pool, [] if self.bos is None else [self.bos]
-        question, needle = pool.questions[asked], pool.examples[asked]
-        answers = (pool.problems[asked].answer,)
+        before = [] if self.bos is None else [self.bos]
+        text = QUESTION.format(**vars(self.problems[asked]))
+        question = self.tokenizer.encode(text, add_special_tokens=False).ids
         room = length - len(before) - len(question) - self.new_tokens
+
+        def prompt(examples: Iterable[int], depth: float | None = None) -> Prompt:
+            shown = chain.from_iterable(self.examples[index] for index in examples)
+            group, label = (None, "") if depth is None else (asked, f"{depth:.0%}")
+            tokens, answers = (*before, *shown, *question), (self.problems[asked].answer,)
+            return Prompt(tokens, answers, self.new_tokens, depth, group, label)
+
         if self.name == "zero_shot":
             if room < 0:
                 raise UserError(
                     f"evaluation.lengths: expected {length - room} tokens or more for zero_shot, "
                     f"got {length}"
                 )
-            return [Prompt((*before, *question), answers, self.new_tokens)]
+            return [prompt(())]
         if self.name == "many_shot_skip":
-            examples = self._tokens(self._haystack(room, asked, length))
-            return [Prompt((*before, *examples, *question), answers, self.new_tokens)]
-        others = self._haystack(room - len(needle), asked, length)
-        begins = np.cumsum([0, *pool.sizes[others]])
-        prompts = []
-        for depth in self.settings.depths:
-            place = np.abs(begins - depth * begins[-1]).argmin()
-            examples = self._tokens(np.insert(others, place, asked))
-            tokens = (*before, *examples, *question)
-            label = f"{depth:.0%}"
-            prompts.append(Prompt(tokens, answers, self.new_tokens, depth, asked, label))
-        return prompts
+            return [prompt(self._haystack(room, asked, length))]
+        others = self._haystack(room - len(self.examples[asked]), asked, length)
+        begins = np.cumsum([0, *(len(self.examples[index]) for index in others)])
+        places = [np.abs(begins - depth * begins[-1]).argmin() for depth in DEPTHS]
+        return [
+            prompt(np.insert(others, place, asked), depth)
+            for place, depth in zip(places, DEPTHS, strict=True)
+        ]
 
-    def _haystack(self, room: int, asked: int, length: int) -> Integers:
+    def _haystack(self, room: int, asked: int, length: int) -> list[int]:
         """Choose the examples: problems other than ``asked`` in random order, until none fits
         ``room``."""
-        sizes = self.pool.sizes
-        shortest, longest = sizes.min(), sizes.max()
-        chosen = []
-        for index in np.random.default_rng((self.settings.seed, asked)).permutation(len(sizes)):
+        sizes = [len(example) for example in self.examples]
+        shortest, longest = min(sizes), max(sizes)
+        chosen: list[int] = []
+        for index in np.random.default_rng((self.seed, asked)).permutation(len(sizes)).tolist():
             if room < shortest:
                 break
             if index != asked and sizes[index] <= room:
@@ -165,10 +143,7 @@ class ManyShotTask:
                 f"evaluation.lengths: {len(sizes)} solved problems do not fill {length} tokens, or "
                 f"none fits ({self.name})"
             )
-        return np.array(chosen)
-
-    def _tokens(self, chosen: Integers) -> list[int]:
-        return [token for index in chosen for token in self.pool.examples[index]]
+        return chosen
 
     def score(self, text: str, answers: Sequence[str]) -> float:
         """Return 1 if the final answer is right, else 0."""
@@ -181,15 +156,21 @@ class ManyShotTask:
 
 
 def many_shot_tasks(
-    settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
+    settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None, seed: int = SEED
 ) -> tuple[list[Task], list[str]]:
-    """Return the tasks, and a sentence for each difference from the paper."""
-    notes = []
+    """Return the tasks in the order of :data:`TASKS`, and a sentence if they are not of MATH."""
     if settings.file is None:
-        notes.append(f"Many-shot prompts are of arithmetic: {FILE_KEY} names no file of MATH.")
-    pool = _Pool(arithmetic() if settings.file is None else read_problems(settings.file), tokenizer)
-    new_tokens = settings.new_tokens or (FILE_TOKENS if settings.file else ARITHMETIC_TOKENS)
-    return [ManyShotTask(name, pool, settings, new_tokens, bos) for name in settings.tasks], notes
+        problems, new_tokens = arithmetic(), ARITHMETIC_TOKENS
+        notes = [f"Many-shot prompts are of arithmetic: {FILE_KEY} names no file of MATH."]
+    else:
+        problems, new_tokens, notes = read_problems(settings.file), FILE_TOKENS, []
+    solved = [f"{QUESTION.format(**vars(p))} {p.solution}\n\n" for p in problems]
+    encodings = tokenizer.encode_batch_fast(solved, add_special_tokens=False)
+    examples = [encoding.ids for encoding in encodings]
+    trials, new = settings.trials, settings.new_tokens or new_tokens
+    return [
+        ManyShotTask(name, problems, examples, tokenizer, bos, trials, new, seed) for name in TASKS
+    ], notes
 
 
 def boxed(text: str) -> str | None:

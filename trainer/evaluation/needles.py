@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import TypeVar
 
@@ -36,17 +36,18 @@ from trainer.evaluation.scoring import (
 )
 
 
-@lru_cache
+@cache
+def word_list(name: str) -> tuple[str, ...]:
+    """Return a list of wonderwords: ``adjective``, ``noun``, ``verb``, ``profanity``."""
+    file = resources.files(wonderwords) / "assets" / f"{name}list.txt"
+    return tuple(map(str.strip, file.read_text("utf-8").splitlines()))
+
+
+@cache
 def words(kind: str) -> tuple[str, ...]:
-    """Return a list's plain lower-case words (``adjective``, ``noun``), without profanity."""
-    listed, profane = (
-        (resources.files(wonderwords) / "assets" / f"{name}list.txt")
-        .read_text("utf-8")
-        .splitlines()
-        for name in (kind, "profanity")
-    )
-    plain = {word for word in listed if re.fullmatch(r"[a-z]+", word)}
-    return tuple(sorted(plain - set(profane)))
+    """Return a list's plain lower-case words, sorted, without profanity."""
+    plain = {word for word in word_list(kind) if re.fullmatch(r"[a-z]+", word)}
+    return tuple(sorted(plain.difference(word_list("profanity"))))
 
 
 def draw_keys(count: int, random: np.random.Generator) -> list[str]:
@@ -243,16 +244,19 @@ def standard(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     )
 
 
+SINKS = 8
+"""Tokens behind the needle; the paper gives no number."""
+
+
 @needle_task
 def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make :func:`standard` with attention sinks after the needle, in the same trials.
+    """Make :func:`standard` with eight attention sinks after the needle, in the same trials.
 
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
     noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
     """
     sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer, haystack.eos)
-    behind = (sink,) * settings.sinks
-    return replace(standard(haystack, settings), name="noisy", behind=behind)
+    return replace(standard(haystack, settings), name="noisy", behind=(sink,) * SINKS)
 
 
 @needle_task

@@ -1,22 +1,21 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks.
 
 These are eight searches for needles, one chase of a variable through assignments, two counts of
-words, and two sets of questions about paragraphs. Wording, numbers of needles, hops and words, and
-sizes are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``, its
-``synthetic.yaml``). The trials are not the benchmark's: each has its own order, and essay haystacks
-consist of the caller's documents instead of Paul Graham's. Published scores are therefore
-comparable, but not to the last digit.
+words, and two sets of questions about paragraphs. Wording, and numbers of needles, hops and words
+are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``, its
+``synthetic.yaml``). The trials are not the benchmark's: each has its own order, prompts that are
+too long shrink by no more than needed, and essay haystacks consist of the caller's documents
+instead of Paul Graham's. Published scores are therefore comparable, but not to the last digit.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -27,6 +26,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import RulerSettings
+from trainer.evaluation.needles import word_list
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -60,20 +60,14 @@ def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str
 
 
 @cache
-def _listed(name: str) -> tuple[str, ...]:
-    text = (files("wonderwords") / "assets" / f"{name}list.txt").read_text(encoding="utf-8")
-    return tuple(line.strip() for line in text.splitlines())
-
-
-@cache
 def vocabulary() -> tuple[str, ...]:
     """Return all nouns, adjectives and verbs, sorted."""
-    return tuple(sorted({*_listed("noun"), *_listed("adjective"), *_listed("verb")}))
+    return tuple(sorted({*word_list("noun"), *word_list("adjective"), *word_list("verb")}))
 
 
 def compound(rng: Random) -> str:
     """Return a hyphenated adjective and noun, one of six million."""
-    return f"{rng.choice(_listed('adjective'))}-{rng.choice(_listed('noun'))}"
+    return f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"
 
 
 SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
@@ -415,6 +409,8 @@ RulerKind = Needles | VariableTracking | CommonWords | FrequentWords | QuestionA
 ``length`` tokens. ``new_tokens``: largest number of tokens in an answer.
 """
 
+SEED = 42
+"""Seed of all trials."""
 PROBE = 64
 """Units of the prompts that measure the tokens per unit."""
 TOKENS_AT_ONCE = 2**20
@@ -424,8 +420,8 @@ TOKENS_AT_ONCE = 2**20
 class RulerTask:
     """One of the thirteen tasks, as a :class:`~trainer.evaluation.scoring.Task`.
 
-    ``bos`` begins every prompt unless it is None. A trial depends on ``seed``, the task, the length
-    and its own number.
+    ``bos`` begins every prompt unless it is None. A trial depends on the task, the length and its
+    own number.
     """
 
     name: str
@@ -435,54 +431,40 @@ class RulerTask:
     tokenizer: Tokenizer
     bos: int | None
     trials: int
-    seed: int
 
     def prompts(self, length: int) -> list[Prompt]:
         """Return trials whose prompt and answer have at most ``length`` tokens.
 
         As in the benchmark's programs, the first trial determines the number of units, and trials
-        that are too long lose units stepwise.
+        that are too long lose units: as many as fill the excess, where the programs take steps of
+        up to 500 words.
 
         Raises:
             UserError: the length is too short for the task.
         """
-        units = size(self.kind, self._most_units(length), length)
-        sizes = dict.fromkeys(range(self.trials), units)
+        least = self.kind.least
+        small, larger = self._read(length, [(0, least), (0, least + PROBE)])
+        per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
+        estimate = least + max(0, round((length - _total(small)) / per_unit))
+        candidates = range(least, 2 * estimate)
+        most = bisect_right(
+            candidates, length, key=lambda n: max(map(_total, self._read(length, [(0, n)])))
+        )
+        sizes = dict.fromkeys(range(self.trials), least - 1 + most)
         fitting: dict[int, Prompt] = {}
         while missing := [number for number in sizes if number not in fitting]:
+            if min(sizes.values()) < least:
+                raise UserError(
+                    f"evaluation.lengths: expected more tokens for RULER's {self.name}, "
+                    f"got {length}"
+                )
             prompts = self._read(length, [(number, sizes[number]) for number in missing])
             for number, prompt in zip(missing, prompts, strict=True):
-                if self._empty(length, prompt) >= 0:
+                if (excess := _total(prompt) - length) <= 0:
                     fitting[number] = prompt
-                    continue
-                sizes[number] -= step(self.kind, length)
-                if sizes[number] < self.kind.least:
-                    raise self._too_short(length)
+                else:
+                    sizes[number] -= math.ceil(excess / per_unit)
         return [fitting[number] for number in sizes]
-
-    def _most_units(self, length: int) -> int:
-        """Return the most units with which the first trial fits."""
-        low, high = self.kind.least - 1, math.inf
-        small, larger = self._read(length, [(0, low + 1), (0, low + 1 + PROBE)])
-        per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
-        units = low + 1 + max(0, math.floor(self._empty(length, small) / per_unit))
-        while high - low > 1:
-            (prompt,) = self._read(length, [(0, units)])
-            empty = self._empty(length, prompt)
-            low, high = (units, high) if empty >= 0 else (low, units)
-            guess = units + math.floor(empty / per_unit)
-            units = int(max(low + 1, min(guess, high - 1)))
-        if low < self.kind.least:
-            raise self._too_short(length)
-        return low
-
-    def _too_short(self, length: int) -> UserError:
-        return UserError(
-            f"evaluation.lengths: expected more tokens for RULER's {self.name}, got {length}"
-        )
-
-    def _empty(self, length: int, prompt: Prompt) -> int:
-        return length - prompt.new_tokens - len(prompt.tokens)
 
     def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
         """Yield trials by number and units, in batches that keep memory small."""
@@ -491,7 +473,7 @@ class RulerTask:
         for start in range(0, len(wanted), size):
             questions = []
             for trial, units in wanted[start : start + size]:
-                draws = Random(f"{self.seed} {self.name} {length} {trial}")
+                draws = Random(f"{SEED} {self.name} {length} {trial}")
                 questions.append(self.kind.question(draws, trial, units, length))
             encoded = self.tokenizer.encode_batch_fast(
                 [question.text for question in questions], add_special_tokens=False
@@ -501,29 +483,9 @@ class RulerTask:
                 yield Prompt(tokens, question.answers, self.kind.new_tokens, question.depth)
 
 
-def step(kind: RulerKind, length: int) -> int:
-    """Return the units by which a haystack shrinks if its prompt is longer than ``length``."""
-    if isinstance(kind, Needles) and kind.essay:
-        return 500
-    if isinstance(kind, Needles):
-        return 25 if length >= LONG else 5
-    if isinstance(kind, VariableTracking):
-        return 10 if length >= LONG else 5
-    if isinstance(kind, FrequentWords):
-        return max(1, (length - kind.new_tokens) // 32)
-    return 10
-
-
-def size(kind: RulerKind, most: int, length: int) -> int:
-    """Return the initial number of units of all trials, if ``most`` fit the first one.
-
-    It is ``most``, except for frequent words, which grow by :func:`step` from a sixth of the
-    length.
-    """
-    if not isinstance(kind, FrequentWords):
-        return most
-    start = (length - kind.new_tokens) // 6
-    return most - (most - start) % step(kind, length)
+def _total(prompt: Prompt) -> int:
+    """Return the tokens of a prompt and its answer."""
+    return len(prompt.tokens) + prompt.new_tokens
 
 
 KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
@@ -569,5 +531,5 @@ def ruler_tasks(
                 continue
             kind = read(file)
             score, stop, trials = string_match_part, after_any, min(trials, len(kind.items))
-        tasks.append(RulerTask(name, kind, score, stop, tokenizer, bos, trials, settings.seed))
+        tasks.append(RulerTask(name, kind, score, stop, tokenizer, bos, trials))
     return tasks, notes

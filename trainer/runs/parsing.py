@@ -315,8 +315,7 @@ def _task_rules(config: EvaluationConfig) -> Rules:
         needles.changes >= needles.needles,
         f"evaluation.needles.changes: expected fewer than the {needles.needles} needles",
     )
-    for key in ("needles", "many_shot"):
-        yield not getattr(config, key).depths, f"evaluation.{key}.depths: expected one or more"
+    yield not needles.depths, "evaluation.needles.depths: expected one or more"
     yield from _files("evaluation.many_shot.file", config.many_shot.file)
     yield from _files("evaluation.longbench.directory", config.longbench.directory)
     yield from _files("evaluation.ruler.squad_file", config.ruler.squad_file)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
-from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, Recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Task
@@ -61,7 +60,7 @@ def fit_text(
         corpus.first_token,
         corpus.fingerprint,
         {
-            n: answered_texts(straw, longrope.windows, n, longrope.seed)
+            n: answered_texts(straw, longrope.windows, n, seed=0)
             for n in fitted
             if straw is not None and n > C
         },
@@ -106,11 +105,10 @@ def _task(config: MethodsConfig, straw: Haystack) -> Task:
     if name in NEEDLE_TASKS:
         needles = replace(settings.needles, trials=texts, seed=settings.needles.seed + 1)
         return NEEDLE_TASKS[name](straw, needles)
-    shots = settings.many_shot
-    tasks: Any = [name]
-    shots = replace(shots, tasks=tasks, trials=texts, seed=shots.seed + 1)
-    (task,), _ = many_shot_tasks(shots, straw.tokenizer, straw.bos[0] if straw.bos else None)
-    return task
+    shots = replace(settings.many_shot, trials=texts)
+    bos = straw.bos[0] if straw.bos else None
+    tasks, _ = many_shot_tasks(shots, straw.tokenizer, bos, seed=SEED + 1)
+    return next(task for task in tasks if task.name == name)
 
 
 def _task_prompts(task: Task, length: int, texts: int, bos: int) -> Integers:

@@ -77,8 +77,8 @@ def question_files(tmp_path_factory):
 def task(tokenizer, question_files):
     """A function that makes one task by its name."""
 
-    def make(name, trials=5, seed=1, bos=BOS):
-        settings = RulerSettings([name], trials, seed, **question_files)
+    def make(name, trials=5, bos=BOS):
+        settings = RulerSettings([name], trials, **question_files)
         ((made,), _) = ruler_tasks(settings, tokenizer, DOCUMENTS, bos)
         return made
 

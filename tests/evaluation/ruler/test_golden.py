@@ -216,7 +216,7 @@ def test_text_answers_and_room_are_those_of_the_program(tasks, name):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", TASKS)
-def test_published_sizes_are_those_of_the_program(tasks, name, length):
+def test_prompts_are_at_least_as_long_as_those_of_the_program(tasks, name, length):
     """Of the larger of two prompts: how many tokens the drawn words have makes 1 percent of it."""
     theirs = [
         prompt["tokens"]
@@ -224,7 +224,7 @@ def test_published_sizes_are_those_of_the_program(tasks, name, length):
         if (prompt["task"], prompt["length"]) == (name, length)
     ]
     ours = [len(prompt.tokens) + prompt.new_tokens for prompt in tasks[name].prompts(length)]
-    assert max(ours) == pytest.approx(max(theirs), rel=0.01)
+    assert 0.99 * max(theirs) < max(ours) <= length
 
 
 STRIPPED = [
